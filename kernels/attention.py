@@ -7,9 +7,11 @@ Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` rows, ``Tk
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from raymm.kernels.choice.choice import KERNEL_CHOICE, chosen_attention
 from raymm.kernels.flash.operands import prepare
 from raymm.kernels.mask.mask import AttentionMask, as_masks
 
@@ -24,7 +26,8 @@ def attention(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T where visible) V: ATen's flash attention by blocks on a CPU, Triton
-    kernels on a GPU. No memory of the order of Tq x Tk.
+    kernels on a GPU, or what is faster there (:mod:`raymm.kernels.choice.choice`). No memory of
+    the order of Tq x Tk.
 
     Args:
         query: (B, Hq, Tq, D).
@@ -50,7 +53,8 @@ def attention(
     if device == "cpu":
         from raymm.kernels.flash.cpu.attention import cpu_attention as run
     else:
-        from raymm.kernels.flash.gpu.attention import triton_attention as run
+        from raymm.kernels.flash.gpu.attention import triton_attention
+
+        own = partial(triton_attention, unordered=KERNEL_CHOICE.kernels == "raymm_unordered")
+        run = chosen_attention(query, key, value, masks, scale=scale, softcap=softcap, own=own)
     return run(query, key, value, masks, scale=scale, softcap=softcap)
-
-

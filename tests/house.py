@@ -34,11 +34,12 @@ TABLE: dict[str, tuple[str, ...]] = {
     "kernels/flash": (),
     "kernels/mask": (),
     "kernels/host_copies.py": (),
+    "kernels/choice": ("kernels/mask",),
     "kernels/cross_entropy.py": ("kernels/collectives",),
     "kernels/flash/cpu": ("kernels/flash", "kernels/mask"),
     "kernels/flash/gpu": ("kernels/flash", "kernels/mask", "kernels/host_copies.py"),
     "kernels/attention.py": (
-        "kernels/flash", "kernels/mask", "kernels/flash/cpu", "kernels/flash/gpu",
+        "kernels/flash", "kernels/mask", "kernels/choice", "kernels/flash/cpu", "kernels/flash/gpu",
     ),
     "kernels/context_parallel": (
         "kernels/collectives", "kernels/flash", "kernels/mask", "kernels/host_copies.py",
@@ -121,8 +122,10 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/runtime/embedded": ("actors",),
     "raymm/runtime": (
-        "scheduler", "actors", "raymm/runtime/embedded", "raymm/model", "raymm/data/loading",
-        "raymm/layout", "raymm/data", "raymm/batch", "raymm/costs", "raymm/draw",
+        "kernels/choice", "kernels/flash/gpu", "scheduler", "actors", "raymm/runtime/embedded",
+        "raymm/model",
+        "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/batch", "raymm/costs",
+        "raymm/draw",
     ),
     "raymm/config": (
         "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",

@@ -43,6 +43,7 @@ from raymm.actors.quota import (
 from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
 from raymm.actors.rank.meeting_store import EVERYONE
 from raymm.actors.rank.recent_programs import remember
+from raymm.kernels.choice.choice import KERNEL_CHOICE
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.instructions import Part, Slot, said
 from raymm.scheduler.plan.stage import StageId
@@ -64,6 +65,7 @@ class GpuSpec:
         reloadable: nodes whose frozen weights can be had again from where they came from; under
             autocast they are kept in its dtype only.
         backend: makes the streams' backend; None: green contexts on CUDA, books on a CPU.
+        kernels: that compute attention, see :mod:`raymm.kernels.choice.choice`.
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads.
         timeout_s: seconds that any wait for modules or other GPUs may take.
@@ -84,6 +86,7 @@ class GpuSpec:
     autocast: str | None = None
     reloadable: frozenset[str] = frozenset()
     backend: Callable[[], Backend] | None = None
+    kernels: str = "raymm"
     device: str = "cpu"
     threads: int = 1
     timeout_s: float = 300.0
@@ -136,6 +139,7 @@ class GpuActor(MeetingActor):
         spec, everyone = self._spec, range(self._spec.gpus)
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
         torch.set_num_threads(spec.threads)
+        KERNEL_CHOICE.use(spec.kernels)
         self._num_process_groups = 2  # that have been made in the run
         with self._meeting({EVERYONE: everyone, 1: everyone, 2: everyone}, actors):
             self._place = MeetingPlace(
@@ -183,6 +187,7 @@ class GpuActor(MeetingActor):
         for group in self._replicas.values():
             dist.destroy_process_group(group)
         self._spec = spec
+        KERNEL_CHOICE.use(spec.kernels)
         self._programs.clear()
         self._layout_keys.clear()
         self._connect_replicas(actors)

@@ -33,6 +33,7 @@ from raymm.actors.rank.rank_spec import RankSpec
 from raymm.actors.rank.recent_programs import remember
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.kernels.choice.choice import KERNEL_CHOICE
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Instruction, Op
@@ -71,6 +72,7 @@ class RankActor(MeetingActor):
         spec = self._spec
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
         torch.set_num_threads(spec.threads)
+        KERNEL_CHOICE.use(spec.kernels)
         with self._meeting(spec.members, actors):
             place = MeetingPlace(
                 self._device, self._store, spec.rank, spec.world_size, self._timeouts

@@ -47,6 +47,7 @@ class RankSpec:
             its dtype.
         reloadable: modules whose frozen weights can be had again from where they came from;
             under autocast they are kept in its dtype only.
+        kernels: that compute attention, see :mod:`raymm.kernels.choice.choice`.
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads of this process.
         quotas: by module, shares of the device's multiprocessors.
@@ -68,6 +69,7 @@ class RankSpec:
     autocast: str | None = None
     exact_autocast: bool = False
     reloadable: frozenset[str] = frozenset()
+    kernels: str = "raymm"
     device: str = "cpu"
     threads: int = 1
     quotas: dict[str, float] = field(default_factory=dict)

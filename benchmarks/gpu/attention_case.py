@@ -23,6 +23,8 @@ class Case:
         masks: one per sequence of the batch; equal objects stay one object.
         value_dim: Dv; the head dim by default.
         blocks: (block_q, block_k) of every kernel instead of the table's; multiples of 16.
+        descriptors: with blocks: tiles are loaded by tensor descriptors.
+        unordered: the query's gradient is summed up in any order.
     """
 
     masks: tuple[AttentionMask, ...]
@@ -34,6 +36,8 @@ class Case:
     softcap: float | None = None
     processors: int | None = None
     blocks: tuple[int, int] | None = None
+    descriptors: bool = False
+    unordered: bool = False
     seed: int = 0
 
 
@@ -70,13 +74,15 @@ def options(case: Case) -> dict[str, Any]:
 
     config = None
     if case.blocks is not None:
-        kernel = KernelConfig(*case.blocks, warps=4, stages=1, precision="ieee")
+        kernel = KernelConfig(*case.blocks, warps=4, stages=1, precision="ieee",
+                              descriptors=case.descriptors, unordered=case.unordered)  # fmt: skip
         config = AttentionConfig(kernel, kernel, kernel)
     return {
         "scale": case.scale,
         "softcap": case.softcap,
         "processors": case.processors,
         "config": config,
+        "unordered": case.unordered,
     }
 
 

@@ -271,7 +271,7 @@ class RunConfig(Section):
             samples: the gap to the right ones is what the model gets out of them.
         log_every: steps between printed lines.
         seed: of random weights and dropout.
-        precision, exact_autocast: as of :class:`raymm.runtime.options.RuntimeOptions`.
+        precision, exact_autocast, kernels: as of :class:`raymm.runtime.options.RuntimeOptions`.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
             or, where not given, if the cluster has some or its autoscaler can bring them.
         max_failures: times that the run goes on by itself, from its last checkpoint, after a
@@ -279,8 +279,7 @@ class RunConfig(Section):
             the same step, or what code raises) ends it at once.
         max_preemptions: the same of nodes that were announced to end (spot instances, drains).
         wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
-        max_seconds: after so many, the wait for nodes included, the run ends as on a signal: the
-            step under way is finished and saved.
+        max_seconds: after so many, the wait for nodes included, the run is saved and ends.
         timeout_s: seconds a rank may wait for another, and one instruction (a forward) may take.
         nccl_timeout_s: seconds until NCCL's watchdog ends a rank; by default 2 * ``timeout_s``.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
@@ -304,6 +303,7 @@ class RunConfig(Section):
     seed: Seed = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     exact_autocast: bool = False
+    kernels: Literal["raymm", "raymm_unordered", "auto"] = "raymm"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_failures: NonNegative | None = 3
     max_preemptions: NonNegative | None = None

@@ -99,6 +99,7 @@ class MappedGraph:
                 self.slots, mapping.steps, self.replicas,
                 optimizer=options.optimizer, autocast=options.autocast, reloadable=reloadable,
                 backend=options.quota_backend, device=options.device, threads=options.threads,
+                kernels=options.kernels,
                 timeout_s=options.timeout_s, nccl_timeout_s=options.nccl_timeout_s,
             )
             for gpu in range(mapping.gpus)

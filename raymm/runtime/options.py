@@ -10,6 +10,7 @@ from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.actors.quota import Backend
 from raymm.actors.rank.rank_resources import RankResources
+from raymm.kernels.choice.choice import check_kernels
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("cpu", "cuda")
@@ -26,6 +27,12 @@ class RuntimeOptions:
         exact_autocast: with bf16 and sharding ``fsdp``, gather fp32 parameters and leave them to
             autocast, as all others are, instead of gathering blocks in bf16 (norms, too). It
             costs a copy of a stage's weights per microbatch under way, and twice the traffic.
+        kernels: what computes attention under a mask: ``"raymm"``; ``"raymm_unordered"``, which
+            has five products per tile in the backward pass instead of seven and whose gradients
+            differ in the last bits from run to run (CUDA only); or ``"auto"``: raymm's
+            kernels or FlexAttention, whichever a process finds to be faster on its GPU, measured
+            once per class of shapes. Results then differ in the last bits where the choice does.
+            A CPU has one kernel, and measures nothing.
         device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
         resources: what each process reserves in Ray; None: one CPU, and a GPU on CUDA.
         placement: what is reserved with the processes, and how long nodes may take to come.
@@ -39,13 +46,14 @@ class RuntimeOptions:
             quotas; None: green contexts on CUDA, and a record of who ran when on a CPU.
 
     Raises:
-        ValueError: another precision or device.
+        ValueError: another precision or device, or other kernels.
         ClusterError: not one GPU for each process on CUDA.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: str = "fp32"
     exact_autocast: bool = False
+    kernels: str = "raymm"
     device: str = "cpu"
     resources: RankResources | None = None
     placement: PlacementOptions = ONLY_RANKS
@@ -58,6 +66,7 @@ class RuntimeOptions:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
+        check_kernels(self.kernels)
         if self.device not in DEVICES:
             raise ValueError(f"device is {self.device!r}; accepted: {', '.join(DEVICES)}")
         self.reserved.check_device(self.device)

@@ -18,8 +18,9 @@ from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.modality_module import ModelError
-from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.interruption import holds_nothing_when_interrupted
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
@@ -96,6 +97,7 @@ class ParallelModule(ABC):
 
     Raises:
         ProbeError: a module that returns what training would drop.
+        ModelError: heads that kernels on a GPU cannot compute.
     """
 
     plan: Any
@@ -105,6 +107,8 @@ class ParallelModule(ABC):
 
     def __init__(self, model: MultimodalModule, options: RuntimeOptions) -> None:
         self.model, self.options = model, options
+        masked = model.mask is not None or model.packing
+        check_head_dims(model, options, [LANGUAGE_MODEL] if masked else [])
         self._encoders = model.encoder_names
         self._check = BatchCheck(model, options.autocast)
         self._tried = TriedInputs(model)

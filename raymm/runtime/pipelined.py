@@ -30,6 +30,7 @@ from raymm.layout.rank_specs import rank_specs
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.cluster import connect
+from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
@@ -127,6 +128,7 @@ class MultimodalParallelModule(ParallelModule):
         run = RuntimeOptions.of(options)
         super().__init__(model, run)
         check_fits(plan)
+        check_head_dims(model, run, {stage.module for stage in plan.stages if stage.cp > 1})
         connect()
         if any(stage.quota is not None for stage in plan.stages):
             check_grants(plan, _multiprocessors(run.device))
@@ -135,7 +137,7 @@ class MultimodalParallelModule(ParallelModule):
         ranks = rank_specs(
             model, plan, optimizer=run.optimizer, autocast=run.autocast,
             exact_autocast=run.exact_autocast, device=run.device, threads=run.threads,
-            quota_backend=run.quota_backend, timeout_s=run.timeout_s,
+            kernels=run.kernels, quota_backend=run.quota_backend, timeout_s=run.timeout_s,
             nccl_timeout_s=run.nccl_timeout_s,
         )  # fmt: skip
         self._tried.retries.update(ranks.builders.retries)

@@ -314,9 +314,9 @@ class Trainer:
         self._say_what_runs(execution, device)
         with execution.start(
             self.model, optimizer=self.optimizer, precision=self.run.precision,
-            exact_autocast=self.run.exact_autocast, device=device, resources=resources,
-            threads=self.threads, seed=self.run.seed, timeout_s=self.run.timeout_s,
-            nccl_timeout_s=self.run.nccl_timeout_s, placement=placement,
+            exact_autocast=self.run.exact_autocast, kernels=self.run.kernels, device=device,
+            resources=resources, threads=self.threads, seed=self.run.seed, placement=placement,
+            timeout_s=self.run.timeout_s, nccl_timeout_s=self.run.nccl_timeout_s,
         ) as parallel:
             self._folder.check_seen_by(parallel.group)
             if self._elastic is not None:

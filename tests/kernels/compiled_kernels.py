@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -45,7 +46,11 @@ EVERY_HEAD_DIM = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _TENSORS = {
     "query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value",
 }  # fmt: skip
-_FP32_TENSORS = {"lse", "stats", "part_out", "part_lse", "part_grad", "part_key", "part_value"}
+_TILES = {"query", "key", "value", "grad_out"}
+"""Tensors that a kernel may load by descriptors."""
+_FP32_TENSORS = {
+    "lse", "stats", "sums", "part_out", "part_lse", "part_grad", "part_key", "part_value",
+}  # fmt: skip
 _INT_TENSORS = {"bounds", "attend", "identity", "items", "runs", "merges"}
 _FLOATS = {"inner", "multiplier", "scale", "factor"}
 
@@ -60,9 +65,12 @@ class Launch:
     bits: bool = False
     softcap: bool = False
     key_pass: int = 0
+    descriptors: bool = False
+    unordered: bool = False
 
     def __str__(self) -> str:
         flags = "-bits" * self.bits + "-softcap" * self.softcap + f"-{self.key_pass}"
+        flags += "-descriptors" * self.descriptors + "-unordered" * self.unordered
         return f"{self.kernel}-{self.dtype}-{self.head_dim}{flags}"
 
 
@@ -95,14 +103,25 @@ def launches(dtype: str, head_dims: tuple[int, ...] | None = None) -> list[Launc
         without = head_dims is not None or head_dim in WITHOUT_BITS[dtype]
         small = ("merge_forward", "merge_backward", "row_statistics")
         found += [Launch(kernel, dtype, head_dim) for kernel in small]
-        for softcap in (False, True):
-            config = attention_config(head_dim, getattr(torch, dtype), softcap=softcap)
+        for softcap, wanted in itertools.product((False, True), (False, True)):
+            config = attention_config(
+                head_dim, getattr(torch, dtype), softcap=softcap, descriptors=wanted
+            )
+            if wanted and not config.forward.descriptors:
+                continue
             for bits in (False, True) if without else (True,):
-                same = (dtype, head_dim, bits, softcap)
-                found.append(Launch("attention_forward", *same))
-                found.append(Launch("attention_backward_query", *same))
+                make = partial(
+                    Launch, dtype=dtype, head_dim=head_dim, bits=bits, softcap=softcap,
+                    descriptors=wanted,
+                )  # fmt: skip
+                found += [make("attention_forward"), make("attention_backward_query")]
                 passes = range(1 + config.backward_key.two_passes)
-                found += [Launch("attention_backward_key", *same, number) for number in passes]
+                found += [make("attention_backward_key", key_pass=number) for number in passes]
+                if wanted and attention_config(
+                    head_dim, getattr(torch, dtype), softcap=softcap, descriptors=True,
+                    unordered=True,
+                ).backward_key.unordered:  # fmt: skip
+                    found.append(make("attention_backward_key", unordered=True))
     return found
 
 
@@ -237,8 +256,9 @@ def _arguments(launch: Launch) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     module = triton_forward if hasattr(triton_forward, launch.kernel) else triton_backward
     function = getattr(module, launch.kernel)
     config = configs.attention_config(
-        launch.head_dim, getattr(torch, launch.dtype), softcap=launch.softcap
-    )
+        launch.head_dim, getattr(torch, launch.dtype), softcap=launch.softcap,
+        descriptors=launch.descriptors, unordered=launch.unordered,
+    )  # fmt: skip
     padded = configs.padded_head_dim(launch.head_dim)
     small = {"D": launch.head_dim, "BLOCK_D": padded}
     if launch.kernel == "row_statistics":
@@ -251,16 +271,22 @@ def _arguments(launch: Launch) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     own = getattr(config, launch.kernel.removeprefix("attention_"))
     constants = configs.constants(own, launch.head_dim, bits=launch.bits, softcap=launch.softcap)
     if launch.kernel == "attention_backward_key":
-        constants |= configs.key_passes(own)[launch.key_pass]
+        passes = configs.key_passes(own, with_query=launch.unordered)
+        constants |= passes[launch.key_pass]
     return function, constants, configs.options(own)
 
 
 def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
-    tensor = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[launch.dtype]
+    element = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[launch.dtype]
     if name in constants:
         return "constexpr"
+    if name in _TILES and constants.get("TMA"):
+        rows = constants["M" if name in ("query", "grad_out") else "N"]
+        return f"tensordesc<{element}[1, 1, {rows}, {constants['BLOCK_D']}]>"
+    if name == "sums" and constants["FOR_QUERY"]:
+        return f"tensordesc<fp32[1, 1, {constants['M']}, {constants['BLOCK_D']}]>"
     if name in _TENSORS:
-        return tensor
+        return f"*{element}"
     if name in _FP32_TENSORS or name == "parts":
         return "*fp32"
     if name in _INT_TENSORS:

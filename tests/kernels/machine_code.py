@@ -20,16 +20,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from compiled_kernels import Launch, compile_for, compilers, digest, kernel_sources
+from compiled_kernels import Launch, compile_for, compilers, digest, kernel_sources, launches
 
 RECORD = Path(__file__).with_suffix(".json")
 ARCHITECTURES = (90, 100)
 KERNELS = ("attention_forward", "attention_backward_query", "attention_backward_key")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 # Products on tensor cores: of a warp group (sm_90), of a thread block (sm_100), of a warp (slow).
 _PRODUCTS = re.compile(r"\b(HGMMA\.\d+x\d+x\d+|UTC[A-Z]*MMA|HMMA\.\d+)")
-_LOADS = re.compile(r"\b(UTMALDG|LDGSTS\.E\.BYPASS\.128|LDGSTS)\b")
+_LOADS = re.compile(r"\b(UTMALDG|UTMAREDG|LDGSTS\.E\.BYPASS\.128|LDGSTS)\b")
 _WAITS = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
+# Products of whole tiles in Triton's own form: of shared memory or registers (m x k, k x n).
+_TILES = re.compile(
+    r"ttng\.(?:warp_group_dot|tc_gen5_mma) [^\n]* : [^\n<]*<(\d+)x(\d+)x[^\n]*?memdesc<(\d+)x(\d+)x"
+)
 _LOCAL = re.compile(r"\b(?:STL|LDL)[.\s]")
 
 
@@ -47,9 +51,12 @@ class MachineCode:
     Attributes:
         registers, shared: per thread, and bytes per program.
         spills: bytes, as ptxas says; ``local`` instructions that read or write them.
+        tiles: products of whole tiles as m x n x k, of all loops: a kernel has one for full tiles
+            and one for partial ones.
         products: tensor-core instructions by name; those of sm_90 with m x n x k.
         loads: instructions that copy tiles into shared memory: by TMA (``UTMALDG``), or by
-            threads, 16 bytes each (``LDGSTS.E.BYPASS.128``) or fewer.
+            threads, 16 bytes each (``LDGSTS.E.BYPASS.128``) or fewer; and those that add to
+            memory by TMA (``UTMAREDG``).
         waits: of sm_90 for products under way, by how many may still be: 0 waits for all.
     """
 
@@ -57,22 +64,29 @@ class MachineCode:
     shared: int
     spills: int
     local: int
+    tiles: dict[str, int] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
 
     @property
     def least_n(self) -> int:
-        """Columns of the narrowest warp-group product; 0 if there is none."""
+        """Columns of the narrowest product: of a warp group's on sm_90, of a tile's on sm_100,
+        whose instructions' names do not say; 0 if there is none."""
         shapes = [name.split("x") for name in self.products if name.startswith("HGMMA")]
+        shapes = shapes or [name.split("x") for name in self.tiles]
         return min((int(shape[1]) for shape in shapes), default=0)
 
 
 def targets() -> list[Target]:
-    """Those that are looked at: bf16, masks with kinds, which do all that others do."""
+    """Those that are looked at: bf16, masks with kinds, which do all that others do, tiles by
+    descriptors."""
     return [
-        Target(Launch(kernel, "bfloat16", head_dim, bits=True), architecture)
-        for architecture in ARCHITECTURES for head_dim in HEAD_DIMS for kernel in KERNELS
+        Target(launch, architecture)
+        for architecture in ARCHITECTURES
+        for launch in launches("bfloat16", HEAD_DIMS)
+        if launch.kernel in KERNELS and launch.bits and launch.descriptors and not launch.softcap
+        if architecture == 90 or not launch.unordered  # which there is for sm_90 only
     ]
 
 
@@ -87,8 +101,10 @@ def read(target: Target) -> MachineCode:
         file.flush()
         run = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True)
     code = run.stdout
+    shapes = (f"{m}x{n}x{k}" for m, k, _, n in _TILES.findall(compiled.asm["ttgir"]))
     return MachineCode(
         registers, compiled.metadata.shared, spills, len(_LOCAL.findall(code)),
+        dict(Counter(shapes)),
         dict(Counter(_PRODUCTS.findall(code))), dict(Counter(_LOADS.findall(code))),
         dict(Counter(_WAITS.findall(code))),
     )  # fmt: skip
@@ -115,14 +131,18 @@ def found(wanted: list[Target]) -> dict[Target, MachineCode]:
 def main() -> None:
     """Print a table; with ``--record``, keep it."""
     codes = found(targets())
-    columns = ("kernel", "sm", "registers", "shared", "spilled", "products", "loads", "waits")
+    columns = ("kernel", "sm", "registers", "shared", "spilled", "tiles' products",
+               "instructions", "loads", "waits")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for target, code in codes.items():
         counts = (
             ", ".join(f"{count} {name}" for name, count in each.items()) or "-"
-            for each in (code.products, code.loads, code.waits)
+            for each in (code.tiles, code.products, code.loads, code.waits)
         )
-        name = f"{target.launch.kernel.removeprefix('attention_')} {target.launch.head_dim}"
+        launch = target.launch
+        name = f"{launch.kernel.removeprefix('attention_')} {launch.head_dim}"
+        name += " unordered" * launch.unordered
+        name += f" pass {launch.key_pass + 1}" * (launch.key_pass > 0)
         cells = (name, target.architecture, code.registers, code.shared, code.spills, *counts)
         print(f"| {' | '.join(map(str, cells))} |")
     if "--record" in sys.argv[1:]:

@@ -87,10 +87,11 @@ def test_masks_across_stages(ray_cluster):
 
 
 def test_a_mask_of_the_user(ray_cluster):
+    """And kernels by choice, of which a CPU has one."""
     model = model_of(everything, ReplaceTokens(TOKENS))
     oracle = oracle_of(model, replace(TOKENS), lambda query, key, past: True)
     images = pm.batch([6, 6], 5, [[(pm.IMAGE_TOKEN, 4)]] * 2, vision=[0, 1])
-    with MultimodalParallelSpec({}, ParallelSpec(pp=2), 1).apply(model) as parallel:
+    with MultimodalParallelSpec({}, ParallelSpec(pp=2), 1).apply(model, kernels="auto") as parallel:
         check_gradients(parallel, oracle, [images])
 
 

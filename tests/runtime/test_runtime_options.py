@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaConfig
 
 from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
+from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.runtime.options import RuntimeOptions
@@ -49,3 +53,28 @@ def test_what_follows_from_options():
     assert options.autocast == "bfloat16" and RuntimeOptions().autocast is None
     assert options.reserved == RankResources(gpus=1.0)
     assert RuntimeOptions().reserved == RankResources()
+
+
+def test_kernels_are_refused_by_name():
+    with pytest.raises(ValueError, match="kernels is 'flex'; accepted: raymm, raymm_unordered, au"):
+        MultimodalParallelModule(None, None, kernels="flex")  # type: ignore[arg-type]
+
+
+def wide_model(mask: str | None) -> MultimodalModule:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=520, num_hidden_layers=1, vocab_size=64,
+    )  # fmt: skip
+    return MultimodalModule(language_model=ModalityModule(config), mask=mask)
+
+
+def test_heads_that_no_kernel_has_are_refused_before_anything_runs():
+    said = "llm: .*self_attn has heads of 520 columns; accepted on cuda: at most 512"
+    with pytest.raises(ModelError, match=said):
+        MultimodalParallelModule(wide_model("causal"), None, device="cuda")  # type: ignore[arg-type]
+    wide, on_gpus = wide_model("causal"), RuntimeOptions(device="cuda")
+    for allowed in (RuntimeOptions(), RuntimeOptions(device="cuda", kernels="auto")):
+        check_head_dims(wide, allowed, ["llm"])
+    check_head_dims(wide, on_gpus, [])  # its own attention computes
+    with pytest.raises(ModelError, match=said):
+        check_head_dims(wide_model(None), on_gpus, {"llm"})

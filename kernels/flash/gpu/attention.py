@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 
 from raymm.kernels.flash.gpu.backward import (
     attention_backward_key,
@@ -24,6 +23,7 @@ from raymm.kernels.flash.gpu.device_tables import (
     DeviceTables,
     Layout,
     attention_plan,
+    filled_tokens,
 )
 from raymm.kernels.flash.gpu.forward import attention_forward, merge_forward
 from raymm.kernels.flash.gpu.head_dims import kernel_head_dim, narrowed, widened
@@ -40,7 +40,15 @@ from raymm.kernels.flash.gpu.launch_configs import (
     scales,
     statistics_rows,
 )
-from raymm.kernels.flash.gpu.operands import INTERPRETED, aligned, check_operands, strides
+from raymm.kernels.flash.gpu.operands import (
+    INTERPRETED,
+    aligned,
+    check_operands,
+    describable,
+    source,
+    strides,
+    sums_in_any_order,
+)
 from raymm.kernels.flash.operator import attention_operator
 from raymm.kernels.mask.mask import AttentionMask
 
@@ -55,6 +63,7 @@ def triton_attention(
     softcap: float | None = None,
     processors: int | None = None,
     config: AttentionConfig | None = None,
+    unordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softcap(scale Q K^T) where visible) V, differentiable and deterministic.
 
@@ -72,6 +81,9 @@ def triton_attention(
             (fewer where a share of the device is used). Results for different numbers may
             differ in the last bits, as sums are split differently.
         config: launch configurations; default by table (triton_configs).
+        unordered: sum up the query's gradient in any order, where there are kernels for it: five
+            products per tile in the backward pass instead of seven, and gradients that differ in
+            the last bits from run to run.
 
     Returns:
         Output (B, Hq, Tq, Dv) in the query's dtype, and LSE (B, Hq, Tq) fp32, natural
@@ -86,7 +98,7 @@ def triton_attention(
     factors = scales(query.shape[-1], scale, softcap)
     own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (widened(t, columns) for t in (query, key, value))
-    plan = _plan(query, key, masks, softcap, processors, config)
+    plan = _plan(query, key, value, masks, softcap, processors, config, unordered)
     out, lse = _Attention.apply(query, key, value, plan, factors, softcap is not None)
     return narrowed(out, own), lse
 
@@ -113,7 +125,7 @@ def triton_forward(
     factors = scales(query.shape[-1], scale, softcap)
     own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (aligned(widened(t, columns)) for t in (query, key, value))
-    plan = _plan(query, key, masks, softcap)
+    plan = _plan(query, key, value, masks, softcap)
     with _on(query.device):
         out, lse = _forward(query, key, value, plan, factors, softcap is not None)
     return narrowed(out, own), lse
@@ -150,7 +162,7 @@ def triton_backward(
     query, key, value, out, grad_out = (
         aligned(widened(t, columns)) for t in (query, key, value, out, grad_out)
     )
-    plan = _plan(query, key, masks, softcap)
+    plan = _plan(query, key, value, masks, softcap)
     with _on(query.device):
         gradients = _backward(
             query, key, value, out, lse.contiguous(), grad_out, plan, factors,
@@ -166,15 +178,21 @@ def triton_backward(
 def _plan(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     masks: tuple[AttentionMask, ...],
     softcap: float | None,
     processors: int | None = None,
     config: AttentionConfig | None = None,
+    unordered: bool = False,
 ) -> AttentionPlan | None:
     if not len(masks):
         return None
     if config is None:
-        config = attention_config(query.shape[-1], query.dtype, softcap=softcap is not None)
+        config = attention_config(
+            query.shape[-1], query.dtype, softcap=softcap is not None,
+            descriptors=describable(query, key, value),
+            unordered=unordered and sums_in_any_order(query.device),
+        )  # fmt: skip
     row_bytes = query.shape[-1] * query.element_size()
     layout = _layout(query.device, query.shape[1], key.shape[1], row_bytes, processors)
     return attention_plan(tuple(masks), config, layout, query.device)
@@ -224,7 +242,7 @@ def _forward(query, key, value, plan, factors, softcap):
         part_lse = lse.new_empty(rows)
     _launch(
         attention_forward, kernel, query, plan, tables, n_heads, softcap,
-        query, key, value, out, lse, part_out, part_lse,
+        *_sources(kernel, query, key, value), out, lse, part_out, part_lse,
         plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors[:2],
         len(tables.items), tables.head_span, plan.layout.group, n_heads, n_queries, key.shape[2],
         *strides(query), *strides(key), *strides(value), *strides(out),
@@ -253,22 +271,29 @@ def _backward(
         return grad_query, grad_key, grad_value
     # The kernels without softcap take LSE off before scores are brought to base 2.
     factor = math.log2(math.e) / (1.0 if softcap else factors[1])
-    stats = lse.new_empty((batch, n_heads, 2, n_queries))
+    stats = lse.new_empty((batch, n_heads, 2, filled_tokens(n_queries)))
     rows = statistics_rows(head_dim)
-    _kernel(row_statistics)[(batch * n_heads * triton.cdiv(n_queries, rows),)](
+    _kernel(row_statistics)[(batch * n_heads * (stats.shape[-1] // rows),)](
         out, grad_out, lse, stats, factor, n_heads, n_queries,
         *strides(out), *strides(grad_out),
         D=head_dim, BLOCK_D=padded_head_dim(head_dim), ROWS=rows, **SMALL_OPTIONS,
     )  # fmt: skip
-    inputs = (query, key, value, grad_out, stats)
+    uses = plan.config.backward_query.descriptors or plan.config.backward_key.descriptors
+    if uses and not describable(grad_out):  # as an expanded one, that of a sum
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+    inputs = (query, key, value, grad_out)
     group, n_keys = plan.layout.group, key.shape[2]
     all_strides = [s for t in (query, key, value, grad_out) for s in strides(t)]
-    if grad_query is not None:
+    sums = stats
+    whole = plan.config.backward_key.unordered and for_query and for_key and key.numel() > 0
+    if whole:
+        sums = stats.new_zeros((batch, n_heads, stats.shape[-1], padded_head_dim(head_dim)))
+    elif grad_query is not None:
         kernel, tables = plan.config.backward_query, plan.backward_query
         parts = _parts(lse, tables, n_heads, kernel.block_q, head_dim)
         _launch(
             attention_backward_query, kernel, query, plan, tables, n_heads, softcap,
-            *inputs, grad_query, parts,
+            *_sources(kernel, *inputs), stats, grad_query, parts,
             plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
             len(tables.items), tables.head_span, group, n_heads, n_queries, n_keys,
             *all_strides, *strides(grad_query),
@@ -277,16 +302,19 @@ def _backward(
     if grad_key is not None and grad_value is not None and key.numel():
         kernel, tables, key_heads = plan.config.backward_key, plan.backward_key, key.shape[1]
         parts = [_parts(lse, tables, key_heads, kernel.block_k, head_dim) for _ in range(2)]
-        for key_pass in key_passes(kernel):
+        for key_pass in key_passes(kernel, with_query=whole):
             _launch(
                 attention_backward_key, kernel, query, plan, tables, key_heads, softcap,
-                *inputs, grad_key, grad_value, *parts,
+                *_sources(kernel, *inputs), stats, _target(kernel, sums),
+                grad_key, grad_value, *parts,
                 plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
                 len(tables.items), tables.head_span, group, key_heads, n_queries, n_keys,
                 *all_strides, *strides(grad_key), *strides(grad_value), **key_pass,
             )  # fmt: skip
         _merge(parts[0], grad_key, tables, kernel.block_k)
         _merge(parts[1], grad_value, tables, kernel.block_k)
+        if whole and grad_query is not None:
+            grad_query.copy_(sums[:, :, :n_queries, :head_dim].mul_(factors[2]))
     return grad_query, grad_key, grad_value
 
 
@@ -294,6 +322,20 @@ def _kernel(function: Any) -> Any:
     """A small kernel, to be called with plain numbers for its ``tl.constexpr``: Triton's types
     would have these."""
     return function
+
+
+def _sources(kernel: KernelConfig, query, key, value, *grad_out) -> list[Any]:
+    """What a kernel loads tiles of."""
+    columns = padded_head_dim(query.shape[-1])
+    sides = [(query, kernel.block_q), (key, kernel.block_k), (value, kernel.block_k)]
+    sides += [(tensor, kernel.block_q) for tensor in grad_out]
+    return [source(t, rows, columns, descriptors=kernel.descriptors) for t, rows in sides]
+
+
+def _target(kernel: KernelConfig, sums: torch.Tensor) -> Any:
+    """What a kernel adds tiles of rows to. The interpreter cannot by descriptors."""
+    by_descriptor = kernel.unordered and kernel.descriptors and not INTERPRETED
+    return source(sums, kernel.block_q, sums.shape[-1], descriptors=by_descriptor)
 
 
 def _launch(
@@ -339,7 +381,6 @@ def _merge_constants(head_dim: int, block: int) -> dict[str, int]:
     return {"D": head_dim, "BLOCK_D": padded, "M": block, "ROWS": MERGE_ROWS, **SMALL_OPTIONS}
 
 
-
 def _layout(
     device: torch.device, query_heads: int, key_heads: int, row_bytes: int, processors: int | None
 ) -> Layout:
@@ -348,8 +389,6 @@ def _layout(
     properties = torch.cuda.get_device_properties(device)
     processors = properties.multi_processor_count if processors is None else processors
     return Layout(query_heads, key_heads, row_bytes, processors, properties.L2_cache_size)
-
-
 
 
 def _on(device: torch.device):

@@ -1,11 +1,17 @@
-"""Backward attention kernels (FlashAttention-2), without atomics: one pass over runs of key
-blocks for the query's gradient, one over runs of query blocks, and over the query heads of a
-group, for the gradients of keys and values. Every sum has one order, so two runs are equal to
-the bit. Legend and helpers: triton_ops.
+"""Backward attention kernels (FlashAttention-2): one pass over runs of key blocks for the query's
+gradient, one over runs of query blocks, and over the query heads of a group, for the gradients of
+keys and values: three and four products per tile. Every sum has one order, so two runs are equal
+to the bit. Legend and helpers: triton_ops.
+
+With FOR_QUERY the second pass adds what a tile gives to the query's gradient, too: five products
+in all, as nothing is computed twice, but programs add in the order in which they come by, and two
+runs differ in the last bits. (Waiting for one's turn would keep an order. The loop that waits
+keeps Triton from loading tiles ahead, and registers spill.)
 """
 
 # A tl.constexpr is a plain number or bool where a kernel is called, which Triton's types deny.
-# pyright: reportArgumentType=false
+# ``tl.range`` has no type of an iterator.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -16,12 +22,14 @@ from raymm.kernels.flash.gpu.ops import (
     UNIT,
     capped,
     dot,
+    filled,
     head_base,
     item_block,
     item_slot,
     item_tiles,
     load_bounds,
     load_rows,
+    load_tile,
     merge_block,
     next_block,
     row_base,
@@ -41,10 +49,11 @@ def row_statistics(
     n_heads, n_queries, o_b, o_h, o_t, g_b, g_h, g_t,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the other kernels subtract per row, stats (B, Hq, 2, Tq): from scores ``factor`` x
-    LSE (+inf, which makes every weight 0, for rows that see nothing); from gradients of weights
-    rowsum(grad_out * out)."""
-    blocks = tl.cdiv(n_queries, ROWS)
+    """What the other kernels subtract per row, stats (B, Hq, 2, Tq filled up): from scores
+    ``factor`` x LSE (+inf, which makes every weight 0, for rows that see nothing or are not);
+    from gradients of weights rowsum(grad_out * out)."""
+    n_rows = filled(n_queries)
+    blocks = n_rows // ROWS
     start = (tl.program_id(0) % blocks) * ROWS
     head = (tl.program_id(0) // blocks) % n_heads
     batch = tl.program_id(0) // (blocks * n_heads)
@@ -55,22 +64,11 @@ def row_statistics(
     o = load_rows(o_base, o_t, n_queries - start, ROWS, D, BLOCK_D, True)
     g = load_rows(g_base, g_t, n_queries - start, ROWS, D, BLOCK_D, True)
     position = (batch.to(tl.int64) * n_heads + head) * n_queries
-    row_lse = tl.load(lse + position + start + rows, mask=inside, other=0.0)
+    row_lse = tl.load(lse + position + start + rows, mask=inside, other=float("-inf"))
     offset = tl.where(row_lse == float("-inf"), float("inf"), row_lse * factor)
-    pointers = stats + 2 * position + start + rows
-    tl.store(pointers, offset, mask=inside)
-    tl.store(pointers + n_queries, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), mask=inside)
-
-
-@triton.jit
-def _load_offset(stats, rows, start, n_queries):
-    """Rows that are not get an offset of +inf: weights of 0."""
-    return tl.load(stats + start + rows, mask=start + rows < n_queries, other=float("inf"))
-
-
-@triton.jit
-def _load_delta(stats, rows, start, n_queries):
-    return tl.load(stats + n_queries + start + rows, mask=start + rows < n_queries, other=0.0)
+    pointers = stats + (batch.to(tl.int64) * n_heads + head) * 2 * n_rows + start + rows
+    tl.store(pointers, offset)
+    tl.store(pointers + n_rows, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1))
 
 
 @triton.jit
@@ -85,19 +83,20 @@ def _slope(scores, weights, SOFTCAP: tl.constexpr):
 @triton.jit
 def _key_tiles(
     acc, query, grad_out, offset, delta,
-    key, value, k_t, v_t, n_keys,
+    key, value, batch, key_head, k_t, v_t, n_keys,
     lo1, length1, lo2, length2, attend, identity,
     runs, run, n_tiles, inner, multiplier,
     FULL: tl.constexpr, BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Add to ``acc`` (M, D) what ``n_tiles`` tiles of keys, from ``run`` on, give."""
     columns = tl.arange(0, N)
     block, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
-    for _ in range(n_tiles):
+    for _ in tl.range(n_tiles, disable_licm=TMA):
         start = block * N
-        k = load_rows(row_base(key, start, k_t), k_t, n_keys - start, N, D, BLOCK_D, not FULL)
-        v = load_rows(row_base(value, start, v_t), v_t, n_keys - start, N, D, BLOCK_D, not FULL)
+        k = load_tile(key, batch, key_head, start, k_t, n_keys, N, D, BLOCK_D, not FULL, TMA)
+        v = load_tile(value, batch, key_head, start, v_t, n_keys, N, D, BLOCK_D, not FULL, TMA)
         zeros = tl.zeros((query.shape[0], N), tl.float32)
         scores = capped(dot(query, tl.trans(k), zeros, PRECISION, UPCAST), inner, SOFTCAP)
         exponents = scores * multiplier - offset[:, None]
@@ -105,7 +104,7 @@ def _key_tiles(
             keys = start + columns
             kinds = keys
             if BITS:
-                kinds = tl.load(identity + keys, mask=keys < n_keys, other=0)
+                kinds = tl.load(identity + keys)
             seen = visible(keys[None, :], lo1, length1, lo2, length2, attend, kinds[None, :], BITS)
             exponents = tl.where(seen, exponents, float("-inf"))
         weights = _slope(scores, tl.exp2(exponents), SOFTCAP)
@@ -129,6 +128,7 @@ def attention_backward_query(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of query rows over the tiles of one work item."""
     item, head = work_item(items, n_items, head_span)
@@ -137,36 +137,37 @@ def attention_backward_query(
     partial_run, partial_tiles = item_tiles(item, False)
     start = block * M
     rows = tl.arange(0, M)
-    q_base = row_base(head_base(query, batch, head, q_b, q_h), start, q_t)
-    g_base = row_base(head_base(grad_out, batch, head, g_b, g_h), start, g_t)
-    q = load_rows(q_base, q_t, n_queries - start, M, D, BLOCK_D, True)
-    g = load_rows(g_base, g_t, n_queries - start, M, D, BLOCK_D, True)
-    position = (batch.to(tl.int64) * n_heads + head) * 2 * n_queries
-    offset = _load_offset(stats + position, rows, start, n_queries)
-    delta = _load_delta(stats + position, rows, start, n_queries)
+    key_head = head // group
+    if not TMA:
+        query = head_base(query, batch, head, q_b, q_h)
+        grad_out = head_base(grad_out, batch, head, g_b, g_h)
+        key = head_base(key, batch, key_head, k_b, k_h)
+        value = head_base(value, batch, key_head, v_b, v_h)
+    q = load_tile(query, batch, head, start, q_t, n_queries, M, D, BLOCK_D, True, TMA)
+    g = load_tile(grad_out, batch, head, start, g_t, n_queries, M, D, BLOCK_D, True, TMA)
+    n_rows = filled(n_queries)
+    position = (batch.to(tl.int64) * n_heads + head) * 2 * n_rows
+    offset = tl.load(stats + position + start + rows)
+    delta = tl.load(stats + position + n_rows + start + rows)
     if not SOFTCAP:
         offset *= multiplier
-    k_base = head_base(key, batch, head // group, k_b, k_h)
-    v_base = head_base(value, batch, head // group, v_b, v_h)
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     acc = _key_tiles(
-        acc, q, g, offset, delta, k_base, v_base, k_t, v_t, n_keys,
+        acc, q, g, offset, delta, key, value, batch, key_head, k_t, v_t, n_keys,
         rows, rows, rows, rows, rows, identity,
         runs, full_run, full_tiles, inner, multiplier,
-        True, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST,
+        True, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST, TMA,
     )  # fmt: skip
-    lo1, length1, lo2, length2 = load_bounds(bounds + mask * 4 * n_queries, rows, start, n_queries)
+    lo1, length1, lo2, length2 = load_bounds(bounds + mask * 4 * n_rows, rows, start, n_rows)
     kinds = rows
     if BITS:
-        kinds = tl.load(
-            attend + mask * n_queries + start + rows, mask=start + rows < n_queries, other=0
-        )
+        kinds = tl.load(attend + mask * n_rows + start + rows)
     acc = _key_tiles(
-        acc, q, g, offset, delta, k_base, v_base, k_t, v_t, n_keys,
+        acc, q, g, offset, delta, key, value, batch, key_head, k_t, v_t, n_keys,
         lo1[:, None], length1[:, None], lo2[:, None], length2[:, None], kinds[:, None],
-        identity + mask * n_keys,
+        identity + mask * filled(n_keys),
         runs, partial_run, partial_tiles, inner, multiplier,
-        False, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST,
+        False, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST, TMA,
     )  # fmt: skip
     acc = acc * scale
     slot = item_slot(item)
@@ -179,29 +180,50 @@ def attention_backward_query(
 
 
 @triton.jit
+def _add_rows(
+    sums, part, batch, head, n_heads, start, n_rows, TMA: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Add to the rows of one head from ``start`` on, in any order: ``sums`` (B, Hq, Tq filled up,
+    BLOCK_D) fp32, or its descriptor, which the interpreter (UPCAST) cannot add by."""
+    if TMA and not UPCAST:
+        sums.atomic_add(
+            [batch, head, start, 0], tl.reshape(part, (1, 1, part.shape[0], part.shape[1]))
+        )
+    else:
+        columns = tl.arange(0, part.shape[1])
+        first = (batch.to(tl.int64) * n_heads + head) * n_rows + start
+        pointers = sums + (first + tl.arange(0, part.shape[0]))[:, None] * part.shape[1]
+        tl.atomic_add(pointers + columns[None, :], part, sem="relaxed")
+
+
+@triton.jit
 def _query_tiles(
     acc_key, acc_value, key, value, keys, identity,
-    query, grad_out, stats, q_h, q_t, g_h, g_t, group, n_queries,
+    query, grad_out, sums, stats, batch, first_head, n_heads, q_h, q_t, g_h, g_t, group, n_queries,
     bounds, attend,
     runs, first_run, n_tiles, inner, multiplier,
     FULL: tl.constexpr, BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    FOR_KEY: tl.constexpr, FOR_VALUE: tl.constexpr,
+    FOR_KEY: tl.constexpr, FOR_VALUE: tl.constexpr, FOR_QUERY: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add to ``acc_key`` and ``acc_value`` (N, D) what ``n_tiles`` tiles of query rows of every
     head of the group give; scores are (N, M). One loop over heads and tiles, so that loads
     stay pipelined from one head to the next."""
     rows = tl.arange(0, M)
+    n_rows = filled(n_queries)
     run, left, head = first_run, n_tiles, 0
     block, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
-    for _ in range(n_tiles * group):
+    for _ in tl.range(n_tiles * group, disable_licm=TMA):
         start = block * M
-        q_base = row_base(query + tl.cast(head, tl.int64) * q_h * UNIT, start, q_t)
-        g_base = row_base(grad_out + tl.cast(head, tl.int64) * g_h * UNIT, start, g_t)
-        q = load_rows(q_base, q_t, n_queries - start, M, D, BLOCK_D, not FULL)
-        g = load_rows(g_base, g_t, n_queries - start, M, D, BLOCK_D, not FULL)
-        position = tl.cast(head, tl.int64) * 2 * n_queries
-        offset = _load_offset(stats + position, rows, start, n_queries)
+        q_head, g_head = query, grad_out
+        if not TMA:
+            q_head = query + tl.cast(head, tl.int64) * q_h * UNIT
+            g_head = grad_out + tl.cast(head, tl.int64) * g_h * UNIT
+        at = first_head + head
+        q = load_tile(q_head, batch, at, start, q_t, n_queries, M, D, BLOCK_D, not FULL, TMA)
+        g = load_tile(g_head, batch, at, start, g_t, n_queries, M, D, BLOCK_D, not FULL, TMA)
+        position = tl.cast(head, tl.int64) * 2 * n_rows
+        offset = tl.load(stats + position + start + rows)
         # What is subtracted per row starts the accumulators: along this axis every thread
         # would hold a register per row for it.
         start_scores = tl.zeros((key.shape[0], M), tl.float32)
@@ -213,10 +235,10 @@ def _query_tiles(
             scores = dot(key, tl.trans(q), start_scores, PRECISION, UPCAST)
             exponents = scores * multiplier
         if not FULL:
-            lo1, length1, lo2, length2 = load_bounds(bounds, rows, start, n_queries)
+            lo1, length1, lo2, length2 = load_bounds(bounds, rows, start, n_rows)
             kinds = rows
             if BITS:
-                kinds = tl.load(attend + start + rows, mask=start + rows < n_queries, other=0)
+                kinds = tl.load(attend + start + rows)
             seen = visible(
                 keys, lo1[None, :], length1[None, :], lo2[None, :], length2[None, :],
                 kinds[None, :], identity, BITS,
@@ -226,12 +248,17 @@ def _query_tiles(
         if FOR_VALUE:
             acc_value = dot(weights.to(g.dtype), g, acc_value, PRECISION, UPCAST)
         if FOR_KEY:
-            delta = _load_delta(stats + position, rows, start, n_queries)
+            delta = tl.load(stats + position + n_rows + start + rows)
             start_grad = tl.zeros((key.shape[0], M), tl.float32) - delta[None, :]
             weights = _slope(scores, weights, SOFTCAP)
             grad_weights = dot(value, tl.trans(g), start_grad, PRECISION, UPCAST)
             grad_scores = weights * grad_weights
-            acc_key = dot(grad_scores.to(q.dtype), q, acc_key, PRECISION, UPCAST)
+            grad_scores = grad_scores.to(q.dtype)
+            acc_key = dot(grad_scores, q, acc_key, PRECISION, UPCAST)
+            if FOR_QUERY:
+                zeros = tl.zeros((M, BLOCK_D), tl.float32)
+                part = dot(tl.trans(grad_scores), key, zeros, PRECISION, UPCAST)
+                _add_rows(sums, part, batch, at, group * n_heads, start, n_rows, TMA, UPCAST)
         # The next tile, or the first one for the next head.
         left -= 1
         again = left == 0
@@ -250,7 +277,7 @@ def _query_tiles(
     "dk_b", "dk_h", "dk_t", "dv_b", "dv_h", "dv_t",
 ])  # fmt: skip
 def attention_backward_key(
-    query, key, value, grad_out, stats, grad_key, grad_value, part_key, part_value,
+    query, key, value, grad_out, stats, sums, grad_key, grad_value, part_key, part_value,
     bounds, attend, identity, items, runs,
     inner, multiplier, scale,
     n_items, head_span, group, n_heads, n_queries, n_keys,
@@ -258,41 +285,49 @@ def attention_backward_key(
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    FOR_KEY: tl.constexpr, FOR_VALUE: tl.constexpr,
+    FOR_KEY: tl.constexpr, FOR_VALUE: tl.constexpr, FOR_QUERY: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of keys (FOR_KEY) and values (FOR_VALUE) over the tiles of one work
-    item; ``n_heads`` and the programs' heads are those of keys."""
+    item, which are added to the query's (FOR_QUERY: ``sums``, before ``scale``), too; ``n_heads``
+    and the programs' heads are those of keys."""
     item, head = work_item(items, n_items, head_span)
     mask, batch, block = item_block(item)
     full_run, full_tiles = item_tiles(item, True)
     partial_run, partial_tiles = item_tiles(item, False)
     start = block * N
     keys = start + tl.arange(0, N)
-    k_base = row_base(head_base(key, batch, head, k_b, k_h), start, k_t)
-    v_base = row_base(head_base(value, batch, head, v_b, v_h), start, v_t)
-    k = load_rows(k_base, k_t, n_keys - start, N, D, BLOCK_D, True)
-    v = load_rows(v_base, v_t, n_keys - start, N, D, BLOCK_D, True)
-    q_base = head_base(query, batch, head * group, q_b, q_h)
-    g_base = head_base(grad_out, batch, head * group, g_b, g_h)
-    position = (batch.to(tl.int64) * n_heads + head) * group * 2 * n_queries
+    first_head = head * group
+    if not TMA:
+        key = head_base(key, batch, head, k_b, k_h)
+        value = head_base(value, batch, head, v_b, v_h)
+        query = head_base(query, batch, first_head, q_b, q_h)
+        grad_out = head_base(grad_out, batch, first_head, g_b, g_h)
+    k = load_tile(key, batch, head, start, k_t, n_keys, N, D, BLOCK_D, True, TMA)
+    v = load_tile(value, batch, head, start, v_t, n_keys, N, D, BLOCK_D, True, TMA)
+    n_rows = filled(n_queries)
+    position = (batch.to(tl.int64) * n_heads + head) * group * 2 * n_rows
     acc_key = tl.zeros((N, BLOCK_D), tl.float32)
     acc_value = tl.zeros((N, BLOCK_D), tl.float32)
     acc_key, acc_value = _query_tiles(
         acc_key, acc_value, k, v, keys, keys,
-        q_base, g_base, stats + position, q_h, q_t, g_h, g_t, group, n_queries,
+        query, grad_out, sums, stats + position, batch, first_head, n_heads, q_h, q_t, g_h, g_t,
+        group, n_queries,
         bounds, attend,
         runs, full_run, full_tiles, inner, multiplier,
         True, BITS, SOFTCAP, D, BLOCK_D, M, PRECISION, UPCAST, FOR_KEY, FOR_VALUE,
+        FOR_QUERY, TMA,
     )  # fmt: skip
     kinds = keys
     if BITS:
-        kinds = tl.load(identity + mask * n_keys + keys, mask=keys < n_keys, other=0)
+        kinds = tl.load(identity + mask * filled(n_keys) + keys)
     acc_key, acc_value = _query_tiles(
         acc_key, acc_value, k, v, keys[:, None], kinds[:, None],
-        q_base, g_base, stats + position, q_h, q_t, g_h, g_t, group, n_queries,
-        bounds + mask * 4 * n_queries, attend + mask * n_queries,
+        query, grad_out, sums, stats + position, batch, first_head, n_heads, q_h, q_t, g_h, g_t,
+        group, n_queries,
+        bounds + mask * 4 * n_rows, attend + mask * n_rows,
         runs, partial_run, partial_tiles, inner, multiplier,
         False, BITS, SOFTCAP, D, BLOCK_D, M, PRECISION, UPCAST, FOR_KEY, FOR_VALUE,
+        FOR_QUERY, TMA,
     )  # fmt: skip
     slot = item_slot(item)
     offsets = slot_offsets(N, BLOCK_D)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from raymm.kernels.flash.gpu.launch_configs import AttentionConfig
+from raymm.kernels.flash.gpu.ops import TABLE_UNIT
 from raymm.kernels.flash.gpu.work_items import (
     PART_TILES,
     WorkTables,
@@ -30,6 +31,15 @@ CACHED_PLANS = 16
 CACHE_SHARE = 0.5
 """Share of the L2 cache that keys and values of neighbouring programs may fill."""
 DEFAULT_CACHE_BYTES = 32 * 2**20
+
+
+def filled_tokens(tokens: int) -> int:
+    """Tokens of a table that is filled up to whole units.
+
+    Args:
+        tokens: that it has values for.
+    """
+    return -(-tokens // TABLE_UNIT) * TABLE_UNIT
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class AttentionPlan:
 
     Attributes:
         bounds: (U, 4, Tq) int32 of the U distinct masks: lo1, length1, lo2, length2 of every
-            row.
+            row. Tokens of this and the next two are filled up with zeros to whole TABLE_UNITs.
         attend: (U, Tq), identity: (U, Tk) int32; ``bounds`` stands in their place if no mask
             needs them.
         needs_bits: whether some mask needs attend and identity.
@@ -97,7 +107,7 @@ class AttentionPlan:
         self.needs_bits = any(mask.needs_bits for mask in self._masks)
         lo1, hi1, lo2, hi2 = np.stack([mask.bounds() for mask in self._masks], axis=1)
         lengths = [np.maximum(hi - lo, 0) for lo, hi in ((lo1, hi1), (lo2, hi2))]
-        self.bounds = self._on_device(np.stack([lo1, lengths[0], lo2, lengths[1]], axis=1))
+        self.bounds = self._filled(np.stack([lo1, lengths[0], lo2, lengths[1]], axis=1))
         self.attend = self.identity = self.bounds
         if self.needs_bits:
             self.attend, self.identity = self._bits()
@@ -120,7 +130,12 @@ class AttentionPlan:
             attends.append(np.repeat(seen, mask.query_stops - rows[:, START]))
             lengths = mask.key_stops - mask.key_table[:, KEY_START]
             keys.append(np.repeat(bit[np.searchsorted(distinct, identity)], lengths))
-        return self._on_device(np.stack(attends)), self._on_device(np.stack(keys))
+        return self._filled(np.stack(attends)), self._filled(np.stack(keys))
+
+    def _filled(self, array: np.ndarray) -> torch.Tensor:
+        tokens = array.shape[-1]
+        missing = [(0, 0)] * (array.ndim - 1) + [(0, filled_tokens(tokens) - tokens)]
+        return self._on_device(np.pad(array, missing))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(

@@ -4,7 +4,8 @@ program per work item and head; parts of split blocks are merged by LSE (Cornsta
 """
 
 # A tl.constexpr is a plain number or bool where a kernel is called, which Triton's types deny.
-# pyright: reportArgumentType=false
+# ``tl.range`` has no type of an iterator.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ import triton.language as tl
 from raymm.kernels.flash.gpu.ops import (
     capped,
     dot,
+    filled,
     head_base,
     item_block,
     item_slot,
     item_tiles,
     load_bounds,
-    load_rows,
+    load_tile,
     merge_block,
     next_block,
     row_base,
@@ -36,19 +38,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _key_tiles(
     acc, total, largest, query,
-    key, value, k_t, v_t, n_keys,
+    key, value, batch, key_head, k_t, v_t, n_keys,
     lo1, length1, lo2, length2, attend, identity,
     runs, run, n_tiles, inner, multiplier,
     FULL: tl.constexpr, BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Add ``n_tiles`` tiles of keys, from ``run`` on, to the running softmax: ``acc`` (M, D),
     ``total`` (M,) sums of weights, ``largest`` (M,) largest score in base 2."""
     columns = tl.arange(0, N)
     block, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
-    for _ in range(n_tiles):
+    for _ in tl.range(n_tiles, disable_licm=TMA):
         start = block * N
-        k = load_rows(row_base(key, start, k_t), k_t, n_keys - start, N, D, BLOCK_D, not FULL)
+        k = load_tile(key, batch, key_head, start, k_t, n_keys, N, D, BLOCK_D, not FULL, TMA)
         zeros = tl.zeros((query.shape[0], N), tl.float32)
         scores = capped(dot(query, tl.trans(k), zeros, PRECISION, UPCAST), inner, SOFTCAP)
         if FULL:
@@ -58,7 +61,7 @@ def _key_tiles(
             keys = start + columns
             kinds = keys
             if BITS:
-                kinds = tl.load(identity + keys, mask=keys < n_keys, other=0)
+                kinds = tl.load(identity + keys)
             seen = visible(keys[None, :], lo1, length1, lo2, length2, attend, kinds[None, :], BITS)
             scores = tl.where(seen, scores, float("-inf"))
             new = tl.maximum(largest, tl.max(scores, 1) * multiplier)
@@ -66,7 +69,7 @@ def _key_tiles(
         weights = tl.exp2(scores * multiplier - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
-        v = load_rows(row_base(value, start, v_t), v_t, n_keys - start, N, D, BLOCK_D, not FULL)
+        v = load_tile(value, batch, key_head, start, v_t, n_keys, N, D, BLOCK_D, not FULL, TMA)
         acc = dot(weights.to(v.dtype), v, acc * shrink[:, None], PRECISION, UPCAST)
         largest = new
         run, block, stop = next_block(runs, run, block, stop)
@@ -85,6 +88,7 @@ def attention_forward(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Output and natural-log LSE of a block of rows over the tiles of one work item."""
     item, head = work_item(items, n_items, head_span)
@@ -93,31 +97,32 @@ def attention_forward(
     partial_run, partial_tiles = item_tiles(item, False)
     start = block * M
     rows = tl.arange(0, M)
-    q_base = row_base(head_base(query, batch, head, q_b, q_h), start, q_t)
-    q = load_rows(q_base, q_t, n_queries - start, M, D, BLOCK_D, True)
-    k_base = head_base(key, batch, head // group, k_b, k_h)
-    v_base = head_base(value, batch, head // group, v_b, v_h)
+    key_head = head // group
+    if not TMA:
+        query = head_base(query, batch, head, q_b, q_h)
+        key = head_base(key, batch, key_head, k_b, k_h)
+        value = head_base(value, batch, key_head, v_b, v_h)
+    q = load_tile(query, batch, head, start, q_t, n_queries, M, D, BLOCK_D, True, TMA)
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     total = tl.zeros((M,), tl.float32)
     largest = tl.full((M,), float("-inf"), tl.float32)
     acc, total, largest = _key_tiles(
-        acc, total, largest, q, k_base, v_base, k_t, v_t, n_keys,
+        acc, total, largest, q, key, value, batch, key_head, k_t, v_t, n_keys,
         rows, rows, rows, rows, rows, identity,
         runs, full_run, full_tiles, inner, multiplier,
-        True, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST,
+        True, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST, TMA,
     )  # fmt: skip
-    lo1, length1, lo2, length2 = load_bounds(bounds + mask * 4 * n_queries, rows, start, n_queries)
+    n_rows = filled(n_queries)
+    lo1, length1, lo2, length2 = load_bounds(bounds + mask * 4 * n_rows, rows, start, n_rows)
     kinds = rows
     if BITS:
-        kinds = tl.load(
-            attend + mask * n_queries + start + rows, mask=start + rows < n_queries, other=0
-        )
+        kinds = tl.load(attend + mask * n_rows + start + rows)
     acc, total, largest = _key_tiles(
-        acc, total, largest, q, k_base, v_base, k_t, v_t, n_keys,
+        acc, total, largest, q, key, value, batch, key_head, k_t, v_t, n_keys,
         lo1[:, None], length1[:, None], lo2[:, None], length2[:, None], kinds[:, None],
-        identity + mask * n_keys,
+        identity + mask * filled(n_keys),
         runs, partial_run, partial_tiles, inner, multiplier,
-        False, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST,
+        False, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST, TMA,
     )  # fmt: skip
     some = total > 0
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]

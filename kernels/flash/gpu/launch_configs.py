@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ class KernelConfig:
             Nothing to 16-bit types.
         two_passes: gradients of keys and of values by a launch each: 5 products per tile
             instead of 4, where two accumulators would spill.
+        unordered: of the keys' and values' gradients: the query's are summed up with them, in any
+            order.
+        descriptors: tiles are loaded by the tensor memory accelerator (TMA), from tensor
+            descriptors: no thread holds addresses, which leaves registers for larger tiles.
     """
 
     block_q: int
@@ -44,6 +49,8 @@ class KernelConfig:
     stages: int
     precision: str = "tf32x3"
     two_passes: bool = False
+    unordered: bool = False
+    descriptors: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,36 @@ _HALF_SOFTCAP = {
     128: replace(_HALF[128], backward_key=KernelConfig(32, 128, 8, 2, two_passes=True)),
     256: replace(_HALF[256], backward_key=KernelConfig(16, 128, 8, 2, two_passes=True)),
 }
+_TMA = partial(KernelConfig, warps=8, descriptors=True)
+# By tensor descriptors, which sm_90 and later have. Every product is 64 columns wide or more but
+# for the gradients at 256 columns, where wider ones spill.
+_DESCRIPTORS = {
+    32: AttentionConfig(
+        _TMA(128, 128, stages=2), _TMA(128, 64, stages=3), _TMA(64, 128, stages=2)
+    ),
+    64: AttentionConfig(
+        _TMA(128, 128, stages=3), _TMA(128, 128, stages=2), _TMA(64, 128, stages=2)
+    ),
+    128: AttentionConfig(
+        _TMA(128, 128, stages=2), _TMA(128, 64, stages=2), _TMA(64, 128, stages=2)
+    ),
+    256: AttentionConfig(
+        _TMA(128, 64, stages=2),
+        _TMA(128, 32, stages=2),
+        _TMA(32, 128, stages=2, two_passes=True),
+    ),
+}
+_DESCRIPTORS_SOFTCAP = {
+    **_DESCRIPTORS,
+    128: replace(
+        _DESCRIPTORS[128], backward_key=_TMA(64, 128, stages=2, two_passes=True)
+    ),
+}
+# Gradients of keys, values and query in one launch, by padded head dim.
+_UNORDERED = {
+    64: _TMA(128, 128, stages=1, unordered=True),
+    128: _TMA(64, 128, stages=2, unordered=True),
+}
 _SINGLE = {
     32: AttentionConfig(
         KernelConfig(128, 64, 8, 2), KernelConfig(128, 32, 8, 2), KernelConfig(32, 128, 8, 2)
@@ -120,7 +157,12 @@ def statistics_rows(head_dim: int) -> int:
 
 
 def attention_config(
-    head_dim: int, dtype: torch.dtype, *, softcap: bool = False
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    softcap: bool = False,
+    descriptors: bool = False,
+    unordered: bool = False,
 ) -> AttentionConfig:
     """The launch configurations of a head dim and dtype.
 
@@ -128,6 +170,10 @@ def attention_config(
         head_dim: D.
         dtype: of query, key and value.
         softcap: whether scores are capped.
+        descriptors: whether device and tensors allow tensor descriptors; they are taken where
+            they are worth it: 16-bit types up to 256 columns.
+        unordered: whether gradients may be summed up in any order; they are where that saves
+            products and registers do: by descriptors, 33 to 128 columns, without softcap.
 
     Raises:
         ValueError: a head dim of more than 512, or another dtype than bf16, fp16 and fp32.
@@ -136,8 +182,15 @@ def attention_config(
         raise ValueError(f"head dim must be at most {LARGEST_HEAD_DIM}, got {head_dim}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
-    half = _HALF_SOFTCAP if softcap else _HALF
-    return (_SINGLE if dtype == torch.float32 else half)[padded_head_dim(head_dim)]
+    columns = padded_head_dim(head_dim)
+    if dtype == torch.float32:
+        return _SINGLE[columns]
+    if descriptors and columns in _DESCRIPTORS:
+        config = (_DESCRIPTORS_SOFTCAP if softcap else _DESCRIPTORS)[columns]
+        if unordered and not softcap and columns in _UNORDERED:
+            return replace(config, backward_key=_UNORDERED[columns])
+        return config
+    return (_HALF_SOFTCAP if softcap else _HALF)[columns]
 
 
 def constants(
@@ -161,6 +214,7 @@ def constants(
         "N": config.block_k,
         "PRECISION": config.precision,
         "UPCAST": interpreted,
+        "TMA": config.descriptors,
     }
 
 
@@ -169,11 +223,17 @@ def options(config: KernelConfig) -> dict[str, Any]:
     return {"num_warps": config.warps, "num_stages": config.stages, **SMALL_OPTIONS}
 
 
-def key_passes(config: KernelConfig) -> list[dict[str, bool]]:
-    """Compile-time arguments of the launches of the keys' and values' gradients."""
-    if not config.two_passes:
-        return [{"FOR_KEY": True, "FOR_VALUE": True}]
-    return [{"FOR_KEY": False, "FOR_VALUE": True}, {"FOR_KEY": True, "FOR_VALUE": False}]
+def key_passes(config: KernelConfig, *, with_query: bool = False) -> list[dict[str, bool]]:
+    """Compile-time arguments of the launches of the keys' and values' gradients.
+
+    Args:
+        config: the kernel's.
+        with_query: whether the query's are summed up with them.
+    """
+    passes = [(True, True)] if not config.two_passes else [(False, True), (True, False)]
+    return [
+        {"FOR_KEY": key, "FOR_VALUE": value, "FOR_QUERY": with_query} for key, value in passes
+    ]
 
 
 def scales(head_dim: int, scale: float | None, softcap: float | None) -> tuple[float, float, float]:

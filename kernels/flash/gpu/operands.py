@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from raymm.kernels.flash.gpu.forward import attention_forward
 from raymm.kernels.flash.gpu.ops import STRIDE_UNIT
@@ -14,6 +15,8 @@ from raymm.kernels.mask.mask import AttentionMask
 INTERPRETED = not isinstance(attention_forward, triton.JITFunction)
 """Whether the kernels run on the CPU (TRITON_INTERPRET=1 was set when they were imported)."""
 _ALIGNMENT = 16  # bytes
+_DESCRIPTOR_ARCHITECTURE = 9
+"""The first major version of CUDA devices that load by tensor descriptors."""
 
 
 def check_operands(
@@ -81,3 +84,60 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...]:
         stride // STRIDE_UNIT if size > 1 else 0
         for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
     )
+
+
+def sums_in_any_order(device: torch.device) -> bool:
+    """Whether there are kernels that sum up the query's gradient with the others': on sm_90, and
+    in the interpreter. For sm_100 Triton 3.9 compiles them to a trap at 128 columns.
+
+    Args:
+        device: of the tensors.
+    """
+    if device.type != "cuda":
+        return INTERPRETED
+    return torch.cuda.get_device_capability(device)[0] == _DESCRIPTOR_ARCHITECTURE
+
+
+def describable(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can be made of tensors once they are :func:`aligned`, and the
+    device (or the interpreter) loads by them.
+
+    Args:
+        tensors: (B, H, T, D), of one device. None may be empty or repeat memory, as expanded
+            ones do.
+    """
+    device = tensors[0].device
+    able = INTERPRETED or (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] >= _DESCRIPTOR_ARCHITECTURE
+    )
+    return able and all(
+        tensor.numel() > 0
+        and all(
+            stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+            if size > 1
+        )
+        for tensor in tensors
+    )
+
+
+def source(
+    tensor: torch.Tensor, rows: int, columns: int, *, descriptors: bool
+) -> torch.Tensor | TensorDescriptor:
+    """What a kernel loads tiles of: the tensor, or its descriptor.
+
+    Args:
+        tensor: (B, H, T, D), aligned.
+        rows: of a tile.
+        columns: of a tile; those from D on are zeros.
+        descriptors: whether the kernel loads by them.
+    """
+    if not descriptors:
+        return tensor
+    # Along a dimension of size 1 the stride may be anything, but a descriptor looks at it.
+    dense = tensor.numel()
+    steps = [
+        stride if size > 1 else dense
+        for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
+    ]
+    return TensorDescriptor(tensor, list(tensor.shape), [*steps, 1], [1, 1, rows, columns])

@@ -14,6 +14,10 @@ import triton.language as tl
 STRIDE_UNIT = 8
 """Elements; 16 bytes of bf16 or fp16."""
 
+TABLE_UNIT = 256
+"""Tokens; tables with a value per row or key are filled up to whole units, the largest block, so
+that kernels read them without looking whether a token is."""
+
 # Columns of a work item.
 ITEM_MASK, ITEM_BATCH, ITEM_BLOCK = 0, 1, 2
 ITEM_FULL_RUN, ITEM_FULL_TILES, ITEM_PARTIAL_RUN, ITEM_PARTIAL_TILES = 3, 4, 5, 6
@@ -24,6 +28,7 @@ MERGE_COLUMNS = 4
 
 # The same for kernels, which read globals only as constexpr.
 UNIT = tl.constexpr(STRIDE_UNIT)
+_TABLE_UNIT = tl.constexpr(TABLE_UNIT)
 _MASK, _BATCH, _BLOCK = (tl.constexpr(c) for c in (ITEM_MASK, ITEM_BATCH, ITEM_BLOCK))
 _FULL_RUN, _FULL_TILES = tl.constexpr(ITEM_FULL_RUN), tl.constexpr(ITEM_FULL_TILES)
 _PARTIAL_RUN, _PARTIAL_TILES = tl.constexpr(ITEM_PARTIAL_RUN), tl.constexpr(ITEM_PARTIAL_TILES)
@@ -106,6 +111,21 @@ def load_rows(
 
 
 @triton.jit
+def load_tile(
+    source, batch, head, start, stride_t, n_rows, ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, BLOCK_D) from row ``start`` on: of a tensor's descriptor (TMA), which gives zeros
+    past its ends by itself, or of a head's address, as :func:`load_rows`."""
+    if TMA:
+        tile = tl.reshape(source.load([batch, head, start, 0]), (ROWS, BLOCK_D))
+    else:
+        base = row_base(source, start, stride_t)
+        tile = load_rows(base, stride_t, n_rows - start, ROWS, D, BLOCK_D, CHECK)
+    return tile
+
+
+@triton.jit
 def store_rows(
     base, tile, stride_t, n_rows, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -148,14 +168,19 @@ def capped(scores, inner, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def load_bounds(bounds, rows, start, n_queries):
-    """lo1, length1, lo2, length2 of some rows; rows from ``n_queries`` on see nothing."""
-    inside = start + rows < n_queries
+def filled(n_tokens):
+    """Tokens of a table with a value for each of ``n_tokens``."""
+    return tl.cdiv(n_tokens, _TABLE_UNIT) * _TABLE_UNIT
+
+
+@triton.jit
+def load_bounds(bounds, rows, start, n_filled):
+    """lo1, length1, lo2, length2 of some rows; rows that are not see nothing."""
     pointers = bounds + start + rows
-    lo1 = tl.load(pointers, mask=inside, other=0)
-    length1 = tl.load(pointers + n_queries, mask=inside, other=0)
-    lo2 = tl.load(pointers + 2 * n_queries, mask=inside, other=0)
-    length2 = tl.load(pointers + 3 * n_queries, mask=inside, other=0)
+    lo1 = tl.load(pointers)
+    length1 = tl.load(pointers + n_filled)
+    lo2 = tl.load(pointers + 2 * n_filled)
+    length2 = tl.load(pointers + 3 * n_filled)
     return lo1, length1, lo2, length2
 
 

@@ -3,9 +3,12 @@ is no GPU)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from interpreted_triton import device, errors, run
 from random_masks import tables
 
@@ -29,13 +32,18 @@ SPLIT = (57, (16, 32), 16), (144, (32, 64), 16)
 WHOLE = (283, (64, 128), None), (500, (128, 128), None)
 
 
+# Tiles by tensor descriptors and by addresses, alternating.
 @pytest.mark.parametrize(
-    ("pattern", "length", "blocks", "processors"),
-    [(name, *size[i % 2]) for i, name in enumerate(PATTERNS) for size in (SPLIT, WHOLE)],
+    ("pattern", "length", "blocks", "processors", "descriptors"),
+    [
+        (name, *size[i % 2], bool((i + (size is WHOLE)) % 2))
+        for i, name in enumerate(PATTERNS) for size in (SPLIT, WHOLE)
+    ],
 )
-def test_patterns(triton_worker, pattern, length, blocks, processors):
+def test_patterns(triton_worker, pattern, length, blocks, processors, descriptors):
     mask = every_pattern(length, seed=length)[pattern]()
-    check(triton_worker, Case((mask,), blocks=blocks, processors=processors))
+    case = Case((mask,), blocks=blocks, processors=processors, descriptors=descriptors)
+    check(triton_worker, case)
 
 
 def test_long(triton_worker):
@@ -44,9 +52,105 @@ def test_long(triton_worker):
 
 
 @settings(suppress_health_check=list(HealthCheck))
-@given(mask=tables())
-def test_any_table(triton_worker, mask):
-    check(triton_worker, Case((mask,), (2, 1), blocks=(32, 16), processors=8))
+@given(mask=tables(), descriptors=st.booleans())
+def test_any_table(triton_worker, mask, descriptors):
+    case = Case((mask,), (2, 1), blocks=(32, 16), processors=8, descriptors=descriptors)
+    check(triton_worker, case)
+
+
+def _same_by_descriptors(case: Case) -> None:
+    by_address, by_descriptors = (run(replace(case, descriptors=d)) for d in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(by_address, by_descriptors, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_descriptors_and_addresses_give_the_same_bits(triton_worker, head_dim, dtype):
+    """Lengths that no block divides, two sequences, grouped heads, columns past the head dim."""
+    masks = tuple(every_pattern(83, seed)["ee"]() for seed in range(2))
+    case = Case(masks, (4, 2), head_dim, dtype, blocks=(32, 16), processors=16)
+    triton_worker(_same_by_descriptors, case)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_in_any_order(triton_worker, pattern):
+    """All gradients by one kernel; sequences of different masks, grouped heads, split rows."""
+    masks = tuple(every_pattern(83, seed)[pattern]() for seed in range(2))
+    case = Case(
+        masks, (4, 2), 40, blocks=(16, 32), processors=16, descriptors=True, unordered=True
+    )
+    check(triton_worker, case)
+
+
+def _own_blocks_in_any_order(case: Case) -> dict[str, float]:
+    """With the table's launch configurations."""
+    from raymm.kernels.flash.gpu.launch_configs import attention_config
+
+    config = attention_config(
+        case.head_dim, torch.bfloat16, descriptors=True, unordered=True
+    )
+    assert config.backward_key.unordered
+    return errors(case)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_gradients_in_any_order_with_their_own_blocks(triton_worker, head_dim):
+    mask = every_pattern(144)["mp"]()
+    case = Case((mask,), (2, 1), head_dim, "bfloat16", unordered=True)
+    found = triton_worker(_own_blocks_in_any_order, case)
+    assert max(found.values()) <= BOUNDS["bfloat16"], found
+
+
+def test_where_order_costs_nothing_it_is_kept():
+    from raymm.kernels.flash.gpu.launch_configs import attention_config
+
+    for head_dim, more in ((256, {}), (32, {}), (128, {"softcap": True})):
+        ordered, either = (
+            attention_config(head_dim, torch.bfloat16, descriptors=True, unordered=u, **more)
+            for u in (False, True)
+        )
+        assert ordered == either
+    for dtype, descriptors in ((torch.float32, True), (torch.bfloat16, False)):
+        config = attention_config(128, dtype, descriptors=descriptors, unordered=True)
+        assert not config.backward_key.unordered
+
+
+def _described(case: Case) -> None:
+    from raymm.kernels.flash.gpu.operands import describable, source
+
+    query = inputs(case)[0]
+    assert describable(query, query) and not describable(query, query[:0])
+    assert not describable(query[:1].expand(3, -1, -1, -1))
+    by_token = query[:1].transpose(1, 2).contiguous().transpose(1, 2)
+    described = source(by_token, 32, 64, descriptors=True)
+    assert described.block_shape == [1, 1, 32, 64] and described.shape == list(by_token.shape)
+    # A sequence alone may have any stride along the batch; what the descriptor has is whole.
+    assert described.strides == [by_token.numel(), *by_token.stride()[1:]]
+    assert source(query, 32, 64, descriptors=False) is query
+
+
+def test_what_descriptors_can_be_made_of(triton_worker):
+    triton_worker(_described, Case((patterns.causal(40),) * 2, (2, 1), 40))
+
+
+def _expanded_gradient(case: Case) -> None:
+    """That of a sum repeats memory, which no descriptor can."""
+    from raymm.kernels.flash.gpu.attention import triton_attention
+
+    *tensors, _ = inputs(case)
+    found = []
+    for dense in (False, True):
+        leaf = tensors[0].clone().requires_grad_()
+        out, _ = triton_attention(leaf, *tensors[1:], case.masks, **options(case))
+        gradient = torch.ones((), dtype=out.dtype).expand(out.shape)
+        out.backward(gradient.contiguous() if dense else gradient)
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+def test_expanded_gradients_under_descriptors(triton_worker):
+    case = Case((patterns.causal(40),), (2, 1), 40, "bfloat16", blocks=(32, 16), descriptors=True)
+    triton_worker(_expanded_gradient, case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -124,8 +228,6 @@ def test_rows_that_see_nothing(triton_worker):
 def _split_and_not(case: Case) -> dict[str, float]:
     """Errors of a call that every kernel splits; it gives the numbers of one that is not split,
     and the same ones every time."""
-    from dataclasses import replace
-
     from raymm.kernels.flash.gpu.device_tables import attention_plan
 
     whole = run(replace(case, processors=None))

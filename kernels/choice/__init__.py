@@ -1,0 +1,1 @@
+"""Which kernel computes attention: raymm's, or FlexAttention where it is faster."""

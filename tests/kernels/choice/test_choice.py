@@ -1,0 +1,183 @@
+"""Which kernel computes attention: by pretended timings, and for real on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gpu.every_mask import every_pattern
+from raymm.kernels.attention import attention
+from raymm.kernels.choice import choice
+from raymm.kernels.choice.choice import (
+    KERNEL_CHOICE,
+    REPEATS,
+    KernelChoice,
+    ShapeClass,
+    chosen_attention,
+    seconds,
+)
+from raymm.kernels.choice.flex import flex_attention
+from raymm.kernels.flash.cpu.attention import cpu_attention
+from raymm.kernels.flash.reference import reference_attention
+from raymm.kernels.mask import patterns
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    yield
+    KERNEL_CHOICE.use("raymm")
+
+
+def tensors(length=40, heads=(2, 1), dim=16, dtype=torch.float32, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(1, count, length, dim, generator=generator).to(dtype).requires_grad_(grad)
+        for count in (heads[0], heads[1], heads[1])
+    )
+
+
+def shape_of(length=40, softcap=None, **kinds):
+    return ShapeClass.of(*tensors(length, **kinds), (patterns.causal(length),), softcap)
+
+
+def test_the_faster_one_once_per_shape_class():
+    found, asked = KernelChoice(), []
+
+    def taking(name, took):
+        def measure():
+            asked.append(name)
+            return took
+        return measure
+
+    slow_flex = {"raymm": taking("raymm", 1.0), "flex": taking("flex", 2.0)}
+    fast_flex = {"raymm": taking("raymm", 1.0), "flex": taking("flex", 0.5)}
+    one, other = shape_of(40), shape_of(400)
+    assert found.fastest(one, slow_flex) == "raymm" and found.fastest(other, fast_flex) == "flex"
+    assert asked == ["raymm", "flex"] * 2
+    # Neither is measured again, whatever it would take now.
+    assert found.fastest(one, fast_flex) == "raymm" and found.fastest(other, slow_flex) == "flex"
+    assert len(asked) == 4
+    same = {name: taking(name, 1.0) for name in ("raymm", "flex")}
+    assert found.fastest(shape_of(4000), same) == "raymm"
+    found.keep_to(other, "raymm")
+    assert found.fastest(other, fast_flex) == "raymm"
+    found.use("auto")  # begins anew
+    assert found.fastest(one, fast_flex) == "flex"
+
+
+def test_what_cannot_is_out():
+    def refuses():
+        raise ValueError("head dim must be at most 512, got 576")
+
+    found = KernelChoice()
+    assert found.fastest(shape_of(40), {"raymm": refuses, "flex": lambda: 9.0}) == "flex"
+    assert found.fastest(shape_of(400), {"raymm": lambda: 9.0, "flex": refuses}) == "raymm"
+    with pytest.raises(ValueError, match="at most 512, got 576"):
+        found.fastest(shape_of(4000), {"raymm": refuses, "flex": refuses})
+
+
+def test_shape_classes():
+    assert shape_of(33) == shape_of(60) != shape_of(64)
+    alike = [
+        shape_of(40), shape_of(40, 2.0), shape_of(40, dim=32), shape_of(40, heads=(4, 1)),
+        shape_of(40, dtype=torch.bfloat16), shape_of(40, grad=True),
+    ]
+    assert len(set(alike)) == len(alike)
+    with torch.no_grad():
+        assert shape_of(40, grad=True) == shape_of(40)
+
+
+@pytest.mark.parametrize("kernels", ["flex", "fastest", ""])
+def test_other_kernels_are_refused_by_name(kernels):
+    accepted = "raymm, raymm_unordered, auto"
+    with pytest.raises(ValueError, match=f"kernels is {kernels!r}; accepted: {accepted}"):
+        KERNEL_CHOICE.use(kernels)
+
+
+def test_a_cpu_measures_nothing(monkeypatch):
+    def never(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(choice, "seconds", never)
+    mask = patterns.causal(40)
+    plain = attention(*tensors(), mask)
+    KERNEL_CHOICE.use("auto")
+    assert all(torch.equal(a, b) for a, b in zip(plain, attention(*tensors(), mask), strict=True))
+
+
+def choose(monkeypatch, name, masks, *, softcap=None, grad=False, length=40):
+    """What ``auto`` runs where ``name`` is the faster one; a CPU's kernel in place of a GPU's."""
+    took = iter((1.0, 0.5) if name == "flex" else (0.5, 1.0))
+    monkeypatch.setattr(choice, "seconds", lambda *_: next(took))
+    KERNEL_CHOICE.use("auto")
+    given = tensors(length, grad=grad)
+    options = {"scale": 0.3, "softcap": softcap}
+    attend = chosen_attention(*given, masks, own=cpu_attention, **options)
+    # The second call of the class measures nothing: there are no more timings.
+    chosen_attention(*given, masks, own=cpu_attention, **options)
+    return attend, given, options
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("pattern", ["causal", "ee", "mp_window", "own_image"])
+def test_flex_where_it_is_faster(monkeypatch, pattern, softcap):
+    masks = (every_pattern(57)[pattern](),)
+    attend, given, options = choose(monkeypatch, "flex", masks, softcap=softcap, length=57)
+    assert attend is not cpu_attention
+    out, lse = attend(*given, masks, **options)
+    exact_out, exact_lse = reference_attention(
+        *(t.double() for t in given), masks[0].dense()[None], **options
+    )
+    torch.testing.assert_close(out.double(), exact_out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=0)
+    assert lse.dtype == torch.float32 and not lse.requires_grad
+
+
+def test_raymm_where_it_is_faster(monkeypatch):
+    attend, *_ = choose(monkeypatch, "raymm", (patterns.causal(40),))
+    assert attend is cpu_attention
+
+
+def test_what_flex_cannot_later_raymm_computes(monkeypatch):
+    """A CPU has no backward pass of FlexAttention, and refuses the forward of it."""
+    masks = (patterns.causal(40),)
+    attend, given, options = choose(monkeypatch, "flex", masks, grad=True)
+    out, _ = attend(*given, masks, **options)
+    torch.testing.assert_close(out, cpu_attention(*given, masks, **options)[0])
+    again = chosen_attention(*given, masks, own=cpu_attention, **options)
+    assert again is cpu_attention
+
+
+def test_rows_that_see_nothing_by_flex():
+    mask = every_pattern(57)["own_image"]().select_keys([(0, 7)])
+    query, key, value = tensors(57)
+    given = query, key[:, :, :7], value[:, :, :7]
+    out, lse = flex_attention(*given, (mask,))
+    expected = cpu_attention(*given, (mask,))
+    torch.testing.assert_close(out, expected[0], atol=2e-6, rtol=0)
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(expected[1]))
+
+
+def test_measuring_leaves_recomputation_alone():
+    """Saved tensors are counted where blocks are recomputed, and measuring happens in the first
+    forward pass only."""
+    masks, calls = (patterns.causal(40),), []
+
+    def timed(*given):
+        def attend(*leaves):
+            calls.append(all(t.requires_grad for t in leaves))
+            return cpu_attention(*leaves, masks)[0]
+
+        if not calls:
+            assert seconds(attend, given, backward=True) > 0
+        return cpu_attention(*given, masks)[0]
+
+    given = tensors(grad=True)
+    out = checkpoint(timed, *given, use_reentrant=False)
+    out.sum().backward()
+    assert calls == [True] * (REPEATS + 2)
+    found = [t.grad for t in given]
+    plain = tensors(grad=True)
+    cpu_attention(*plain, masks)[0].sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, plain, strict=True))
