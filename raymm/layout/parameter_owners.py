@@ -58,7 +58,9 @@ def parameter_ownership(
 
 def reduction_groups(every: Sequence[ParameterOwnership]) -> tuple[ReductionGroup, ...]:
     """All groups of several processes, in one order: their process groups are made together."""
-    groups = {parameter.reduction_group for holding in every for parameter in holding.shared}
+    # All holders of a parameter are told of it by the same object: each is looked at once.
+    shared = {id(parameter): parameter for holding in every for parameter in holding.shared}
+    groups = {parameter.reduction_group for parameter in shared.values()}
     return tuple(
         sorted(reduction_group for reduction_group in groups if len(reduction_group.processes) > 1)
     )

@@ -53,6 +53,7 @@ def rank_specs(model: MultimodalModule, plan: Plan, **options: Any) -> RankSpecs
         len(processes.all), [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges],
         processes.groups, reduction_groups(ownership),
     )  # fmt: skip
+    reloadable = reloadable_modules(model)
     edges: list[dict[Edge, None]] = [{} for _ in range(plan.num_ranks)]
     for edge in plan.stage_edges:
         for stage in edge:
@@ -67,7 +68,7 @@ def rank_specs(model: MultimodalModule, plan: Plan, **options: Any) -> RankSpecs
             process_groups=_process_groups(processes, process),
             shard_specs=builders.shard_specs,
             parameter_ownership=ownership[number],
-            reloadable=reloadable_modules(model),
+            reloadable=reloadable,
             quotas=plan.quotas(process.rank),
             **options,
         )

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
+from raymm.actors.optimizer.optimizer import ParameterOwnership
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan
 from raymm.actors.sharding.parameter_shards import ShardSpec, parts_of
 from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan
@@ -259,3 +261,20 @@ def test_owners_share_out_what_is_trained():
     held = parameter_ownership(Processes(plan), owned, {"llm": ShardSpec()})
     owners = {one.references[0].name: one.owner for one in held[0].shared}
     assert owners["module.1.weight"] != owners["module.3.weight"]
+
+
+def test_the_driver_looks_at_a_shared_parameter_once_however_many_hold_it(monkeypatch) -> None:
+    """Else a start takes time with the square of the replicas."""
+    looked = []
+    reduction_group = SharedParameter.reduction_group.fget
+
+    def counted(parameter: SharedParameter):
+        looked.append(parameter)
+        return reduction_group(parameter)
+
+    monkeypatch.setattr(SharedParameter, "reduction_group", property(counted))
+    holders = tuple(ParameterReference(n, StageId("llm", 0, n), "weight") for n in range(64))
+    shared = SharedParameter(holders)
+    every = [ParameterOwnership((shared,), frozenset(), frozenset()) for _ in holders]
+    (group,) = reduction_groups(every)
+    assert group.processes == tuple(range(64)) and len(looked) == 1
