@@ -15,12 +15,19 @@ together if there are several, per method and number of data-parallel ranks:
 
 And the CPU seconds to plan 1.2 million samples drawn with replacement from all files.
 
+Without files only what follows: sizes drawn from distributions of `_drawn_sizes.py`, seeded, at 8
+to 256 ranks. `drawn_steps_over_bound`: steps over the least that could hold the samples within the
+budgets (every step has a group per rank), the worst and the median; `drawn_efficiency_min`; and
+`drawn_step_efficiency_over_isf_min`, where ISF has groups for all ranks.
+
     python -m benchmarks.minibatch --json --data a.json b.json
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -33,6 +40,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import _common
+from benchmarks._drawn_sizes import DISTRIBUTIONS, NAMES, drawn_sizes
 from benchmarks._transformer_cost import transformer_cost
 from raymm.scheduler.baselines.isf import plan_isf, search_budgets
 from raymm.scheduler.minibatch.balanced import plan_balanced
@@ -42,10 +50,12 @@ from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_rando
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
 
-NAMES = ("vision", "text")
 BATCH = 4  # samples per group that all methods aim at (OmniBal, Table 5)
 ISF_ITERATIONS = 50  # as in the authors' code
 MILLION = 1_200_000
+# Samples and ranks; the last have few steps.
+DRAWN_CASES = ((20_000, 8), (20_000, 64), (20_000, 256), (2_000, 64))
+DRAWN_SEED = 0
 # InternViT-6B: 45 layers of 3200, 1025 tokens per tile, which attend within the tile.
 # InternLM2-20B: 48 layers of 6144.
 MODEL = CostModel((
@@ -188,6 +198,42 @@ def million(sizes: SampleSizes, ranks: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def drawn(epochs: int) -> dict[str, Any]:
+    """The default on sizes of other distributions, beside ISF with the same budgets."""
+    rows = {}
+    for name, (count, ranks) in itertools.product(DISTRIBUTIONS, DRAWN_CASES):
+        sizes = drawn_sizes(name, count, DRAWN_SEED)
+        mine, theirs = [], []
+        for epoch in range(epochs):
+            plan = plan_balanced(
+                sizes, ranks, samples_per_group=BATCH, model=MODEL, epoch=epoch
+            )
+            assert plan.budgets is not None
+            least = -(-least_groups(sizes, plan.budgets) // ranks)
+            mine.append(figures(plan, sizes) | {"steps_over_bound": plan.steps / least})
+            with contextlib.suppress(MiniBatchError):
+                isf = plan_isf(sizes, ranks, plan.budgets, iterations=ISF_ITERATIONS, epoch=epoch)
+                theirs.append(figures(isf, sizes)["step_efficiency"])
+        row = {
+            key: round(statistics.fmean(one[key] for one in mine), 4)
+            for key in ("steps_over_bound", "efficiency", "step_efficiency", "batch")
+        }
+        if theirs:
+            row["isf_step_efficiency"] = round(statistics.fmean(theirs), 4)
+        rows[f"{name}_{count}_dp{ranks}"] = row
+    over = [row["steps_over_bound"] for row in rows.values()]
+    return {
+        "drawn": rows,
+        "drawn_steps_over_bound_median": round(statistics.median(over), 4),
+        "drawn_steps_over_bound_max": max(over),
+        "drawn_efficiency_min": min(row["efficiency"] for row in rows.values()),
+        "drawn_step_efficiency_over_isf_min": round(min(
+            row["step_efficiency"] / row["isf_step_efficiency"]
+            for row in rows.values() if "isf_step_efficiency" in row
+        ), 4),
+    }
+
+
 def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
     """Cost of every rank in 40 steps by method."""
     from matplotlib.figure import Figure
@@ -228,7 +274,7 @@ def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
 
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
-    options.add_argument("--data", type=Path, nargs="+", required=True, help="files of sizes")
+    options.add_argument("--data", type=Path, nargs="+", help="files of sizes")
     options.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="dp to plan for")
     options.add_argument("--epochs", type=int, default=3, help="plans per row")
     options.add_argument("--budgets", type=int, nargs=2, help="tiles and tokens of a group")
@@ -237,6 +283,12 @@ def main() -> None:
     args = options.parse_args()
     budgets = tuple(args.budgets) if args.budgets else None
     console = _common.console()
+    if not args.data:
+        result = {"machine": _common.machine(), **drawn(args.epochs)}
+        for case, row in result["drawn"].items():
+            console.print(f"{case:28} {row}", highlight=False)
+        _common.emit(result, args.json)
+        return
 
     parts = {path.stem.split("_")[0]: read(path) for path in args.data}
     if len(parts) != len(args.data):

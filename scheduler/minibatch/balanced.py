@@ -11,7 +11,8 @@ of steps is fixed first and the samples are split to exactly that many groups:
 3. All groups are sorted by size and cut into steps of groups that are nearly the same. Samples
    of equal size are exchanged between steps so that each has its share of every data set, others
    within a step for what is left of the difference.
-4. Steps, and the ranks within each, are shuffled.
+4. The ranks within each step are shuffled, and steps follow one another in waves, up and down in
+   cost: those that are in flight in a pipeline at a time take about as long.
 
 With measured costs (:mod:`raymm.scheduler.minibatch.measured_costs`) seconds of every module are
 levelled instead of units, which then only count for budgets; and where replicas of a module differ
@@ -27,7 +28,8 @@ import numpy as np
 
 from raymm.scheduler.minibatch.budgets import least_groups, suggest_budgets
 from raymm.scheduler.minibatch.costs import CostModel, even_costs
-from raymm.scheduler.minibatch.levelling import exchange_steps, level, spread_sources
+from raymm.scheduler.minibatch.grouping import MANY_GROUPS, split_into_groups
+from raymm.scheduler.minibatch.levelling import exchange_steps, spread_sources
 from raymm.scheduler.minibatch.measured_costs import PARTS, MeasuredCosts
 from raymm.scheduler.minibatch.problem import (
     MiniBatchError,
@@ -39,8 +41,6 @@ from raymm.scheduler.minibatch.problem import (
 )
 from raymm.scheduler.minibatch.replica_shares import split_over_replicas
 
-# Groups that compete for a sample; more level better, and take longer.
-POOL_GROUPS = 128
 # Weights of cost and of data sets beside the modalities, each of which has 1.
 COST_WEIGHT = 0.3
 SOURCE_WEIGHT = 0.3
@@ -48,14 +48,14 @@ SOURCE_WEIGHT = 0.3
 TOLERANCE = 2e-4
 TRIES = 200
 # With many groups only so many are looked at for an exchange instead of the whole step, and half
-# as often: to plan fast counts for more, and steps are more alike to begin with.
-MANY_GROUPS = 20_000
+# as often.
 CANDIDATES = 4
-# Samples that find no group in a trial pool, relative to all of it, with which the last pool
-# is trusted to cope.
-SPILL = 0.002
 # Scale of units beside measured costs: they count for budgets, and for nearly nothing else.
 UNMEASURED = 1e-3
+# What other steps must save to be taken: by cost alone they are less alike in each modality.
+WORTH_IT = 0.998
+# Steps between two of the longest.
+WAVE_STEPS = 64
 # Size differences below this do not keep groups apart, so that steps mix several data sets.
 ALIKE = 0.01
 
@@ -113,7 +113,7 @@ def plan_balanced(
     budgets = checked_budgets(sizes, budgets)
     least = max(1, -(-least_groups(sizes, budgets) // ranks))
     columns = _columns(sizes, budgets, model, measured, source_weight)
-    group_of, groups = _group(
+    group_of, groups = split_into_groups(
         columns.features, columns.limits, len(sizes.names), ranks, least, random
     )
     samples, offsets = _steps(sizes, columns, group_of, groups, ranks, alike, random)
@@ -134,12 +134,14 @@ class _Columns(NamedTuple):
         limits: (C,) sums that no group may exceed.
         sizes: how many of the columns, the first ones, are sizes; the rest are data sets.
         levelled: sizes of the samples as far as they are levelled.
+        cost: (N,) of every sample, in any unit.
     """
 
     features: np.ndarray
     limits: np.ndarray
     sizes: int
     levelled: SampleSizes
+    cost: np.ndarray
 
 
 def _columns(
@@ -149,10 +151,11 @@ def _columns(
     modalities = len(sizes.names)
     if measured is None:
         features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
-        return _Columns(features, limits, modalities + 1, sizes)
+        return _Columns(features, limits, modalities + 1, sizes, features[:, modalities])
     levelled, weights = measured.in_units(sizes)
     features, limits = _measured_features(sizes, budgets, levelled, weights, source_weight)
-    return _Columns(features, limits, 2 * modalities, levelled)
+    cost = levelled.values.sum(1).astype(float)
+    return _Columns(features, limits, 2 * modalities, levelled, cost)
 
 
 def _features(
@@ -209,42 +212,6 @@ def _measured_features(
     )
 
 
-def _group(
-    features: np.ndarray, limits: np.ndarray, modalities: int, ranks: int, least: int,
-    random: np.random.Generator,
-) -> tuple[np.ndarray, int]:
-    """(N,) group of every sample, and how many groups."""
-    n = len(features)
-    size = features[:, :modalities].sum(1)
-    order = random.permutation(n)
-    order = order[np.argsort(-size[order], kind="stable")]
-    group_of = np.empty(n, np.int64)
-    steps = _enough_steps(features, limits, order, ranks, least, group_of, random)
-
-    pools, pool_steps = _pools(steps, ranks)
-    of_pool = np.minimum(_split_groups(n, steps, random) // pool_steps, pools - 1)
-    by_pool = np.argsort(of_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
-                         kind="stable")
-    stops = np.cumsum(np.bincount(of_pool, minlength=pools))
-    carried, first = np.zeros(0, np.int64), 0
-    for pool in range(pools):
-        mine = order[by_pool[stops[pool - 1] if pool else 0 : stops[pool]]]
-        if len(carried):
-            mine = np.concatenate([carried, mine])
-            mine = mine[np.argsort(-size[mine], kind="stable")]
-        count = pool_steps if pool < pools - 1 else steps - pool_steps * (pools - 1)
-        spilled = level(features, mine, limits, count * ranks, group_of)
-        while pool == pools - 1 and spilled:
-            count += max(1, spilled * count // (2 * len(mine)))
-            spilled = level(features, mine, limits, count * ranks, group_of)
-        placed = group_of[mine] >= 0
-        _fill_empty(group_of, mine[placed], count * ranks)
-        group_of[mine[placed]] += first
-        first += count * ranks
-        carried = mine[~placed]
-    return group_of, first
-
-
 def _steps(
     sizes: SampleSizes, columns: _Columns, group_of: np.ndarray, groups: int, ranks: int,
     alike: float, random: np.random.Generator,
@@ -254,63 +221,63 @@ def _steps(
         np.bincount(group_of, column, groups).astype(np.int64)
         for column in columns.levelled.values.T
     ]
-    order = _similar_together(np.stack(sums, 1), columns.levelled.totals, ranks, alike, random)
-    samples, offsets = _by_group(group_of, order)
-    _spread_sources(samples, offsets, ranks, sizes, random)
-    exchange_steps(
-        np.ascontiguousarray(columns.features[:, : columns.sizes]), samples, offsets, ranks,
-        columns.limits[: columns.sizes],
-        TOLERANCE,
-        TRIES if groups <= MANY_GROUPS else TRIES // 2,
-        ranks if groups <= MANY_GROUPS else CANDIDATES,
-    )
+    sums = np.stack(sums, 1)
+    orders = [_similar_together(sums, columns.levelled.totals, ranks, alike, random)]
+    if groups <= MANY_GROUPS:
+        cost = np.bincount(group_of, columns.cost, groups)
+        orders.append(_of_similar_cost(cost, alike, random))
+    best: tuple[float, np.ndarray, np.ndarray] | None = None
+    for order in orders:
+        samples, offsets = _by_group(group_of, order)
+        _spread_sources(samples, offsets, ranks, sizes, random)
+        exchange_steps(
+            np.ascontiguousarray(columns.features[:, : columns.sizes]), samples, offsets, ranks,
+            columns.limits[: columns.sizes],
+            TOLERANCE,
+            TRIES if groups <= MANY_GROUPS else TRIES // 2,
+            ranks if groups <= MANY_GROUPS else CANDIDATES,
+        )
+        slowest = _step_costs(columns.cost, samples, offsets).reshape(-1, ranks).max(1)
+        if best is None or slowest.sum() < best[0] * WORTH_IT:
+            best = float(slowest.sum()), samples, offsets
+    assert best is not None
+    _, samples, offsets = best
+    slowest = _step_costs(columns.cost, samples, offsets).reshape(-1, ranks).max(1)
     shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
-    shuffled = shuffled[random.permutation(len(shuffled))].ravel()
+    shuffled = shuffled[_waves(slowest, random)].ravel()
     return _reordered(samples, offsets, shuffled)
 
 
-def _pools(steps: int, ranks: int) -> tuple[int, int]:
-    """How many pools, and steps in each; the last one has the rest as well."""
-    pool_steps = max(1, POOL_GROUPS // ranks)
-    return max(1, steps // pool_steps), pool_steps
+def _step_costs(cost: np.ndarray, samples: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """(groups,) of samples group after group."""
+    before = np.concatenate([[0.0], np.cumsum(cost[samples])])
+    return before[offsets[1:]] - before[offsets[:-1]]
 
 
-def _split_groups(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
-    """(n,) a slot for every place, such that every run of ``slots`` places from a multiple of it
-    has every slot once."""
-    rounds = -(-n // slots)
-    split_groups = np.broadcast_to(np.arange(slots), (rounds, slots))
-    return random.permuted(split_groups, axis=1).ravel()[:n]
+def _waves(slowest: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """(steps,) an order in which steps that follow one another take about as long, as those in
+    flight in a pipeline wait for the slowest: waves up and down, each with steps of all lengths
+    drawn at random, from anywhere in a wave on."""
+    steps = len(slowest)
+    waves = max(1, steps // WAVE_STEPS)
+    ascending = np.lexsort([random.random(steps), slowest])
+    rounds = -(-steps // waves)
+    # Of every so many steps alike each wave gets one.
+    padded = np.concatenate([ascending, np.full(rounds * waves - steps, -1)])
+    of_waves = random.permuted(padded.reshape(rounds, waves), axis=1).T
+    parts = []
+    for wave in of_waves:
+        own = wave[wave >= 0]
+        parts += [own[::2], own[1::2][::-1]]
+    return np.roll(np.concatenate(parts), int(random.integers(steps)))
 
 
-def _enough_steps(
-    features: np.ndarray, limits: np.ndarray, order: np.ndarray, ranks: int, least: int,
-    group_of: np.ndarray, random: np.random.Generator,
-) -> int:
-    """Steps with which nearly all samples of a trial pool find a group."""
-    steps, n = least, len(order)
-    while steps * ranks < n:
-        pools, pool_steps = _pools(steps, ranks)
-        if pools == 1:
-            return steps  # the only pool looks for itself
-        trial = order[_split_groups(n, steps, random) < pool_steps]
-        spilled = level(features, trial, limits, pool_steps * ranks, group_of)
-        if spilled <= SPILL * len(trial):
-            return steps
-        steps += max(1, spilled * steps // (2 * len(trial)))
-    return steps
-
-
-def _fill_empty(group_of: np.ndarray, samples: np.ndarray, groups: int) -> None:
-    """Give every empty group a sample of a group that has several, as far as there are."""
-    counts = np.bincount(group_of[samples], minlength=groups)
-    for empty in np.flatnonzero(counts == 0):
-        giver = int(counts.argmax())
-        if counts[giver] < 2:
-            return
-        group_of[samples[np.flatnonzero(group_of[samples] == giver)[-1]]] = empty
-        counts[giver] -= 1
-        counts[empty] += 1
+def _of_similar_cost(
+    cost: np.ndarray, alike: float, random: np.random.Generator
+) -> np.ndarray:
+    """(groups,) an order by what groups cost, to within ``alike`` of the mean."""
+    width = max(alike * cost.mean(), 1e-9)
+    return np.lexsort([random.random(len(cost)), np.floor(cost / width + random.random())])
 
 
 def _similar_together(

@@ -8,7 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch.levelling import exchange_steps, level, spread_sources
+from raymm.scheduler.minibatch.levelling import (
+    exchange_steps,
+    fill,
+    level,
+    make_room,
+    spread_sources,
+)
 
 
 @st.composite
@@ -164,3 +170,43 @@ def test_spreading_gives_every_step_its_share() -> None:
     after = spread((np.arange(160), step_of, np.zeros(160, int), of, 3))
     counts = np.stack([np.bincount(step_of[of[after] == kind], minlength=20) for kind in range(3)])
     assert (counts == [[4], [2], [2]]).all()
+
+
+@given(levelled())
+def test_the_fullest_group_with_room(case) -> None:
+    sizes, budgets, groups = case
+    order = np.argsort(-sizes.sum(1), kind="stable")
+    group_of = np.full(len(sizes), -2)
+    spilled = fill(sizes, order, budgets, groups, group_of)
+    loads = np.zeros((groups, sizes.shape[1]))
+    known = np.isfinite(budgets)
+    for sample in order:
+        fitting = [g for g in range(groups) if (loads[g] + sizes[sample] <= budgets).all()]
+        if not fitting:
+            assert group_of[sample] == -1
+            continue
+        room = [((budgets - load)[known] / budgets[known]).sum() for load in loads]
+        assert room[group_of[sample]] <= min(room[g] for g in fitting) + 1e-9
+        loads[group_of[sample]] += sizes[sample]
+    assert spilled == (group_of == -1).sum()
+
+
+@given(levelled(), st.sampled_from([level, fill]))
+def test_room_is_made_where_one_other_sample_can_go(case, deal) -> None:
+    sizes, budgets, groups = case
+    order = np.argsort(-sizes.sum(1), kind="stable")
+    group_of = np.full(len(sizes), -2)
+    deal(sizes, order, budgets, groups, group_of)
+    placed = group_of >= 0
+    spilled = make_room(sizes, order, budgets, groups, group_of)
+    assert (group_of[placed] >= 0).all() and spilled == (group_of < 0).sum()
+    loads = np.array([sizes[group_of == g].sum(0) for g in range(groups)])
+    assert (loads <= budgets).all()
+    # The last one that was left out: had it been possible, it would have a group.
+    left = [sample for sample in order if group_of[sample] < 0]
+    for sample in left[-1:]:
+        for other in np.flatnonzero(group_of >= 0):
+            here = group_of[other]
+            if (loads[here] - sizes[other] + sizes[sample] <= budgets).all():
+                elsewhere = [g for g in range(groups) if g != here]
+                assert not any((loads[g] + sizes[other] <= budgets).all() for g in elsewhere)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch.balanced import plan_balanced
+from benchmarks._drawn_sizes import DISTRIBUTIONS, drawn_sizes
+from raymm.scheduler.baselines.isf import plan_isf
+from raymm.scheduler.minibatch.balanced import WAVE_STEPS, _waves, plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
 from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.methods import METHODS, plan_minibatches
@@ -95,7 +97,8 @@ def test_balance_of_real_data(name: str, ranks: int) -> None:
     check(plan, of)
     found = balance(plan, of)
     assert found.left_out == 0 and found.pad == {"text": 0.0}
-    assert found.dist["vision"] <= 0.002
+    # Fewer groups, which are fuller, are less alike; the steps saved are worth more.
+    assert found.dist["vision"] <= 0.003
     assert found.dist["text"] <= 0.005
     assert found.efficiency >= 0.998
     assert plan.groups <= 1.05 * least_groups(of, plan.budgets)
@@ -196,3 +199,29 @@ def test_every_method_has_its_name() -> None:
         plan = plan_minibatches(of, 8, method, seed=1, epoch=2)
         assert (plan.method, plan.seed, plan.epoch) == (method, 1, 2)
         check(plan, of)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=400), st.integers(0, 9))
+def test_steps_that_follow_one_another_take_about_as_long(slowest, seed) -> None:
+    slowest = np.array(slowest, float)
+    order = _waves(slowest, np.random.default_rng(seed))
+    assert sorted(order.tolist()) == list(range(len(slowest)))
+    if len(slowest) < 2 * WAVE_STEPS:  # one wave: neighbours are at most two places apart
+        place = np.empty(len(slowest), int)
+        place[np.lexsort([np.zeros(len(slowest)), slowest])] = np.arange(len(slowest))
+        ranked = np.sort(slowest)
+        jumps = np.abs(np.diff(slowest[order]))
+        allowed = ranked[2:] - ranked[:-2] if len(ranked) > 2 else np.ptp(ranked)
+        assert jumps.max(initial=0.0) <= np.max(allowed, initial=np.ptp(ranked[:2]))
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_drawn_sizes_take_few_steps_and_are_no_worse_than_isf(name: str, ranks: int) -> None:
+    sizes = drawn_sizes(name, 8000, 3)
+    plan = plan_balanced(sizes, ranks)
+    assert plan.steps <= 1.1 * -(-least_groups(sizes, plan.budgets) // ranks) + 1
+    isf = plan_isf(sizes, ranks, plan.budgets, iterations=50)
+    ours, theirs = balance(plan, sizes), balance(isf, sizes)
+    assert ours.step_efficiency > theirs.step_efficiency
+    assert ours.efficiency > theirs.efficiency

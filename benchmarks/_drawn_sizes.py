@@ -1,0 +1,54 @@
+"""Sizes of samples drawn from distributions that are hard to balance, by name and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from raymm.scheduler.minibatch.problem import SampleSizes
+
+NAMES = ("vision", "text")
+LONGEST = 8192
+MOST_TILES = 40
+
+Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
+
+
+def _lognormal(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    return random.integers(1, 14, count), np.exp(random.normal(5.5, 1.0, count))
+
+
+def _long_tails(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    return random.pareto(1.5, count) * 3 + 1, random.pareto(1.2, count) * 100 + 16
+
+
+def _correlated(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    size = random.normal(0.0, 1.0, count)
+    text = np.exp(5.5 + 0.8 * size + 0.5 * random.normal(0.0, 1.0, count))
+    return np.exp(1 + 0.7 * size), text
+
+
+def _text_only(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    tiles = np.where(random.random(count) < 0.3, 0, random.integers(1, 13, count))
+    return tiles, np.exp(random.normal(6.0, 1.2, count))
+
+
+DISTRIBUTIONS: dict[str, Draw] = {
+    "lognormal": _lognormal, "long_tails": _long_tails, "correlated": _correlated,
+    "text_only": _text_only,
+}
+
+
+def drawn_sizes(name: str, count: int, seed: int) -> SampleSizes:
+    """Tiles up to 40 and tokens up to 8,192 of so many samples.
+
+    Args:
+        name: of :data:`DISTRIBUTIONS`.
+        count: of samples.
+        seed: of the draws.
+    """
+    tiles, text = DISTRIBUTIONS[name](np.random.default_rng(seed), count)
+    return SampleSizes(NAMES, np.stack([
+        np.clip(tiles, 0, MOST_TILES).astype(np.int64), np.clip(text, 8, LONGEST).astype(np.int64),
+    ], axis=1))
