@@ -83,7 +83,7 @@ class CompiledProgram(NamedTuple):
     Attributes:
         groups: tasks; most groups are of one task, which has the device to itself.
         issues: per group, what begins before it.
-        incoming: per incoming edge, the microbatches it carries.
+        incoming, outgoing: per edge, the microbatches it carries.
         reduced: if gradients are reduced at its end, the stages that have any.
         bound: how many messages of an edge may be under way.
         messages, activations: how many places there are for either.
@@ -92,6 +92,7 @@ class CompiledProgram(NamedTuple):
     groups: tuple[tuple[Task, ...], ...]
     issues: tuple[tuple[Issue, ...], ...]
     incoming: dict[Edge, tuple[int, ...]]
+    outgoing: dict[Edge, tuple[int, ...]]
     reduced: frozenset[StageId] | None
     bound: int | None = None
     messages: int = 0
@@ -114,22 +115,23 @@ def compile_program(
     instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
     resolver = _Resolver(instructions, edges)
     tasks = [resolver.task(number, i) for number, i in enumerate(instructions)]
-    incoming: dict[Edge, tuple[int, ...]] = {}
+    carried: dict[Op, dict[Edge, tuple[int, ...]]] = {Op.RECV: {}, Op.SEND: {}}
     for i in instructions:
-        if i.op is Op.RECV:
-            incoming[i.edge] = incoming.get(i.edge, ()) + (i.microbatch,)
+        if i.op in carried:
+            before = carried[i.op].get(i.edge, ())
+            carried[i.op][i.edge] = (*before, i.microbatch)
     groups, begins, index = [], [], 0
     ahead = deque(Issue(*issue) for issue in issues)
     while index < len(tasks):
         after = group_end(tasks, index)
         groups.append(tuple(tasks[index:after]))
-        before: list[Issue] = []
+        first: list[Issue] = []
         while ahead and ahead[0].before < after:
-            before.append(ahead.popleft())
-        begins.append(tuple(before))
+            first.append(ahead.popleft())
+        begins.append(tuple(first))
         index = after
     return CompiledProgram(
-        tuple(groups), tuple(begins), incoming,
+        tuple(groups), tuple(begins), carried[Op.RECV], carried[Op.SEND],
         frozenset(resolver.last) if resolver.reduces else None, bound,
         len(resolver.messages), len(resolver.activations),
     )

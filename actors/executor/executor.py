@@ -165,7 +165,7 @@ class Executor:
             return partial(_receive, task.message, self._receivers[task.peer, task.stage].recv)
         if task.op is Op.SEND:
             send = self._senders[task.stage, task.peer].send
-            return partial(_send, task.message, task.microbatch, send)
+            return partial(_send, task.message, send)
         if task.op not in COMPUTE:
             return partial(self._collective, self._collectives[task.op])
         action = self._actions[task.stage].action(task)
@@ -210,6 +210,8 @@ class Executor:
             self._reduction.expect(program.reduced)
         for sender in self._senders.values():
             sender.bound = program.bound
+        for edge, microbatches in program.outgoing.items():
+            self._senders[edge].expect([meta.keys[m] for m in microbatches])
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         enter, clock = self._whereabouts.enter, step_clock(self._device)
@@ -292,10 +294,8 @@ def _receive(place: int, recv: Callable[[], Message], step: StepState) -> None:
     step.messages[place] = recv()
 
 
-def _send(
-    place: int, microbatch: int, send: Callable[[object, Message], None], step: StepState
-) -> None:
-    send(step.meta.keys[microbatch], step.take(place))
+def _send(place: int, send: Callable[[Message], None], step: StepState) -> None:
+    send(step.take(place))
 
 
 def _last_backward(

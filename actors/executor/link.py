@@ -26,6 +26,7 @@ class Link:
     Attributes:
         isend, irecv: start sending a contiguous tensor, or receiving into one.
         isend_to_host, irecv_on_host: of hosts' memory.
+        isend_aside, irecv_aside: the same, past what was sent or posted otherwise.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Link:
         host_group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         self.peer = peer
-        self.isend, self.irecv = _operations(group, peer, tag)
-        self.isend_to_host, self.irecv_on_host = _operations(host_group or group, peer, tag)
+        host_group = host_group or group
+        self.isend, self.irecv = _operations(group, peer, 2 * tag)
+        self.isend_to_host, self.irecv_on_host = _operations(host_group, peer, 2 * tag)
+        self.isend_aside, self.irecv_aside = _operations(host_group, peer, 2 * tag + 1)
 
 
 Operation = Callable[[torch.Tensor], dist.Work]

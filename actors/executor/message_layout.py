@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from math import prod
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
 from raymm.kernels.host_copies import on_host
-
-MOST_LAYOUTS = 1024
-"""Layouts that each end of an edge remembers."""
 
 
 class Layout(NamedTuple):
@@ -51,36 +47,6 @@ class Layout(NamedTuple):
             tuple((tuple(shape), _dtype(dtype)) for shape, dtype in tensors),
             tuple((name, tuple(shape), _dtype(dtype)) for name, shape, dtype in side),
         )
-
-
-Entry = TypeVar("Entry")
-
-
-class Layouts(Generic[Entry]):
-    """What is known of layouts by key, at most :data:`MOST_LAYOUTS`: the one that was not used for
-    longest goes. Both ends of an edge ask in the order of its messages, so both forget the same."""
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[object, Entry] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._of
-
-    def get(self, key: object) -> Entry | None:
-        """Of a message that is sent or received next; None if it has to be described."""
-        entry = self._of.get(key)
-        if entry is not None:
-            self._of.move_to_end(key)
-        return entry
-
-    def add(self, key: object, entry: Entry) -> None:
-        """What was described; one that was used last goes last."""
-        self._of[key] = entry
-        if len(self._of) > MOST_LAYOUTS:
-            self._of.popitem(last=False)
 
 
 def _dtype(name: str) -> torch.dtype:

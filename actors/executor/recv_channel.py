@@ -6,18 +6,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from raymm.actors.executor.layouts import MOST_LAYOUTS, Due, Layouts
 from raymm.actors.executor.link import Link, name_ranks
-from raymm.actors.executor.message_layout import Layout, Layouts, unpack
+from raymm.actors.executor.message_layout import Layout, unpack
+from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
+from raymm.errors import InternalError
 from raymm.kernels.collectives.flat import gather_shares
 from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.host_copies import to_device
 from raymm.scheduler.plan.resharding import Resharding
 
 POSTED_AHEAD = 4
@@ -40,7 +45,7 @@ class _Buffer(NamedTuple):
 
 
 class _Incoming(NamedTuple):
-    """How a process receives messages of one layout."""
+    """How a process receives messages of one layout, in buffers and bytes on the host."""
 
     layout: Layout
     buffers: tuple[_Buffer, ...]
@@ -55,6 +60,7 @@ class _Posted(NamedTuple):
         side: bytes on the host, if there are any; ``host_work`` fills them.
     """
 
+    due: Due[_Incoming]
     route: _Incoming
     shares: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
@@ -72,6 +78,7 @@ class RecvChannel:
         resharding: how many processes are at either end.
         index: this process's number among the receivers.
         gathered: the group of all receivers; None if there is one only.
+        outputs: if messages are gradients, the channel that sent what they are gradients of.
         in_order: receives are to be posted just when :meth:`post` is called, also if that takes
             waiting for a description: a process's operations may hold up one another (NCCL).
     """
@@ -85,6 +92,7 @@ class RecvChannel:
         index: int = 0,
         gathered: dist.ProcessGroup | None = None,
         in_order: bool = False,
+        outputs: SendChannel | None = None,
     ) -> None:
         self._links = dict(links)
         self._device = device
@@ -97,14 +105,18 @@ class RecvChannel:
         self._metadata_link = self._links.get(resharding.metadata_sender(index))
         # On a GPU it is the device that waits, for as long as NCCL has a timeout.
         self._tensor_timeout = None if device.type == "cuda" else timeout
-        self._routes: Layouts[_Incoming] = Layouts()
-        self._expected: deque[object] = deque()
+        self._outputs = outputs
+        self._gradient_route = lru_cache(MOST_LAYOUTS)(self._incoming)
+        self._layouts: Layouts[_Incoming] = Layouts(self._incoming)
+        self._due: deque[Due[_Incoming]] = deque()
         self._posted: deque[_Posted] = deque()
 
     def expect(self, keys: Sequence[object]) -> None:
         """Announce the keys of the step's messages, in order. Where nothing depends on the order,
         receives are posted from here on, :data:`POSTED_AHEAD` at a time."""
-        self._expected.extend(keys)
+        self._due = self._layouts.due(keys) if self._outputs is None else deque(
+            Due(key, None) for key in keys
+        )
         if not self.in_order:
             self._post_ahead()
 
@@ -121,22 +133,32 @@ class RecvChannel:
         self._post_next()
 
     def _post_next(self) -> bool:
-        """Whether the layout of the next message is route, so that it can be received."""
-        route = self._routes.get(self._expected[0])
+        """Whether the layout of the next message is known, or expected, so that it can be
+        received."""
+        due = self._due[0]
+        route = due.route or self._described(due.key)
         if route is None:
             return False
-        self._expected.popleft()
-        self._posted.append(self._irecv(route))
+        self._due.popleft()
+        self._posted.append(self._irecv(due, route))
         return True
 
+    def _described(self, key: object) -> _Incoming | None:
+        if self._outputs is None:
+            return self._layouts.described(key)
+        layout = self._outputs.layout(key)
+        return None if layout is None else self._gradient_route(layout)
+
     def _post_ahead(self) -> None:
-        while len(self._posted) < POSTED_AHEAD and self._expected and self._post_next():
+        while len(self._posted) < POSTED_AHEAD and self._due and self._post_next():
             pass
 
     def _learn_layout(self) -> None:
-        key = self._expected[0]
-        if key not in self._routes:
-            self._routes.add(key, self._incoming(self._recv_layout()))
+        due = self._due[0]
+        if due.route is None and self._described(due.key) is None:
+            if self._outputs is not None:
+                raise InternalError(f"a gradient is due of {due.key!r}, which was not sent")
+            self._layouts.describe(due.key, self._recv_layout())
 
     def _lost(self, error: RuntimeError) -> ChannelError:
         return ChannelError(f"no message from {name_ranks(self._links)}: {error}")
@@ -161,22 +183,29 @@ class RecvChannel:
             for part in self._resharding.parts(length) if part.receiver == self._index
         )
 
-    def _irecv(self, route: _Incoming) -> _Posted:
+    def _irecv(self, due: Due[_Incoming], route: _Incoming, aside: bool = False) -> _Posted:
         shares, works = [], []
+        device = torch.device("cpu") if aside else self._device
         for _, dtype, size, parts in route.buffers:
-            share = torch.empty(size, dtype=dtype, device=self._device)
+            share = torch.empty(size, dtype=dtype, device=device)
             shares.append(share)
             if parts is None:
                 assert self._only is not None
-                works.append(self._only.irecv(share))
+                irecv = self._only.irecv_aside if aside else self._only.irecv
+                works.append(irecv(share))
             else:
-                works += [link.irecv(share[start:stop]) for link, start, stop in parts]
-        if not route.side_bytes:
-            return _Posted(route, tuple(shares), tuple(works))
+                works += [
+                    (link.irecv_aside if aside else link.irecv)(share[start:stop])
+                    for link, start, stop in parts
+                ]
+        side_bytes = route.side_bytes + due.expected
+        if not side_bytes:
+            return _Posted(due, route, tuple(shares), tuple(works))
         assert self._metadata_link is not None
-        side = torch.empty(route.side_bytes, dtype=torch.uint8, device="cpu")
-        host_work = self._metadata_link.irecv_on_host(side)
-        return _Posted(route, tuple(shares), tuple(works), side, host_work)
+        side = torch.empty(side_bytes, dtype=torch.uint8, device="cpu")
+        link = self._metadata_link
+        host_work = (link.irecv_aside if aside else link.irecv_on_host)(side)
+        return _Posted(due, route, tuple(shares), tuple(works), side, host_work)
 
     def recv(self) -> Message:
         """The next expected message, its side tensors on the host. Waits for it; on a GPU, what the
@@ -191,16 +220,34 @@ class RecvChannel:
                 self._post_next()
             if not self.in_order:
                 self._post_ahead()
-            route, shares, works, side, host_work = self._posted.popleft()
+            due, route, shares, works, side, host_work = self._posted.popleft()
             for work in works:
                 wait(work, self._tensor_timeout)
             if host_work is not None:
                 wait(host_work, self._timeout)
+            if due.expected:
+                assert side is not None
+                if side[-1]:
+                    route, shares, side = self._recv_unexpected(due)
             if self._only is None:
                 shares = tuple(map(self._whole, shares, route.buffers))
         except RuntimeError as error:
             raise self._lost(error) from error
-        return Message(shares, {} if side is None else unpack(route.layout, side))
+        side_tensors = {}
+        if route.layout.side:
+            assert side is not None
+            side_tensors = unpack(route.layout, side)
+        return Message(shares, side_tensors)
+
+    def _recv_unexpected(
+        self, due: Due[_Incoming]
+    ) -> tuple[_Incoming, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """A message that is not as expected comes anew, from host to host."""
+        route = self._layouts.describe(due.key, self._recv_layout(aside=True))
+        posted = self._irecv(due._replace(expected=False), route, aside=True)
+        for work in (*posted.works, *([] if posted.host_work is None else [posted.host_work])):
+            wait(work, self._timeout)
+        return route, tuple(to_device(t, self._device) for t in posted.shares), posted.side
 
     def _whole(self, share: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
         """A tensor, of this process's share of it."""
@@ -208,11 +255,12 @@ class RecvChannel:
             share = gather_shares(share, self._gathered)[: prod(buffer.shape)]
         return share.view(buffer.shape)
 
-    def _recv_layout(self) -> Layout:
+    def _recv_layout(self, aside: bool = False) -> Layout:
         link = self._metadata_link
         assert link is not None
+        irecv = link.irecv_aside if aside else link.irecv_on_host
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        wait(link.irecv_on_host(length), self._timeout)
+        wait(irecv(length), self._timeout)
         header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        wait(link.irecv_on_host(header), self._timeout)
+        wait(irecv(header), self._timeout)
         return Layout.decode(header.numpy().tobytes())

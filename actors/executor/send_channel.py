@@ -1,11 +1,16 @@
-"""Channels: the transport of one directed edge between two ranks.
+"""Channels: the transport of one directed edge between two ranks; here the sending end
+(:mod:`raymm.actors.executor.recv_channel` is the other).
 
-A message is its tensors plus one byte buffer with all side tensors. Nothing but data
-travels once a layout is route: both ends know from the step's metadata which layout a
-microbatch has (its ``key``), and only the first message with a new key is preceded by a
-description of it. Receives are posted ahead of need: on a GPU when the step's program says, on a
-CPU some messages ahead, so that what is sent finds its place and travels at once. A sent tensor
-lives until its send has completed.
+A message is its tensors plus one byte buffer with all side tensors. Nothing but data travels once a
+layout is known: the step's metadata says to both ends which layout a microbatch has (its ``key``).
+A message with a new key is preceded by a description, unless both ends expect the same layout of it
+(:mod:`raymm.actors.executor.layout_rules`): then a byte says whether that is right. If not, what
+was sent in its place is void, and the message follows with its description, from host to host.
+Gradients have the layouts of the outputs that they are gradients of, and need no words.
+
+Receives are posted ahead of need: on a GPU when the step's program says, on a CPU some messages
+ahead, so that what is sent finds its place and travels at once. A sent tensor lives until its send
+has completed.
 
 Side tensors are what hosts read (lengths, labels, whose items are whose), so they go from host to
 host, and the receiving one need not wait for its device to read them. Nor does it wait for the
@@ -22,19 +27,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from raymm.actors.executor.layouts import MOST_LAYOUTS, Due, Layouts
 from raymm.actors.executor.link import Link, name_ranks
-from raymm.actors.executor.message_layout import Layout, Layouts, pack
+from raymm.actors.executor.message_layout import Layout, pack
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
 from raymm.kernels.collectives.flat import scatter_sum
 from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.host_copies import on_host
 from raymm.scheduler.plan.resharding import Resharding
+
+Sent = list[tuple[dist.Work, torch.Tensor]]
+"""A message's operations, with what each keeps alive."""
+_AS_EXPECTED = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 class _Outgoing(NamedTuple):
@@ -61,6 +73,7 @@ class SendChannel:
         index: this process's number among the senders.
         summed: the group of the senders that have each a part of the message, which is their
             sum. None if every sender has all of it.
+        gradients: messages are gradients of what a :class:`RecvChannel` of this process received.
     """
 
     def __init__(
@@ -70,6 +83,7 @@ class SendChannel:
         resharding: Resharding = Resharding(1, 1),  # noqa: B008  frozen
         index: int = 0,
         summed: dist.ProcessGroup | None = None,
+        gradients: bool = False,
     ) -> None:
         self._links = dict(links)
         self._device = device
@@ -81,10 +95,12 @@ class SendChannel:
         ]
         alone = resharding == Resharding(1, 1) and summed is None
         self._only = next(iter(self._links.values())) if alone else None
-        self._routes: Layouts[_Outgoing] = Layouts()
+        self._layouts: Layouts[_Outgoing] = Layouts(self._outgoing)
+        self._due: deque[Due[_Outgoing]] = deque()
+        self._gradient_route = lru_cache(MOST_LAYOUTS)(self._outgoing) if gradients else None
         # Messages whose tensors are kept, oldest first, of which the first so many were sent
         # before the step that ended last.
-        self._under_way: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()
+        self._under_way: deque[Sent] = deque()
         self._before = 0
         self.bound: int | None = None
         """Messages that may be under way; None for any number. Whoever sends another waits for the
@@ -92,12 +108,28 @@ class SendChannel:
         self.sent_bytes = 0
         """Payload sent so far, without descriptions."""
 
-    def send(self, key: object, message: Message) -> None:
-        """Start sending; returns at once, unless parts are summed or too many messages are under
-        way.
+    def expect(self, keys: Sequence[object]) -> None:
+        """Announce the step's messages.
 
         Args:
-            key: decides the layout.
+            keys: that decide their layouts, in order.
+        """
+        if self._gradient_route is None:
+            self._due = self._layouts.due(keys)
+
+    def layout(self, key: object) -> Layout | None:
+        """The layout of messages that were sent; None if there were none.
+
+        Args:
+            key: of the messages.
+        """
+        return self._layouts.certain(key)
+
+    def send(self, message: Message) -> None:
+        """Start sending the next message; returns at once, unless parts are summed or too many
+        messages are under way.
+
+        Args:
             message: without gradients; its tensors live on until the receiver has them.
 
         Raises:
@@ -106,30 +138,71 @@ class SendChannel:
         if self.bound is not None:
             while len(self._under_way) >= self.bound:
                 self._let_go(None)
-        sent: list[tuple[dist.Work, torch.Tensor]] = []
+        sent: Sent = []
         self._under_way.append(sent)
-        layout, route = Layout.of(message), self._routes.get(key)
-        if route is None:
-            route = self._outgoing(layout)
-            self._routes.add(key, route)
-            self._describe(layout, sent)
-        elif route.layout != layout:
-            raise ChannelError(
-                f"a message with the metadata {key!r} had the layout {route.layout} and now has "
-                f"{layout}; what a stage returns must depend on the shapes of its inputs only"
-            )
+        layout = Layout.of(message)
+        if self._gradient_route is not None:
+            route = self._gradient_route(layout)
+        else:
+            key, route, expected = self._due.popleft()
+            if expected:
+                assert route is not None
+                self._send_expected(key, route, layout, message, sent)
+                return
+            if route is None and (route := self._layouts.described(key)) is None:
+                route = self._layouts.describe(key, layout)
+                self._describe(layout, sent)
+            if route.layout != layout:
+                raise ChannelError(
+                    f"a message with the metadata {key!r} had the layout {route.layout} and now "
+                    f"has {layout}; what a stage returns must depend on the shapes of its inputs "
+                    "only"
+                )
+        self._send_tensors(route, message.tensors, sent)
+        if message.side:
+            self._send_to_host(pack(message.side), sent)
+
+    def _send_expected(
+        self, key: object, route: _Outgoing, layout: Layout, message: Message, sent: Sent
+    ) -> None:
+        """A message that both ends expect to have a layout."""
+        if route.layout == layout:
+            self._layouts.confirm(key)
+            self._send_tensors(route, message.tensors, sent)
+            side = [pack(message.side)] if message.side else []
+            self._send_to_host(torch.cat([*side, _AS_EXPECTED]), sent)
+            return
+        void = [
+            torch.zeros(shape, dtype=dtype, device=self._device)
+            for shape, dtype in route.layout.tensors
+        ]
+        self._send_tensors(route, void, sent)
+        not_so = torch.ones(route.layout.side_bytes + 1, dtype=torch.uint8, device="cpu")
+        self._send_to_host(not_so, sent)
+        self._describe(layout, sent, aside=True)
+        route = self._layouts.describe(key, layout)
+        self._send_tensors(route, [on_host(t) for t in message.tensors], sent, aside=True)
+        if message.side:
+            self._send_to_host(pack(message.side), sent, aside=True)
+
+    def _send_tensors(
+        self, route: _Outgoing, tensors: Sequence[torch.Tensor], sent: Sent, aside: bool = False
+    ) -> None:
         self.sent_bytes += route.nbytes
-        for tensor, parts in zip(message.tensors, route.parts, strict=True):
+        for tensor, parts in zip(tensors, route.parts, strict=True):
             tensor = tensor.contiguous()
             if parts is None:
                 assert self._only is not None
-                sent.append((self._only.isend(tensor), tensor))
+                isend = self._only.isend_aside if aside else self._only.isend
+                sent.append((isend(tensor), tensor))
             else:
-                self._send_parts(tensor.view(-1), parts, sent)
-        if message.side:
-            packed = pack(message.side)
-            for receiver in self._metadata_receivers:
-                sent.append((self._links[receiver].isend_to_host(packed), packed))
+                self._send_parts(tensor.view(-1), parts, sent, aside)
+
+    def _send_to_host(self, packed: torch.Tensor, sent: Sent, aside: bool = False) -> None:
+        for receiver in self._metadata_receivers:
+            link = self._links[receiver]
+            isend = link.isend_aside if aside else link.isend_to_host
+            sent.append((isend(packed), packed))
 
     def _outgoing(self, layout: Layout) -> _Outgoing:
         parts = [self._parts_of(prod(shape)) for shape, _ in layout.tensors]
@@ -153,21 +226,21 @@ class SendChannel:
         assert self._summed is not None
         return self._resharding.units * self._resharding.unit(length) // self._summed.size()
 
-    def _describe(self, layout: Layout, sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
+    def _describe(self, layout: Layout, sent: Sent, aside: bool = False) -> None:
         header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
-        for receiver in self._metadata_receivers:
-            for part in (torch.tensor([header.numel()], device="cpu"), header):
-                sent.append((self._links[receiver].isend_to_host(part), part))
+        for part in (torch.tensor([header.numel()], device="cpu"), header):
+            self._send_to_host(part, sent, aside)
 
     def _send_parts(
-        self, flat: torch.Tensor, parts: Sequence[tuple[Link, int, int]],
-        sent: list[tuple[dist.Work, torch.Tensor]],
+        self, flat: torch.Tensor, parts: Sequence[tuple[Link, int, int]], sent: Sent,
+        aside: bool,
     ) -> None:  # fmt: skip
         if self._summed is not None and flat.numel():
             flat = scatter_sum(flat, self._share(flat.numel()), self._summed)
         for link, start, stop in parts:
             payload = flat[start:stop]
-            sent.append((link.isend(payload), payload))
+            isend = link.isend_aside if aside else link.isend
+            sent.append((isend(payload), payload))
 
     @property
     def held(self) -> int:

@@ -11,6 +11,20 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.timeline import Span, Timeline
 
 
+class LayoutKey(NamedTuple):
+    """What decides the layouts of a microbatch's messages.
+
+    Attributes:
+        identity: the same for microbatches with the same layouts.
+        structure: the same for microbatches whose layouts differ in sizes at most.
+        sizes: that layouts may follow from; as many for all of one structure.
+    """
+
+    identity: int
+    structure: int
+    sizes: tuple[int, ...]
+
+
 class StepMeta(NamedTuple):
     """What every rank is told about a step.
 

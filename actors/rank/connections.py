@@ -64,7 +64,11 @@ class Connections:
         )
         self.senders: dict[Edge, SendChannel] = {}
         self.receivers: dict[Edge, RecvChannel] = {}
-        for edge, number, p2p_group in plan.p2p_groups:
+        # Those of gradients last: they go by what is known of outputs.
+        backward = Direction.BACKWARD
+        for edge, number, p2p_group in sorted(
+            plan.p2p_groups, key=lambda opened: opened[2].direction is backward
+        ):
             self._open_p2p_group(edge, number, p2p_group)
 
     def _open_p2p_group(self, edge: Edge, number: int, p2p_group: P2PGroup) -> None:
@@ -76,18 +80,19 @@ class Connections:
                 group, host_group = self._links[ends]
                 place, peer = (receiver, ends[1]) if me == ends[0] else (sender, ends[0])
                 links[place] = Link(group, peer, number, host_group)
+        gradient = p2p_group.direction is Direction.BACKWARD
         if me in p2p_group.senders:
             # What goes back from another module is a gradient that every process which shares
             # the microbatch has a part of.
-            gradient = p2p_group.direction is Direction.BACKWARD
             between = edge[0].module != edge[1].module
             summed = self.data.group if gradient and between and self.data else None
             self.senders[edge] = SendChannel(
-                links, device, resharding, p2p_group.senders.index(me), summed
+                links, device, resharding, p2p_group.senders.index(me), summed, gradient
             )
         else:
             self.receivers[edge] = RecvChannel(
                 links, device, self._place.timeouts.wait, resharding,
                 p2p_group.receivers.index(me), self._groups.get(p2p_group.receivers),
                 in_order=device.type == "cuda",
+                outputs=self.senders[edge[1], edge[0]] if gradient else None,
             )

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.baselines.chain import HIDDEN, ChainConfig
 from benchmarks.baselines.raymm_pipeline import RaymmContender, RaymmStage
-from raymm.actors.executor.step_meta import StepMeta
+from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.actors.modules.message import Message, MicrobatchContext
 
 SHAPES = 1000
@@ -62,7 +62,8 @@ class VariedContender(RaymmContender):
     def dispatch(self) -> None:
         count = self._config.microbatches
         numbers = range(self._steps * count, (self._steps + 1) * count)
-        keys = tuple(elements(self._config, n, self.shapes) for n in numbers)
+        sizes = (elements(self._config, n, self.shapes) for n in numbers)
+        keys = tuple(LayoutKey(size, 0, (size,)) for size in sizes)
         self.meta = StepMeta(step=0, label_tokens=1, keys=keys)
         self._steps += 1
         super().dispatch()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.executor.step_meta import StepMeta, StepResult, measured_timeline
+from raymm.actors.executor.step_meta import LayoutKey, StepMeta, StepResult, measured_timeline
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.rank.rank_group import RankGroup, StepHandle
 from raymm.actors.rank.recent_programs import remember
@@ -355,12 +355,24 @@ def process_labels(processes: Processes) -> list[str]:
     return labels
 
 
-def _layout_key(meta: MicrobatchMeta) -> int:
+def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
     """What decides the layout of every message of a microbatch: its shapes and dtypes, which rows
     its items belong to, and how long its rows are (without padding, no mask travels)."""
-    shapes = tuple(
-        (part, tuple(sorted((k, tuple(v), meta.dtypes[part][k]) for k, v in tensors.items())))
-        for part, tensors in sorted(meta.shapes.items())
-    )
+    tensors = [
+        (part, name, tuple(shape), meta.dtypes[part][name])
+        for part, shapes in sorted(meta.shapes.items())
+        for name, shape in sorted(shapes.items())
+    ]
     items = tuple((name, tuple(rows)) for name, rows in sorted(meta.items.items()))
-    return hash((shapes, items, tuple(meta.lengths)))
+    lengths = tuple(meta.lengths)
+    longest = max(lengths, default=0)
+    whole = all(length == longest for length in lengths)
+    structure = (
+        [(part, name, len(shape), dtype) for part, name, shape, dtype in tensors],
+        [name for name, _ in items], whole,
+    )
+    sizes = [
+        *(size for _, _, shape, _ in tensors for size in shape),
+        *(len(rows) for _, rows in items), len(lengths), longest, sum(lengths),
+    ]
+    return LayoutKey(hash((tuple(tensors), items, lengths)), hash(repr(structure)), tuple(sizes))

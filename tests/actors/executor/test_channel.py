@@ -8,8 +8,8 @@ import torch.distributed as dist
 from fork_server import run_processes
 from same_messages import check_equal
 
+from raymm.actors.executor.layouts import MOST_LAYOUTS
 from raymm.actors.executor.link import Link
-from raymm.actors.executor.message_layout import MOST_LAYOUTS
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.faults.lost_processes import ChannelError, reporting_lost_processes
@@ -59,23 +59,23 @@ def _exchange(rank: int, store: str) -> None:
     sent = messages()
     if rank == 0:
         channel = SendChannel({0: Link(dist.group.WORLD, 1)}, CPU)
-        for key, message in sent:
-            channel.send(key, message)
+        channel.expect([key for key, _ in sent])
+        for _, message in sent:
+            channel.send(message)
         assert channel.held > 0
         channel.end_step(TIMEOUT)
         assert channel.held > 0  # a tensor must live until its send completed
         channel.end_step(TIMEOUT)
         assert channel.held == 0  # and no longer
+        channel.expect(["plain", "side"])
         with pytest.raises(ChannelError, match="metadata 'plain' had the layout.*now has"):
-            channel.send("plain", Message((torch.zeros(3, 6),), {}))
+            channel.send(Message((torch.zeros(3, 6),), {}))
         with pytest.raises(ChannelError, match="metadata 'side'"):
-            channel.send("side", Message(sent[1][1].tensors, {}))
+            channel.send(Message(sent[1][1].tensors, {}))
     else:
         channel = RecvChannel({0: Link(dist.group.WORLD, 0)}, CPU, TIMEOUT)
-        channel.expect([key for key, _ in sent[:5]])
-        received = [channel.recv() for _ in sent[:5]]
-        channel.expect([key for key, _ in sent[5:]])  # the next step
-        received += [channel.recv() for _ in sent[5:]]
+        channel.expect([key for key, _ in sent])
+        received = [channel.recv() for _ in sent]
         for (key, due), got in zip(sent, received, strict=True):
             check_equal(key, got, due)
     dist.barrier()
@@ -96,23 +96,27 @@ def _peer_leaves(rank: int, store: str) -> None:
 def _bounded(rank: int, store: str) -> None:
     """A sender that is far ahead keeps no more than the bound, and forgets layouts as its peer."""
     _join(rank, store)
-    count, bound = MOST_LAYOUTS + 40, 4
-    shapes = [1 + n % (MOST_LAYOUTS + 20) for n in range(count)]
-    shapes += shapes[:3] + shapes[-3:]  # forgotten, and not
-    if rank == 0:
-        channel = SendChannel({0: Link(dist.group.WORLD, 1)}, CPU)
-        channel.bound = bound
-        for size in shapes:
-            channel.send(size, Message((torch.full((size,), float(size)),), {}))
-            assert channel.held <= bound
-        assert len(channel._routes) == MOST_LAYOUTS
-    else:
-        channel = RecvChannel({0: Link(dist.group.WORLD, 0)}, CPU, TIMEOUT)
-        channel.expect(shapes)
-        for size in shapes:
-            (received,) = channel.recv().tensors
-            assert received.shape == (size,) and bool((received == size).all())
-        assert len(channel._routes) == MOST_LAYOUTS
+    count, bound, per_step = MOST_LAYOUTS + 40, 4, 89
+    sizes = [1 + n % (MOST_LAYOUTS + 20) for n in range(count)]
+    sizes += sizes[:3] + sizes[-3:]  # forgotten, and not
+    steps = [sizes[start : start + per_step] for start in range(0, len(sizes), per_step)]
+    sender = SendChannel({0: Link(dist.group.WORLD, 1)}, CPU)
+    receiver = RecvChannel({0: Link(dist.group.WORLD, 0)}, CPU, TIMEOUT)
+    sender.bound = bound
+    for step in steps:
+        if rank == 0:
+            sender.expect(step)
+            for size in step:
+                sender.send(Message((torch.full((size,), float(size)),), {}))
+                assert sender.held <= bound
+        else:
+            receiver.expect(step)
+            for size in step:
+                (received,) = receiver.recv().tensors
+                assert received.shape == (size,) and bool((received == size).all())
+    channel = sender if rank == 0 else receiver
+    channel.expect([])
+    assert len(channel._layouts) == MOST_LAYOUTS
     dist.barrier()
     dist.destroy_process_group()
 

@@ -72,8 +72,9 @@ def _whole_messages(rank: int, senders: int, receivers: int) -> None:
     payload = 0
     if rank < senders:
         channel = SendChannel(links, CPU, resharding, rank)
-        for key, message in sent:
-            channel.send(key, message)
+        channel.expect([key for key, _ in sent])
+        for _, message in sent:
+            channel.send(message)
         payload = channel.sent_bytes
         channel.end_step(TIMEOUT)
         dist.barrier()
@@ -113,8 +114,9 @@ def _summed_gradients(rank: int, tokens: int, tensors: int, receivers: int) -> N
         channel = SendChannel(links, CPU, resharding, rank, summed)
         mine = part(rank // tensors)
         kept = [tensor.clone() for tensor in mine]
+        channel.expect(["gradient"] * 2)
         for _ in range(2):
-            channel.send("gradient", Message(mine, {}))
+            channel.send(Message(mine, {}))
         assert all(map(torch.equal, mine, kept))
         assert channel.sent_bytes * senders <= 2 * 4 * (36 + 2 * resharding.units)
         dist.barrier()

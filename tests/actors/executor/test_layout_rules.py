@@ -1,0 +1,176 @@
+"""Layouts that both ends of an edge expect without a word: what is learnt, and that a message comes
+through whatever was expected."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from fork_server import run_processes
+from hypothesis import given
+from hypothesis import strategies as st
+from same_messages import check_equal
+
+from raymm.actors.executor.layout_rules import LayoutRules
+from raymm.actors.executor.link import Link
+from raymm.actors.executor.message_layout import Layout
+from raymm.actors.executor.recv_channel import RecvChannel
+from raymm.actors.executor.send_channel import SendChannel
+from raymm.actors.executor.step_meta import LayoutKey
+from raymm.actors.modules.message import Message
+
+TIMEOUT = timedelta(seconds=30)
+CPU = torch.device("cpu")
+WIDTH = 3
+
+
+def key_of(sizes: tuple[int, ...], structure: int = 0) -> LayoutKey:
+    return LayoutKey(hash((structure, sizes)), structure, sizes)
+
+
+def layout_of(rows: int, tokens: int) -> Layout:
+    return Layout(
+        (((rows, tokens, WIDTH), torch.float32),), (("mask", (rows, tokens), torch.bool),)
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 400)), min_size=60, max_size=60),
+    st.integers(1, 4), st.integers(0, 7), st.sampled_from([1, 2, 4, 7]), st.integers(0, 3),
+)
+def test_sizes_that_are_linear_in_one_of_the_datas_are_learnt(sizes, slope, offset, divisor, shift):
+    """The slow oracle is the function itself. Whatever is wrong is one of a few first tries."""
+    rules, wrong = LayoutRules(), 0
+    for rows, length in sizes:
+        tokens = slope * ((length + min(shift, divisor - 1)) // divisor) + offset
+        key, layout = key_of((rows, length)), layout_of(rows, tokens)
+        if rules.expect(key) != layout:
+            wrong += 1
+            rules.learn(key, layout)
+    assert wrong <= 24
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)), max_size=80))
+def test_what_fits_nothing_is_given_up(cases):
+    """Any layouts at all: what is expected is a layout or nothing, and fits what was learnt last
+    unless it is given up."""
+    rules = LayoutRules()
+    for a, b, value in cases:
+        key = key_of((a, b))
+        rules.learn(key, layout_of(a, value))
+        assert rules.expect(key) in (None, layout_of(a, value))
+
+
+def test_other_structures_and_keys_teach_nothing_of_it():
+    rules = LayoutRules()
+    for length in (5, 9, 14):
+        rules.learn(key_of((2, length)), layout_of(2, length))
+    assert rules.expect(key_of((2, 31))) == layout_of(2, 31)
+    assert rules.expect(key_of((2, 31), structure=1)) is None
+    assert rules.expect("text") is None
+    assert rules.expect(key_of((2, 31, 1))) is None
+
+
+def _steps(seed: int) -> list[list[tuple[LayoutKey, Message]]]:
+    """Microbatches of two structures: sizes that can be learnt, with exceptions, and sizes from
+    nowhere, which cannot; some come several times in a step, some again in a later one."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def message(key: LayoutKey) -> Message:
+        rows, length = key.sizes
+        tokens = (length + 1) // 2 if key.structure == 0 else hash(key.sizes) % 11
+        if key.structure == 0 and length % 13 == 0:
+            tokens += 1  # not what it should be
+        side = {"mask": torch.rand(rows, tokens, generator=generator) > 0.5}
+        hidden = torch.randn(rows, tokens, WIDTH, generator=generator)
+        return Message((hidden,), side if rows > 1 or key.structure == 1 else {})
+
+    steps = []
+    for _ in range(12):
+        keys = [key_of((rng.randint(1, 3), rng.randint(1, 60)), rng.randint(0, 1))
+                for _ in range(rng.randint(1, 6))]
+        keys += rng.choices(keys, k=2)
+        steps.append([(key, message(key)) for key in keys])
+    return steps
+
+
+def _exchange(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    link = Link(dist.group.WORLD, 1 - rank, tag=5)
+    for number, in_order in enumerate((False, True, False, False)):
+        sender = SendChannel({0: link}, CPU)
+        receiver = RecvChannel({0: link}, CPU, TIMEOUT, in_order=in_order)
+        for messages in _steps(seed=number):
+            keys = [key for key, _ in messages]
+            if rank == 0:
+                sender.expect(keys)
+                for _, message in messages:
+                    sender.send(message)
+                sender.end_step(TIMEOUT)
+            else:
+                receiver.expect(keys)
+                for key, message in messages:
+                    if in_order:
+                        receiver.post()
+                    check_equal(str(key), receiver.recv(), message)
+        dist.barrier()
+        sender.end_step(TIMEOUT)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _noted(described: list, describe, *args, **options) -> None:
+    described.append(args)
+    describe(*args, **options)
+
+
+def _without_descriptions(rank: int, store: str) -> None:
+    """After a few messages, new lengths are not described, and gradients never are."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    link, back = (Link(dist.group.WORLD, 1 - rank, tag) for tag in (0, 1))
+    outputs = SendChannel({0: link}, CPU)
+    inputs = RecvChannel({0: link}, CPU, TIMEOUT)
+    gradients = SendChannel({0: back}, CPU, gradients=True)
+    handed_back = RecvChannel({0: back}, CPU, TIMEOUT, outputs=outputs)
+    described = []
+    for channel in (outputs, gradients):
+        channel._describe = partial(_noted, described, channel._describe)
+    for step in range(20):
+        lengths = [3 + 7 * step, 5 + 7 * step]
+        keys = [key_of((2, length)) for length in lengths]
+        if rank == 0:
+            outputs.expect(keys)
+            handed_back.expect(keys)
+        else:
+            inputs.expect(keys)
+            gradients.expect(keys)
+        for length in lengths:
+            message = Message((torch.full((2, length, WIDTH), float(length)),), {})
+            if rank == 0:
+                outputs.send(message)
+                check_equal("gradient", handed_back.recv(), message)
+            else:
+                received = inputs.recv()
+                check_equal("output", received, message)
+                gradients.send(received)
+        for channel in (outputs, gradients):
+            channel.end_step(TIMEOUT)
+    assert len(described) == (2 if rank == 0 else 0)  # the lengths of the first step
+    dist.barrier()
+    for channel in (outputs, gradients):
+        channel.end_step(TIMEOUT)
+    dist.destroy_process_group()
+
+
+def test_messages_come_through_whatever_was_expected(tmp_path):
+    """A failed assertion in either process fails the test."""
+    run_processes(_exchange, (str(tmp_path / "store"),), 2)
+
+
+def test_new_sizes_need_no_words(tmp_path):
+    run_processes(_without_descriptions, (str(tmp_path / "store"),), 2)
