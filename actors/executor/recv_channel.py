@@ -147,7 +147,7 @@ class RecvChannel:
         if self._outputs is None:
             return self._layouts.described(key)
         layout = self._outputs.layout(key)
-        return None if layout is None else self._gradient_route(layout)
+        return None if layout is None else self._gradient_route(Layout(layout.tensors))
 
     def _post_ahead(self) -> None:
         while len(self._posted) < POSTED_AHEAD and self._due and self._post_next():

@@ -224,6 +224,7 @@ _REPLACED = {
     "manual_seed_all": lambda seed: None,
     "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
     "get_device_properties": lambda *_: SimpleNamespace(
+        major=9, minor=0,
         multi_processor_count=MULTIPROCESSORS, L2_cache_size=CACHE_BYTES, name="pretended"
     ),
     "reset_peak_memory_stats": lambda *_: None,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pretended_gpu.device import PretendedTensor, values, waited
+from raymm.actors.executor import link
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.flash.gpu import attention as gpu_attention
 
@@ -41,10 +42,10 @@ class _Attention(torch.autograd.Function):
 
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any, *,
-    scale: float | None = None, softcap: float | None = None,
+    scale: float | None = None, softcap: float | None = None, unordered: bool = False,
 ) -> Any:  # fmt: skip
     gpu_attention.check_operands(query, key, value, masks)
-    plan = gpu_attention._plan(query, key, masks, softcap)
+    plan = gpu_attention._plan(query, key, value, masks, softcap, unordered=unordered)
     return _Attention.apply(query, key, value, plan, masks, scale, softcap)
 
 
@@ -66,9 +67,11 @@ class _Work:
 
 
 def _as_nccl(operation: Any) -> Any:
-    def run(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        work = operation(values(tensor), *args, **options)
-        return work if values(tensor) is tensor else _Work(work)
+    def run(*args: Any, **options: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        held = [values(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        work = operation(*held, **options)
+        return work if values(tensors[0]) is tensors[0] else _Work(work)
 
     return run
 
@@ -91,6 +94,8 @@ def cpu_kernels() -> Iterator[None]:
         stack.enter_context(patch.object(dist, "init_process_group", init_gloo))
         stack.enter_context(patch.object(dist, "new_group", new_gloo))
         stack.enter_context(patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
-        for name in ("isend", "irecv"):
-            stack.enter_context(patch.object(dist, name, _as_nccl(getattr(dist, name))))
+        for module, name in (
+            (dist, "isend"), (dist, "irecv"), (link, "send_to"), (link, "receive_from"),
+        ):
+            stack.enter_context(patch.object(module, name, _as_nccl(getattr(module, name))))
         yield

@@ -329,7 +329,7 @@ class Wire:
     def recv(self):
         return self.message
 
-    def send(self, key, message):
+    def send(self, message):
         self.sent.append(message)
 
     def end_step(self, timeout):

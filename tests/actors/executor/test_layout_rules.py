@@ -150,14 +150,15 @@ def _without_descriptions(rank: int, store: str) -> None:
             inputs.expect(keys)
             gradients.expect(keys)
         for length in lengths:
-            message = Message((torch.full((2, length, WIDTH), float(length)),), {})
+            hidden = (torch.full((2, length, WIDTH), float(length)),)
+            message = Message(hidden, {"lengths": torch.tensor([length])})
             if rank == 0:
                 outputs.send(message)
-                check_equal("gradient", handed_back.recv(), message)
+                check_equal("gradient", handed_back.recv(), Message(hidden, {}))
             else:
                 received = inputs.recv()
                 check_equal("output", received, message)
-                gradients.send(received)
+                gradients.send(Message(received.tensors, {}))
         for channel in (outputs, gradients):
             channel.end_step(TIMEOUT)
     assert len(described) == (2 if rank == 0 else 0)  # the lengths of the first step
