@@ -141,13 +141,13 @@ def _dimensions(layout: Layout) -> tuple[int, ...]:
 
 
 def _lines(
-    one: Sequence[int], value: int, other: Sequence[int], other_value: int
+    sizes: Sequence[int], value: int, other: Sequence[int], other_value: int
 ) -> list[_Linear]:
     """Those through two lessons, the simplest first. They differ in their values."""
     lines = []
     for divisor in range(1, LARGEST_DIVISOR + 1):
         for shift in range(divisor):
-            for index, (size, other_size) in enumerate(zip(one, other, strict=True)):
+            for index, (size, other_size) in enumerate(zip(sizes, other, strict=True)):
                 x, y = (size + shift) // divisor, (other_size + shift) // divisor
                 if x != y and (other_value - value) % (y - x) == 0:
                     slope = (other_value - value) // (y - x)

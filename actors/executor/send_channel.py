@@ -73,7 +73,7 @@ class SendChannel:
         index: this process's number among the senders.
         summed: the group of the senders that have each a part of the message, which is their
             sum. None if every sender has all of it.
-        gradients: messages are gradients of what a :class:`RecvChannel` of this process received.
+        gradients: messages are gradients of what this process received on the edge's other way.
     """
 
     def __init__(
