@@ -63,7 +63,8 @@ class VariedContender(RaymmContender):
         count = self._config.microbatches
         numbers = range(self._steps * count, (self._steps + 1) * count)
         sizes = (elements(self._config, n, self.shapes) for n in numbers)
-        keys = tuple(LayoutKey(size, 0, (size,)) for size in sizes)
+        structure = int(self._config.scaled)  # whose messages are of another form
+        keys = tuple(LayoutKey(size, structure, (size,)) for size in sizes)
         self.meta = StepMeta(step=0, label_tokens=1, keys=keys)
         self._steps += 1
         super().dispatch()
