@@ -2,7 +2,7 @@
 
 Counted, not timed: calls of Python functions (and of C functions) between one instruction and the
 next, on one rank of a chain with messages both ways whose links do nothing. The stage's own calls
-are counted apart, as are autograd's. A test holds the counts
+are left out, as are autograd's. A test holds the counts
 (`tests/actors/executor/test_instruction_calls.py`), so that no step gets heavier unseen.
 """
 

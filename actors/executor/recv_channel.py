@@ -23,10 +23,8 @@ from raymm.errors import InternalError
 from raymm.kernels.collectives.flat import gather_shares
 from raymm.kernels.collectives.waiting import wait
 from raymm.kernels.host_copies import to_device
+from raymm.scheduler.graph.direction import MESSAGE_BOUND
 from raymm.scheduler.plan.resharding import Resharding
-
-POSTED_AHEAD = 4
-"""Messages of an edge whose receives are posted where nothing depends on the order."""
 
 
 class _Buffer(NamedTuple):
@@ -113,7 +111,7 @@ class RecvChannel:
 
     def expect(self, keys: Sequence[object]) -> None:
         """Announce the keys of the step's messages, in order. Where nothing depends on the order,
-        receives are posted from here on, :data:`POSTED_AHEAD` at a time."""
+        as many receives are posted as messages may be under way."""
         self._due = self._layouts.due(keys) if self._outputs is None else deque(
             Due(key, None) for key in keys
         )
@@ -150,7 +148,7 @@ class RecvChannel:
         return None if layout is None else self._gradient_route(Layout(layout.tensors))
 
     def _post_ahead(self) -> None:
-        while len(self._posted) < POSTED_AHEAD and self._due and self._post_next():
+        while len(self._posted) < MESSAGE_BOUND and self._due and self._post_next():
             pass
 
     def _learn_layout(self) -> None:

@@ -23,7 +23,8 @@ Size = TypeVar("Size", float, np.ndarray)  # of one stage, or of many
 
 POSTED_RECEIVES = 1
 """Messages of an edge whose buffers are there before what they hold (``issue_order``: a receive is
-posted just when its sender sends)."""
+posted just when its sender sends). On a CPU more are posted, whose pages are there only once data
+has come."""
 
 BUCKET_BYTES = 64 * _MIB
 """Gradients are summed this many bytes at a time, in a buffer that takes over the gradients' place;

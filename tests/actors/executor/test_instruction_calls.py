@@ -9,8 +9,7 @@ import torch
 from benchmarks.instruction_calls import MICROBATCHES, calls, middle_rank
 from raymm.actors.executor.step_meta import StepMeta
 
-# The first two are with the message's other end posted or let go; what an instruction takes with
-# the one that is entered next.
+# A receive is counted with the posting of a later one, a send with letting go of an earlier one.
 MOST = {"recv": 6, "forward": 9, "send": 8, "backward": 12}
 MOST_PER_STEP = 60
 
