@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from benchmarks.emulated_gpu import EmulatedGpu, EmulatedNode, Slice
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.dag_module import DagLoss, DagModule, every
+from raymm.model.module_dag import ModuleDag
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.problem import MappingProblem
 

@@ -45,9 +45,9 @@ _PUBLIC = {
     "Planned": "raymm.planning.plan",
     "plan_multiplexed": "raymm.planning.multiplexed",
     "ModuleDag": "raymm.model.module_dag",
-    "DagModule": "raymm.model.module_dag",
-    "DagLoss": "raymm.model.module_dag",
-    "every": "raymm.model.module_dag",
+    "DagModule": "raymm.model.dag_module",
+    "DagLoss": "raymm.model.dag_module",
+    "every": "raymm.model.dag_module",
     "ContrastiveLoss": "raymm.model.contrastive",
     "MultiplexedModule": "raymm.runtime.multiplexed_dag",
     "MultiplexedParallelModule": "raymm.runtime.multiplexed",
@@ -73,8 +73,9 @@ if TYPE_CHECKING:
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.errors import Error, InputError, RankFailedError, RunError
     from raymm.model.contrastive import ContrastiveLoss
+    from raymm.model.dag_module import DagLoss, DagModule, every
     from raymm.model.modality_module import ModalityModule
-    from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+    from raymm.model.module_dag import ModuleDag
     from raymm.model.multimodal import MultimodalModule
     from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
     from raymm.planning.plan import Planned, plan

@@ -14,7 +14,7 @@ from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.multiplexed.samples import KnownLayout
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.quota import ConcurrentModules, StreamPool
-from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.graph.module_graph import ModuleGraph
 
 
 class Mode(NamedTuple):
@@ -45,7 +45,7 @@ class Device:
     """
 
     device: torch.device
-    graph: NodeGraph
+    graph: ModuleGraph
     specs: Mapping[str, NodeSpec]
     modules: Mapping[str, nn.Module]
     modes: Sequence[Mode]

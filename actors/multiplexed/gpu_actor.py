@@ -44,7 +44,7 @@ from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prep
 from raymm.actors.rank.meeting_store import EVERYONE
 from raymm.actors.rank.recent_programs import remember
 from raymm.kernels.choice.choice import KERNEL_CHOICE
-from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.multiplex.instructions import Part, Slot, said
 from raymm.scheduler.plan.stage import StageId
 
@@ -77,7 +77,7 @@ class GpuSpec:
 
     gpu: int
     gpus: int
-    graph: NodeGraph
+    graph: ModuleGraph
     nodes: tuple[NodeSpec, ...]
     slots: tuple[Slot, ...]
     steps: int
@@ -158,7 +158,7 @@ class GpuActor(MeetingActor):
         shared = [
             (name, gpus)
             for name, gpus in sorted(self._spec.replicas.items())
-            if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
+            if len(gpus) > 1 and any(self._spec.graph.node(name).trainable)
         ]
         numbered = {
             number: named

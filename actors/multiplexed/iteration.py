@@ -224,7 +224,7 @@ class Iteration:
         draws = self._device.specs[node].draws
         if draws is not None:
             return draws
-        return self._meta.training and self._device.graph.by_name[node].trainable
+        return self._meta.training and any(self._device.graph.node(node).trainable)
 
     def _barrier(self, _: Barrier) -> None:
         if self._device.messages is not None:

@@ -18,7 +18,8 @@ from transformers import CLIPTextConfig, ViTConfig
 
 import raymm
 from raymm.model.contrastive import ContrastiveLoss
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.dag_module import DagLoss, DagModule, every
+from raymm.model.module_dag import ModuleDag
 
 # Width, blocks, heads, tokens of a sample.
 TOWERS = {

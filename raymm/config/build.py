@@ -24,10 +24,10 @@ from raymm.config.sections import (
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.run_files import write_whole
 from raymm.layout.plan_check import check_fits, differences
+from raymm.model.mapping_check import check_mapping
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.model.node_graph import check_mapping
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping

@@ -149,13 +149,13 @@ def edges_of(
 
 def _dag_shapes(dag: ModuleDag) -> tuple[ModuleShape, ...]:
     shapes, trained = [], {}
-    for name in dag.graph.order:
+    for name in dag.graph.topological:
         modality = dag.nodes[name].modality
         skeleton, projector = modality.source().skeleton(), modality.projector
         trainable = _trainable_layers(skeleton)
         if projector is not None:
             trainable += (any(p.requires_grad for p in projector.parameters()),)
-        earlier = any(trained[use.producer] for use in dag.graph.by_name[name].uses)
+        earlier = any(trained[producer] for producer in dag.graph.producers(name))
         trained[name] = earlier or any(trainable)
         if not dag.nodes[name].loss or any(p.dim() > 1 for p in skeleton.parameters()):
             shapes.append(ModuleShape(

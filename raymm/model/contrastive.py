@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from raymm.actors.multiplexed.node import OutputError
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.dag_module import DagLoss, DagModule, every
+from raymm.model.module_dag import ModuleDag
 
 
 class ContrastiveLoss(nn.Module):

@@ -14,7 +14,7 @@ from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.rank.recent_programs import remember
 from raymm.runtime.options import RuntimeOptions
 from raymm.scheduler.graph.direction import Direction
-from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part, Run
 from raymm.scheduler.multiplex.lowering import lower, replicas_of, slots_of
@@ -61,7 +61,7 @@ class MappedGraph:
         MultiplexError: a mapping that is not of this graph.
     """
 
-    def __init__(self, graph: NodeGraph, mapping: StageMapping, lockstep: bool = False) -> None:
+    def __init__(self, graph: ModuleGraph, mapping: StageMapping, lockstep: bool = False) -> None:
         self.graph, self.mapping, self.lockstep = graph, mapping, lockstep
         self.slots = slots_of(graph, mapping)
         self.replicas = replicas_of(self.slots)

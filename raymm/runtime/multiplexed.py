@@ -22,9 +22,9 @@ from raymm.data import MicrobatchMeta
 from raymm.data.loading.in_memory import check_split
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.batch_rules import BatchError
+from raymm.model.mapping_check import check_mapping, multimodal_nodes
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.node_graph import check_mapping, multimodal_graph, multimodal_nodes
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.cluster import connect
 from raymm.runtime.mapped_graph import (
     MappedGraph,
@@ -102,7 +102,7 @@ class MultiplexedParallelModule(ParallelModule):
     Raises:
         TypeError, ValueError: an option that is none, or cannot be.
         MultiplexError, ModelError: before any actor starts, for a mapping that cannot run the
-            model (:func:`raymm.model.node_graph.check_mapping`).
+            model (:func:`raymm.model.mapping_check.check_mapping`).
         ClusterError: the cluster is too small.
     """
 
@@ -121,7 +121,7 @@ class MultiplexedParallelModule(ParallelModule):
         super().__init__(model, run)
         check_mapping(model, mapping)
         self.mapping, self.microbatches = mapping, microbatches
-        self._mapped = MappedGraph(multimodal_graph(model), mapping, lockstep)
+        self._mapped = MappedGraph(module_graph(model), mapping, lockstep)
         connect()
         specs = self._mapped.gpu_specs(
             multimodal_nodes(model), run, reloadable=reloadable_modules(model)

@@ -13,9 +13,9 @@ from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import check_steps
 from raymm.data import DataConfig
 from raymm.draw import draw_loss, draw_timelines
+from raymm.model.mapping_check import check_mapping
 from raymm.model.modality_module import ModelError
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.node_graph import check_mapping
 from raymm.monitor.balance import batch_balance, mean_over_max
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
 from raymm.monitor.throughput import TOTAL

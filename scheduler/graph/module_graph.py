@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from raymm.scheduler.graph.strict_json import MultiplexError
+
 
 @dataclass(frozen=True)
 class ModuleNode:
@@ -18,11 +20,13 @@ class ModuleNode:
         projector: whether the last layer is the projector (encoders only). The
             projector is a layer of its own, so that it can have a stage to itself.
             A module that cannot be cut has one block.
+        loss: whether it computes a loss, as every module does that nothing reads.
     """
 
     name: str
     trainable: tuple[bool, ...]
     projector: bool = False
+    loss: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -35,53 +39,97 @@ class ModuleNode:
 
 @dataclass(frozen=True)
 class ModuleGraph:
-    """A DAG of modules. ``edges`` are (producer, consumer) pairs of module names.
+    """A DAG of modules. No edge exists that the data does not have (no false dependency between
+    encoders: Cornstarch v1 §4.1).
 
-    There is exactly one sink, which computes the loss. No edge exists that the data
-    does not have (no false dependency between encoders: Cornstarch v1 §4.1).
+    Attributes:
+        nodes: the modules, losses among them, in any order.
+        edges: (producer, consumer) pairs of module names.
+        every: edges whose consumer reads the samples of the whole microbatch (what contrastive
+            losses compare with), not only those that it works on itself.
 
     Raises:
-        ValueError: on duplicate or unknown names, a duplicate edge, a cycle, or more than one sink.
+        MultiplexError: duplicate or unknown names, a duplicate edge, a cycle, or a module that
+            nothing reads and that computes no loss. Where no module is said to compute one, the
+            only one that nothing reads does.
     """
 
     nodes: tuple[ModuleNode, ...]
     edges: tuple[tuple[str, str], ...]
+    every: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
         if len(set(names)) != len(names):
-            raise ValueError(f"module names must be unique, got {names}")
+            raise MultiplexError(f"module names must be unique, got {names}")
         for edge in self.edges:
             for end in edge:
                 if end not in names:
-                    raise ValueError(f"edge {edge} names module {end!r}; modules are {names}")
+                    raise MultiplexError(f"edge {edge} names module {end!r}; modules are {names}")
         if len(set(self.edges)) != len(self.edges):
-            raise ValueError(f"edges must be unique, got {self.edges}")
+            raise MultiplexError(f"edges must be unique, got {self.edges}")
+        for edge in self.every:
+            if edge not in self.edges:
+                raise MultiplexError(f"every has {edge}; accepted: edges, {self.edges}")
         if len(self.topological) != len(names):
-            raise ValueError(f"the module graph has a cycle: edges {self.edges}")
+            circle = sorted(set(names) - set(self.topological))
+            raise MultiplexError(f"the module graph has a cycle: modules {circle}")
         sinks = [name for name in names if not self.consumers(name)]
-        if len(sinks) != 1:
-            raise ValueError(f"one module must compute the loss, but {sinks} have no consumer")
+        if not self.losses:
+            raise MultiplexError(
+                f"one module must compute the loss, but {sinks} have no consumer; accepted: one "
+                "such module, or those that compute losses said"
+            )
+        for name in sinks:
+            if name not in self.losses:
+                raise MultiplexError(
+                    f"nothing reads module {name!r}; accepted: modules that a loss depends on"
+                )
 
     def node(self, name: str) -> ModuleNode:
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise KeyError(f"no module {name!r}; modules are {[n.name for n in self.nodes]}")
+        """A module by its name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise KeyError(f"no module {name!r}; modules are {list(self._by_name)}") from None
 
     def producers(self, name: str) -> tuple[str, ...]:
-        return tuple(src for src, dst in self.edges if dst == name)
+        """Modules that one reads."""
+        return self._producers[name]
 
     def consumers(self, name: str) -> tuple[str, ...]:
-        return tuple(dst for src, dst in self.edges if src == name)
+        """Modules that read one."""
+        return self._consumers[name]
 
     @property
     def sink(self) -> str:
+        """What comes last: the loss, where there is one."""
         return self.topological[-1]
 
     @cached_property
+    def losses(self) -> frozenset[str]:
+        """Modules that compute a loss; empty if it is not clear which."""
+        flagged = frozenset(node.name for node in self.nodes if node.loss)
+        sinks = frozenset(node.name for node in self.nodes if not self.consumers(node.name))
+        return flagged or (sinks if len(sinks) == 1 else frozenset())
+
+    @cached_property
+    def backward(self) -> frozenset[str]:
+        """Modules that have a backward: something trainable is in them or before them."""
+        with_backward: set[str] = set()
+        for name in self.topological:
+            if any(self.node(name).trainable) or with_backward.intersection(self.producers(name)):
+                with_backward.add(name)
+        return frozenset(with_backward)
+
+    @cached_property
     def topological(self) -> tuple[str, ...]:
-        """Module names, producers before consumers, otherwise in declaration order."""
+        """Module names, producers before consumers, otherwise in declaration order; without those
+        in or behind a cycle."""
         done: list[str] = []
         waiting = [node.name for node in self.nodes]
         while waiting:
@@ -91,3 +139,15 @@ class ModuleGraph:
             done.append(ready[0])
             waiting.remove(ready[0])
         return tuple(done)
+
+    @cached_property
+    def _by_name(self) -> dict[str, ModuleNode]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _producers(self) -> dict[str, tuple[str, ...]]:
+        return {n.name: tuple(p for p, c in self.edges if c == n.name) for n in self.nodes}
+
+    @cached_property
+    def _consumers(self) -> dict[str, tuple[str, ...]]:
+        return {n.name: tuple(c for p, c in self.edges if p == n.name) for n in self.nodes}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from raymm.scheduler.graph.direction import Direction
-from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.instructions import (
@@ -29,7 +29,7 @@ from raymm.scheduler.multiplex.instructions import (
 _Samples = Counter[tuple[str, int]]  # (node, sample)
 
 
-def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
+def check_program(graph: ModuleGraph, program: MultiplexProgram) -> None:
     """Play the program with messages that are handed over only when both sides are there, and sums
     of gradients that begin only when all replicas are: as NCCL has it where every operation
     holds up whatever its process issues after it.
@@ -46,7 +46,7 @@ def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
         raise
 
 
-def check_every_sample(graph: NodeGraph, program: MultiplexProgram) -> None:
+def check_every_sample(graph: ModuleGraph, program: MultiplexProgram) -> None:
     """:func:`check_program`, by looking at all samples: slow, and obviously right."""
     places = [_Process(graph, program, gpu) for gpu in range(program.gpus)]
     every = [instruction for listed in program.instructions for instruction in listed]
@@ -72,7 +72,7 @@ def check_every_sample(graph: NodeGraph, program: MultiplexProgram) -> None:
                         f"sample {sample} runs {total[node.name, sample]} times {direction} "
                         f"through {node.name!r}; it must be {due}"
                     )
-        if reduces and node.trainable:
+        if reduces and any(node.trainable):
             summed = [place.gpu for place in places if node.name in place.reduced]
             if tuple(summed) != program.replicas[node.name]:
                 raise MultiplexError(
@@ -127,7 +127,7 @@ def _sums_apart(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
 class _Process:
     """One GPU's process: where it is, and which samples it has."""
 
-    def __init__(self, graph: NodeGraph, program: MultiplexProgram, gpu: int) -> None:
+    def __init__(self, graph: ModuleGraph, program: MultiplexProgram, gpu: int) -> None:
         self.graph, self.program, self.gpu = graph, program, gpu
         self.list = tuple(_sums_apart(program.instructions[gpu]))
         self.at = 0
@@ -193,11 +193,11 @@ class _Process:
         for node, samples in run.parts:
             if node in self.reduced:
                 raise self._error(f"the gradients of {node!r} are already being summed")
-            for use in self.graph.by_name[node].uses:
-                every = range(self.program.batch)
-                for sample in every if use.every else range(*samples):
-                    if self.has[Direction.FORWARD][use.producer, sample] != 1:
-                        raise self._error(f"{node!r} lacks sample {sample} of {use.producer!r}")
+            for producer in self.graph.producers(node):
+                every = (producer, node) in self.graph.every
+                for sample in range(self.program.batch) if every else range(*samples):
+                    if self.has[Direction.FORWARD][producer, sample] != 1:
+                        raise self._error(f"{node!r} lacks sample {sample} of {producer!r}")
             for sample in range(*samples):
                 if run.direction is Direction.BACKWARD:
                     if not self.ran[Direction.FORWARD][node, sample]:
@@ -235,7 +235,7 @@ class _Process:
                 if not self.ran[direction][transfer.node, sample]:
                     raise self._error(f"sample {sample} of {transfer.node!r} is sent unmade")
             return
-        readers = {node.name for node in self.graph.readers(transfer.node)}
+        readers = self.graph.consumers(transfer.node)
         for instruction in self.list[self.at :]:
             if isinstance(instruction, Run) and instruction.direction is Direction.BACKWARD:
                 if late := [part.node for part in instruction.parts if part.node in readers]:

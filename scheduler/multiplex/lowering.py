@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raymm.scheduler.graph.direction import Direction
-from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.graph.sample_ranges import Range, deal, union
 from raymm.scheduler.graph.strict_json import MultiplexError, whole
 from raymm.scheduler.multiplex.instructions import (
@@ -44,14 +44,14 @@ class _Share:
     samples: Range
 
 
-def slots_of(graph: NodeGraph, mapping: Mapping) -> tuple[Slot, ...]:
+def slots_of(graph: ModuleGraph, mapping: Mapping) -> tuple[Slot, ...]:
     """The mapping's stages, then slots of the losses that it does not place: those are on the
     GPUs on which their last producer is.
 
     Raises:
         MultiplexError: the mapping names a node that there is not, or lacks a module.
     """
-    names = set(graph.by_name)
+    names = set(graph.topological)
     slots, last = [], {}
     for s, stage in enumerate(mapping.stages):
         quotas: dict[int, dict[str, int]] = {}
@@ -65,12 +65,12 @@ def slots_of(graph: NodeGraph, mapping: Mapping) -> tuple[Slot, ...]:
             for gpu in placement.gpus:
                 quotas.setdefault(gpu, {})[placement.module] = placement.quota
         slots.append(Slot(f"stage {s}", quotas))
-    for name in graph.order:
-        if name not in last and not graph.by_name[name].loss:
+    for name in graph.topological:
+        if name not in last and name not in graph.losses:
             raise MultiplexError(f"stages do not have module {name!r}; every module must run")
-    unplaced = [name for name in graph.order if name not in last]
+    unplaced = [name for name in graph.topological if name not in last]
     for name in unplaced:
-        if not graph.by_name[name].uses:
+        if not graph.producers(name):
             raise MultiplexError(
                 f"loss {name!r} reads no module; the mapping must say where it runs"
             )
@@ -78,7 +78,7 @@ def slots_of(graph: NodeGraph, mapping: Mapping) -> tuple[Slot, ...]:
         together = unplaced[first : first + mapping.steps]
         quotas = {}
         for name in together:
-            _, gpus = max(last[use.producer] for use in graph.by_name[name].uses)
+            _, gpus = max(last[producer] for producer in graph.producers(name))
             for gpu in gpus:
                 quotas.setdefault(gpu, {})[name] = 0
         for of_gpu in quotas.values():
@@ -98,7 +98,7 @@ def replicas_of(slots: Sequence[Slot]) -> dict[str, tuple[int, ...]]:
 
 
 def lower(
-    graph: NodeGraph,
+    graph: ModuleGraph,
     mapping: Mapping,
     batch: int,
     *,
@@ -157,8 +157,9 @@ def lower(
             slot(t, Direction.BACKWARD, gradients.get(t, {}))
             for gpu, listed in enumerate(lists if reduce else ()):
                 done = tuple(
-                    name for name in graph.order
-                    if first[name] == t and gpu in replicas[name] and graph.by_name[name].trainable
+                    name for name in graph.topological
+                    if first[name] == t and gpu in replicas[name]
+                    and any(graph.node(name).trainable)
                 )
                 if done:
                     listed.append(Reduce(done))
@@ -172,7 +173,7 @@ def lower(
 
 
 def _shares(
-    graph: NodeGraph, mapping: Mapping, slots: Sequence[Slot], batch: int
+    graph: ModuleGraph, mapping: Mapping, slots: Sequence[Slot], batch: int
 ) -> list[_Share]:
     """Who works on what; a node's slices follow each other in its samples."""
     shares: list[_Share] = []
@@ -199,7 +200,7 @@ def _shares(
                 "run"
             )
     for t, slot in enumerate(slots):
-        for name in () if slot.placed else graph.order:
+        for name in () if slot.placed else graph.topological:
             gpus = [gpu for gpu in sorted(slot.quotas) if name in slot.quotas[gpu]]
             if gpus:
                 for gpu, samples in zip(gpus, deal(Range(0, batch), len(gpus)), strict=True):
@@ -207,7 +208,7 @@ def _shares(
     return shares
 
 
-def _check_order(graph: NodeGraph, shares: Sequence[_Share]) -> None:
+def _check_order(graph: ModuleGraph, shares: Sequence[_Share]) -> None:
     for producer, reader in graph.edges:
         last = max(s.slot for s in shares if s.node == producer)
         first = min(s.slot for s in shares if s.node == reader)
@@ -219,14 +220,15 @@ def _check_order(graph: NodeGraph, shares: Sequence[_Share]) -> None:
 
 
 def _needs(
-    graph: NodeGraph, shares: Sequence[_Share], batch: int
+    graph: ModuleGraph, shares: Sequence[_Share], batch: int
 ) -> dict[tuple[str, int], tuple[Range, ...]]:
     reads: dict[tuple[str, int], list[Range]] = {}
     for share in shares:
         if share.samples:
-            for use in graph.by_name[share.node].uses:
-                samples = Range(0, batch) if use.every else share.samples
-                reads.setdefault((use.producer, share.gpu), []).append(samples)
+            for producer in graph.producers(share.node):
+                whole_batch = (producer, share.node) in graph.every
+                samples = Range(0, batch) if whole_batch else share.samples
+                reads.setdefault((producer, share.gpu), []).append(samples)
     return {place: union(ranges) for place, ranges in sorted(reads.items())}
 
 
@@ -257,7 +259,7 @@ def _routes(
 
 
 def _gradient_routes(
-    graph: NodeGraph,
+    graph: ModuleGraph,
     shares: Sequence[_Share],
     needs: ByName[tuple[str, int], tuple[Range, ...]],
 ) -> _Transfers:
@@ -265,7 +267,7 @@ def _gradient_routes(
     transfers: _Transfers = {}
     for share, gpu, samples in _moves(shares, needs):
         if share.node in graph.backward:
-            readers = {node.name for node in graph.readers(share.node)}
+            readers = graph.consumers(share.node)
             slot = min(s.slot for s in shares if s.gpu == gpu and s.node in readers and s.samples)
             _put(transfers, slot, share.node, gpu, share.gpu, samples)
     return transfers

@@ -17,25 +17,28 @@ from raymm.scheduler.plan.stage import Stage
 
 def graph_of(data: Mapping[str, Any]) -> ModuleGraph:
     """The module graph."""
-    only(data, "graph", ("nodes", "edges"))
+    only(data, "graph", ("nodes", "edges", "every"))
     nodes = tuple(node_of(node) for node in data["nodes"])
-    edges = tuple(tuple(edge) for edge in data["edges"])
-    for edge in edges:
+    edges, every = (tuple(map(tuple, pairs)) for pairs in (data["edges"], data.get("every", ())))
+    for edge in (*edges, *every):
         if [type(end) for end in edge] != [str, str]:
             raise PlanError(f"edge is {list(edge)}; it must be [producer, consumer]")
     try:
-        return ModuleGraph(nodes, edges)
+        return ModuleGraph(nodes, edges, every)
     except ValueError as error:
         raise PlanError(f"graph: {error}") from None
 
 
 def node_of(data: Mapping[str, Any]) -> ModuleNode:
     """One of its modules."""
-    only(data, "node", ("name", "trainable", "projector"))
+    only(data, "node", ("name", "trainable", "projector", "loss"))
     flags = tuple(data["trainable"])
     if any(type(flag) is not bool for flag in flags):
         raise PlanError(f"trainable is {list(flags)}; it must be a list of true and false")
-    return ModuleNode(typed(data, "name", str), flags, typed(data, "projector", bool))
+    return ModuleNode(
+        typed(data, "name", str), flags, typed(data, "projector", bool),
+        typed({"loss": False, **data}, "loss", bool),
+    )
 
 
 def stage_of(data: Mapping[str, Any]) -> Stage:

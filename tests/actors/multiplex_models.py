@@ -10,8 +10,9 @@ import transformers as hf
 from torch import nn
 
 from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.module_dag import ModuleDag
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import MultiplexStage, Placement
 

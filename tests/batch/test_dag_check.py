@@ -8,8 +8,9 @@ from torch import nn
 from raymm.batch.dag_check import DagCheck
 from raymm.model.batch_rules import BatchError
 from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.modality_module import ModelError
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.module_dag import ModuleDag
 
 
 def towers() -> ModuleDag:

@@ -12,8 +12,9 @@ from torch import nn
 
 from raymm.actors.multiplexed.node import OutputError
 from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.modality_module import ModalityModule, ModelError
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.module_dag import ModuleDag
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,9 @@ def loss(**options) -> dict[str, DagModule]:
         (lambda: {"l": DagLoss(ModalityModule(Tower(2, 2), "linear"), reads="x")},
          "projector is 'linear'"),
         (lambda: {"l": DagLoss(ModalityModule(Tower(2, 2)), frozen=True)}, "given twice"),
+        (lambda: loss(inputs={"y": "b"}), "'l' reads 'b'; accepted: l"),
+        (lambda: {"a": DagModule(Tower(2, 2), reads="x")}, r"none of \['a'\] is a loss"),
+        (lambda: {**loss(), "m": DagLoss(MeanSquare(), inputs={"x": "l"})}, "nothing reads a loss"),
     ],
 )
 def test_descriptions_that_make_no_sense_are_refused(nodes, message):

@@ -8,9 +8,9 @@ import transformers as hf
 from multiplex_models import V, mapping_of
 from torch import nn
 
+from raymm.model.mapping_check import check_mapping, multimodal_nodes
 from raymm.model.modality_module import ModalityModule, ModelError
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.node_graph import check_mapping, multimodal_graph, multimodal_nodes
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.graph.strict_json import MultiplexError
@@ -46,9 +46,9 @@ def model(encoder=None, projector=None, frozen=None, llm=None) -> MultimodalModu
 
 def test_every_encoder_feeds_the_language_model_which_is_the_loss():
     one = model(frozen=True)
-    graph = multimodal_graph(one)
-    assert graph.order == ("vision", "llm") and graph.edges == (("vision", "llm"),)
-    assert graph.by_name["llm"].loss and not graph.by_name["vision"].loss
+    graph = module_graph(one)
+    assert graph.topological == ("vision", "llm") and graph.edges == (("vision", "llm"),)
+    assert graph.losses == {"llm"}
     assert graph.backward == {"llm"}
     vision, llm = multimodal_nodes(one)
     assert (vision.name, llm.name) == ("vision", "llm") and llm.inputs[0].producer == "vision"
@@ -57,7 +57,7 @@ def test_every_encoder_feeds_the_language_model_which_is_the_loss():
 
 
 def test_iterations_before_the_last_keep_their_gradients():
-    graph = multimodal_graph(model())
+    graph = module_graph(model())
     mapping = mapping_of(2, {"vision": ((0,), 5)}, {"llm": ((0, 1), 10)})
     program = lower(graph, mapping, 3, reduce=False)
     check_program(graph, program)

@@ -20,8 +20,9 @@ from raymm.costs.scaling_estimates import (
     shapes_of,
 )
 from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.planning.comparison import comparison_rows
 from raymm.planning.inputs import PlanInputs

@@ -8,8 +8,9 @@ import raymm
 from raymm.costs.load import LoadError
 from raymm.costs.scaling_estimates import shapes_of
 from raymm.model.contrastive import clip_dag
+from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.modality_module import ModalityModule
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag
+from raymm.model.module_dag import ModuleDag
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 
 

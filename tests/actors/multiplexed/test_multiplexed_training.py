@@ -30,7 +30,8 @@ from raymm.actors.multiplexed.node import OutputError
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.errors import RankFailedError
 from raymm.model.contrastive import clip_dag
-from raymm.model.module_dag import DagLoss, DagModule, ModuleDag
+from raymm.model.dag_module import DagLoss, DagModule
+from raymm.model.module_dag import ModuleDag
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore, restore

@@ -88,7 +88,7 @@ def changed(path: str, value: object) -> dict:
     ("graph.nodes.0.trainable", ..., "plan lacks the key 'trainable'"),
     ("stages.1.rank", ..., "plan lacks the key 'rank'"),
     ("microbatches", 3, "plan: unknown keys ['microbatches']; accepted: ['activation_limits', "),
-    ("graph.sinks", 3, "graph: unknown keys ['sinks']; accepted: ['edges', 'nodes']"),
+    ("graph.sinks", 3, "graph: unknown keys ['sinks']; accepted: ['edges', 'every', 'nodes']"),
     ("graph.nodes.0.frozen", True, "node: unknown keys ['frozen']"),
     ("stages.0.gpu", 0, "stage: unknown keys ['gpu']"),
     ("num_microbatches", 2.5, "num_microbatches is 2.5; it must be of type int"),

@@ -1,5 +1,5 @@
-"""A multimodal model as the graph that a multiplexed program runs: every encoder with its projector
-is a node, the language model is the loss."""
+"""A multimodal model under a mapping: every encoder with its projector is a node, the language
+model is the loss."""
 
 from __future__ import annotations
 
@@ -12,22 +12,9 @@ from raymm.actors.weights.source import set_mode
 from raymm.model.modality_module import ModelError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.scheduler.graph.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.lowering import lower
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
-
-
-def multimodal_graph(model: MultimodalModule) -> NodeGraph:
-    """Its graph."""
-    trainable = {node.name: any(node.trainable) for node in module_graph(model).nodes}
-    return NodeGraph((
-        *(Node(name, (), trainable[name]) for name in model.encoder_names),
-        Node(
-            LANGUAGE_MODEL, tuple(Use(name) for name in model.encoder_names),
-            trainable[LANGUAGE_MODEL], loss=True,
-        ),
-    ))
 
 
 def multimodal_nodes(model: MultimodalModule) -> tuple[NodeSpec, ...]:
@@ -56,7 +43,7 @@ def check_mapping(model: MultimodalModule, mapping: StageMapping) -> None:
     if missing := [name for name in names if name not in placed]:
         raise MultiplexError(f"stages do not have {missing}; every module of the model must run")
     _check_shared(model)
-    copies = lower(multimodal_graph(model), mapping, mapping.gpus).replicas
+    copies = lower(module_graph(model), mapping, mapping.gpus).replicas
     for name in model.encoder_names:
         spec, count = model.encoder_spec(name), len(copies[name])
         parts = [spec.source.skeleton()]
