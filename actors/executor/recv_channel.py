@@ -23,7 +23,7 @@ from raymm.errors import InternalError
 from raymm.kernels.collectives.flat import gather_shares
 from raymm.kernels.collectives.waiting import wait
 from raymm.kernels.host_copies import to_device
-from raymm.scheduler.graph.direction import MESSAGE_BOUND
+from raymm.scheduler.graph.direction import posted_receives
 from raymm.scheduler.plan.resharding import Resharding
 
 
@@ -99,6 +99,7 @@ class RecvChannel:
         self._index = index
         self._gathered = gathered
         self.in_order = in_order
+        self._most_posted = posted_receives(in_order)
         self._only = next(iter(self._links.values())) if resharding == Resharding(1, 1) else None
         self._metadata_link = self._links.get(resharding.metadata_sender(index))
         # On a GPU it is the device that waits, for as long as NCCL has a timeout.
@@ -148,7 +149,7 @@ class RecvChannel:
         return None if layout is None else self._gradient_route(Layout(layout.tensors))
 
     def _post_ahead(self) -> None:
-        while len(self._posted) < MESSAGE_BOUND and self._due and self._post_next():
+        while len(self._posted) < self._most_posted and self._due and self._post_next():
             pass
 
     def _learn_layout(self) -> None:

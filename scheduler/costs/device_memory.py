@@ -16,15 +16,10 @@ from typing import TypeVar
 import numpy as np
 
 from raymm.scheduler.costs.devices import DEVICES, DeviceSpec
-from raymm.scheduler.graph.direction import MESSAGE_BOUND
+from raymm.scheduler.graph.direction import MESSAGE_BOUND, posted_receives
 
 _MIB = 2**20
 Size = TypeVar("Size", float, np.ndarray)  # of one stage, or of many
-
-POSTED_RECEIVES = 1
-"""Messages of an edge whose buffers are there before what they hold (``issue_order``: a receive is
-posted just when its sender sends). On a CPU more are posted, whose pages are there only once data
-has come."""
 
 BUCKET_BYTES = 64 * _MIB
 """Gradients are summed this many bytes at a time, in a buffer that takes over the gradients' place;
@@ -65,16 +60,21 @@ def compute_copy_share(dtype: str) -> float:
     return 0.5 if dtype == "bf16" else 0.0
 
 
-def message_bytes(received: Size, output: Size, kept: Size, awaited: Size) -> Size:
+def message_bytes(
+    device: str, microbatches: int, received: Size, output: Size, kept: Size, awaited: Size
+) -> Size:
     """Bytes of messages between ranks that a stage holds beside what belongs to microbatches.
 
     Args:
+        device: a profile's.
+        microbatches: of a step that go through the stage.
         received: bytes of a microbatch's outputs that it gets.
         output: of those that it hands on, unless it keeps them for its backward anyway.
         kept: of the gradients that it hands back.
         awaited: of the gradients that it gets.
     """
-    return POSTED_RECEIVES * (received + awaited) + MESSAGE_BOUND * (output + kept)
+    posted = min(posted_receives(in_order=on_gpu(device)), microbatches)
+    return posted * (received + awaited) + MESSAGE_BOUND * (output + kept)
 
 
 def communicator_groups(degrees: Sequence[int], sharers: int) -> int:

@@ -182,6 +182,7 @@ def _stage_cost(
         remade_bytes=working_excess([(o.nbytes, working_bytes(c, o)) for c, o in kept]),
         forward_bytes=0 if kept else received + max(c.forward_bytes for c in layers),
         message_bytes=steps * sum(c.data_bytes for c in layers) + int(message_bytes(
+            profile.device, steps,
             received * remote_producers,
             handed * remote_consumers if stage.recompute or not kept else 0,
             received * remote_producers if earlier[0] else 0,

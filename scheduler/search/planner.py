@@ -296,8 +296,8 @@ def stage_bytes(space: StageSpace, name: str) -> StageBytes:
     forward = range_maximum([c.forward_bytes for c in layers]) + received
     data = cost_matrix([c.data_bytes for c in layers]) * space.replica_microbatches(name)
     messages = message_bytes(
-        received, handed * (space.recomputing[name] | ~backward), received * before,
-        handed * backward,
+        profile.device, space.replica_microbatches(name), received,
+        handed * (space.recomputing[name] | ~backward), received * before, handed * backward,
     )
     links = 2 * max(2, len(graph.producers(name)) + len(graph.consumers(name)))
     groups = communicator_groups(degrees.of_rank, sharers)

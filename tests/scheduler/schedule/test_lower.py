@@ -192,11 +192,11 @@ def test_memory_over_the_limit_is_refused() -> None:
     plan = chain(2, 4, "1f1b")
     program = full_program(plan)
     need = rank_memory(plan, program)
-    # Two microbatches of 50, outputs of both stages (1 each); a gradient is awaited, four are sent.
-    assert [(n.activations, n.messages) for n in need] == [(105, 1), (50, 5)]
-    check_memory(replace(plan, memory_limit=106), program)
+    # Two microbatches of 50, outputs of both stages (1 each); four gradients are posted, four sent.
+    assert [(n.activations, n.messages) for n in need] == [(105, 4), (50, 8)]
+    check_memory(replace(plan, memory_limit=109), program)
     with pytest.raises(PlanError, match=r"rank 0 \(projector.0, llm.0\) needs .* memory_limit is"):
-        check_memory(replace(plan, memory_limit=105), program)
+        check_memory(replace(plan, memory_limit=108), program)
     assert GIB == 1024**3
 
 

@@ -61,7 +61,8 @@ def tight_spaces(draw: st.DrawFn) -> StageSpace:
 
 def beside(space: StageSpace, module: str, lo: int, hi: int, live: int) -> int:
     """Bytes of a stage's messages, and of its outputs, which wait with their microbatch for the
-    backward: one of each message that comes, four of each that goes, is under way."""
+    backward: four of each message that comes are posted, four of each that goes are under way."""
+    posted = min(4, space.num_microbatches)
     costs, backward = space.profile.modules[module], space.backward[module][hi - 1]
     received = costs[lo - 1].output_bytes if lo else sum(
         space.profile.modules[name][-1].output_bytes for name in space.graph.producers(module)
@@ -70,8 +71,8 @@ def beside(space: StageSpace, module: str, lo: int, hi: int, live: int) -> int:
     handed = 0 if sink else costs[hi - 1].output_bytes
     returned = received if trainable_before(space.graph)[module][lo] else 0
     if not backward:  # a forward has what it received, and then hands on
-        return 2 * received + 4 * handed
-    return received + handed + 4 * returned + live * handed
+        return (posted + 1) * received + 4 * handed
+    return posted * (received + handed) + 4 * returned + live * handed
 
 
 def least_added(space: StageSpace, module: str, lo: int, hi: int, live: int) -> float:

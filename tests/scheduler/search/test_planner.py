@@ -299,12 +299,12 @@ def test_recomputes_only_where_nothing_else_fits() -> None:
     plenty = propose(PlanProblem(graph, profile, 4, 8, memory_limit=1000))
     assert not any(s.recompute for o in plenty.options for s in o.plan.stages)
     tight = propose(PlanProblem(
-        graph, profile, 4, 8, memory_limit=55, layouts=("modality_parallel",)
+        graph, profile, 4, 8, memory_limit=60, layouts=("modality_parallel",)
     ))
     assert any(s.recompute for s in tight.best.plan.stages)
     assert "recomputing" in tight.best.label
     with pytest.raises(StageSearchError, match="modality_parallel: no plan found .* 4 ranks"):
-        propose(PlanProblem(graph, profile, 4, 8, memory_limit=55, layouts=("modality_parallel",),
+        propose(PlanProblem(graph, profile, 4, 8, memory_limit=60, layouts=("modality_parallel",),
                 recompute=False))
 
 
