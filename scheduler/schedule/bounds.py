@@ -148,18 +148,16 @@ class _Bound:
         return tail
 
     def _path(self) -> float:
-        """The longest of all microbatches' own ways to the loss and back."""
+        """The longest of all microbatches' own ways to a loss and back."""
         longest = 0.0
         for active in self.active:
-            sink = next(
-                s for s in self.plan.stages
-                if s.id in active.stages and not self.plan.stage_consumers[s.id]
-            )
-            head = self._heads(active.stages)[sink.id]
-            tail = self._tails(active.stages)[sink.id]
-            last = self.costs[sink.id].backward_weight
-            once = self._once(sink, active)
-            longest = max(longest, head + max(once, once - last + tail))
+            heads, tails = self._heads(active.stages), self._tails(active.stages)
+            for stage in self.plan.stages:
+                if stage.id in active.stages and not self.plan.stage_consumers[stage.id]:
+                    head, tail = heads[stage.id], tails[stage.id]
+                    last = self.costs[stage.id].backward_weight
+                    once = self._once(stage, active)
+                    longest = max(longest, head + max(once, once - last + tail))
         return longest
 
     def _once(self, stage: Stage, active: ActiveStages) -> float:

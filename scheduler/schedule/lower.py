@@ -48,9 +48,9 @@ def lower(
 
     Args:
         plan: the plan.
-        present: per microbatch, the names of the modules it has input for besides the
-            sink (which always runs). Whatever takes their outputs runs as well. A step
-            may have fewer microbatches than the plan (the last one of an evaluation).
+        present: per microbatch, the names of the modules it has input for besides those that
+            compute a loss (which always run). Whatever takes their outputs runs as well. A
+            step may have fewer microbatches than the plan (the last one of an evaluation).
         costs: seconds per (stage, op), to order work of stages that share a rank or have
             very different speeds; the plan's own where it has a profile.
         forward_only: for evaluation: no stage has a backward.

@@ -35,8 +35,8 @@ def active_stages(
 
     Args:
         plan: the plan.
-        present: per microbatch, the modules it has input for besides the sink (which always
-            runs). Whatever takes their outputs runs as well.
+        present: per microbatch, the modules it has input for besides those that compute a loss
+            (which always run). Whatever takes their outputs runs as well.
         forward_only: for evaluation: no stage has a backward.
 
     Raises:
@@ -68,7 +68,7 @@ def _active(
         )
     running = set(modules)
     for module in plan.graph.topological:
-        if module == plan.graph.sink or running.intersection(plan.graph.producers(module)):
+        if module in plan.graph.losses or running.intersection(plan.graph.producers(module)):
             running.add(module)
     replicas = [(module, plan.replicas(module)) for module in plan.graph.topological]
     stages = [

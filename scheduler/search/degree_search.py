@@ -284,7 +284,7 @@ def _promising(
         longest[name] = ways[name] + functools.reduce(np.maximum, before, np.zeros(1))
     devices = sum(table(lambda m: m.least * m.degrees.devices).values(), np.zeros(shape))
     work = sum(table(lambda m: m.steps * m.work * m.degrees.devices).values(), np.zeros(shape))
-    about = longest[space.graph.sink] + work / space.ranks
+    about = functools.reduce(np.maximum, longest.values()) + work / space.ranks
     about[devices > space.ranks] = np.inf
     for flat in np.argsort(about, axis=None)[:MOST_ESTIMATED].tolist():
         places = np.unravel_index(flat, shape)
@@ -311,7 +311,7 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
     links = profile.links
     near = links and links.between(range(degrees.devices))
     # The loss's stage has its activations still when it needs them.
-    loss = name == graph.sink and space.recompute and not space.recompute_loss
+    loss = name in graph.losses and space.recompute and not space.recompute_loss
     once = [w.total - w.recompute if loss else w.total for w in work]
     shares = (w.recompute / least for w, least in zip(work, once, strict=True) if least)
     spared = max(shares, default=0.0) if loss else 0.0
@@ -353,7 +353,7 @@ def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None
     for name in space.graph.topological:
         before = max((longest[p] for p in space.graph.producers(name)), default=0.0)
         longest[name] = before + ways[name]
-    path = longest[space.graph.sink]
+    path = max(longest.values())
     seconds = max(path - m.way + wait for m, wait in zip(chosen, waits, strict=True))
     degrees = {n.name: m.degrees for n, m in zip(space.graph.nodes, chosen, strict=True)}
     if any(len(module.memory.sizes) > 1 for module in chosen):

@@ -29,15 +29,15 @@ class LongestWays:
         self.gradient = {m: np.array([0.0, *np.cumsum(g)]) for m, g in gradient.items()}
         self.before: dict[str, float] = {}  # from the data to the module's input
         self.back: dict[str, float] = {}  # a gradient from there to the first layers
-        self.beyond: dict[str, float] = {}  # from the module's output to the loss
+        # From the module's output to a loss, and that one's gradient to the first layers.
+        self.beyond: dict[str, float] = {}
         for m in graph.topological:
             feeding = graph.producers(m)
             self.before[m] = max((self.before[p] + self.forward[p][-1] for p in feeding), default=0)
             self.back[m] = max((self.back[p] + self.gradient[p][-1] for p in feeding), default=0)
         for m in reversed(graph.topological):
-            fed = graph.consumers(m)
-            self.beyond[m] = max((self.beyond[c] + self.forward[c][-1] for c in fed), default=0)
-        self.from_loss = self.gradient[graph.sink][-1] + self.back[graph.sink]
+            ways = [self.beyond[c] + self.forward[c][-1] for c in graph.consumers(m)]
+            self.beyond[m] = max(ways, default=self.gradient[m][-1] + self.back[m])
 
     def from_data(self, module: str) -> np.ndarray:
         """From the data to each cut, forward."""
@@ -48,6 +48,6 @@ class LongestWays:
         return self.back[module] + self.gradient[module]
 
     def to_loss_and_back(self, module: str) -> np.ndarray:
-        """From each cut to the loss, and its gradient to the first layers."""
+        """From each cut to a loss, and its gradient to the first layers."""
         forward = self.forward[module]
-        return forward[-1] - forward + self.beyond[module] + self.from_loss
+        return forward[-1] - forward + self.beyond[module]

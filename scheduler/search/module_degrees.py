@@ -146,7 +146,7 @@ def recomputing(
         # Once a layer has a backward, all after it have.
         first_has_backward = np.array([*backward, False])[:, None]
         again = np.repeat(first_has_backward & recompute, len(backward) + 1, axis=1)
-        if module == graph.sink and not recompute_loss:
+        if module in graph.losses and not recompute_loss:
             again[:, -1] = False
         result[module] = again
     return result

@@ -157,7 +157,8 @@ def stuck(
                     done.add(operation.name)
                     for member in members[operation.name]:
                         for other in queues[member].values():
-                            if other and other[0][1].name == operation.name:
+                            # A wait for it, which has its name, is not over yet.
+                            if other and other[0][1][:2] == operation[:2]:
                                 other.popleft()
                     progressed = True
     return {

@@ -48,10 +48,13 @@ def uniform(plan: Plan, forward: int, backward: int) -> Costs:
     return {(s.id, op): w for s in plan.stages for op, w in weight.items()}
 
 
+Named = tuple[list[str], list[tuple[str, str]], set[str]]
+"""Names of modules, edges between them, and which compute a loss."""
+
+
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """0 to 3 encoder chains into an LLM, perhaps through a module that joins them, random
-    frozen layers, and any sharing of ranks, several stages on one included."""
+def encoders_into_llm(draw: st.DrawFn) -> Named:
+    """0 to 3 encoders into an LLM, perhaps through a module that joins them."""
     encoders = [f"encoder{i}" for i in range(draw(st.integers(0, 3)))]
     join = encoders and draw(st.booleans())
     edges = []
@@ -61,10 +64,32 @@ def plans(draw: st.DrawFn) -> Plan:
         edges += [(name, "llm")] if target != "join" else []
     names = [*encoders, *(["join"] if join else []), "llm"]
     edges += [("join", "llm")] if join else []
+    return names, edges, set()
+
+
+@st.composite
+def any_graphs(draw: st.DrawFn) -> Named:
+    """Any modules that feed one another: what nobody reads is a loss, and so may others be."""
+    names = [f"m{i}" for i in range(draw(st.integers(1, 5)))]
+    edges = [
+        (producer, names[i]) for i in range(len(names)) for producer in names[:i]
+        if draw(st.booleans())
+    ]
+    read = {producer for producer, _ in edges}
+    losses = {name for name in names if name not in read or draw(st.integers(0, 4)) == 0}
+    return draw(st.permutations(names)), edges, losses
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Modules with random frozen layers, and any sharing of ranks, several stages on one
+    included."""
+    names, edges, losses = draw(st.one_of(encoders_into_llm(), any_graphs()))
     nodes, cuts = [], []
     for name in names:
         layers = draw(st.integers(1, 4))
-        nodes.append(ModuleNode(name, tuple(draw(st.booleans()) for _ in range(layers))))
+        trainable = tuple(draw(st.booleans()) for _ in range(layers))
+        nodes.append(ModuleNode(name, trainable, loss=name in losses))
         inner = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
         bounds = [0, *inner, layers]
         cuts += [(name, i, pair) for i, pair in

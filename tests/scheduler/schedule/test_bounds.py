@@ -90,8 +90,8 @@ def test_no_schedule_within_limits_is_faster(data: st.DataObject) -> None:
 
 
 def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
-    """The busiest rank's work; and the longest way of one microbatch down to the loss, every
-    way of it spelled out, with what the loss's stage does."""
+    """The busiest rank's work; and the longest way of one microbatch down to a loss, every
+    way of it spelled out, with what that loss's stage does."""
     costs = op_seconds(plan)
     active = active_stages(plan, full_step(plan))
     work = [0.0] * plan.num_ranks
@@ -113,14 +113,14 @@ def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
 
     path = []
     for one in active:
-        (sink,) = (
-            s for s in plan.stages if s.id in one.stages and not plan.stage_consumers[s.id]
-        )
-        seconds = max(ways(sink.id, one.stages))
-        if sink.id in one.needs_backward:
-            seconds += costs[sink.id, Op.BACKWARD]
-            seconds += costs[sink.id, Op.FORWARD] if sink.recompute else 0.0
-        path.append(seconds)
+        for loss in plan.stages:
+            if loss.id not in one.stages or plan.stage_consumers[loss.id]:
+                continue
+            seconds = max(ways(loss.id, one.stages))
+            if loss.id in one.needs_backward:
+                seconds += costs[loss.id, Op.BACKWARD]
+                seconds += costs[loss.id, Op.FORWARD] if loss.recompute else 0.0
+            path.append(seconds)
     return max(work), max(path)
 
 

@@ -128,7 +128,7 @@ def expected_work(plan: Plan, present: list[set[str]], forward_only: bool = Fals
     work: Counter[Instruction] = Counter()
     receives: Counter[Instruction] = Counter()
     for m, modules in enumerate(present):
-        first = [s for s in plan.stages if s.module in modules or s.module == plan.graph.sink]
+        first = [s for s in plan.stages if s.module in {*modules, *plan.graph.losses}]
         runs = {name for s in first if s.index == 0 for name in after[s.id]}
         needs = {
             name for s in plan.stages if s.id in runs and plan.trainable(s)
@@ -223,7 +223,7 @@ def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]])
         for i in rank:
             for stage in {i.stage, i.peer} - {NO_STAGE}:
                 module = plan.by_id[stage].module
-                if module in sources and module != plan.graph.sink:
+                if module in sources - plan.graph.losses:
                     assert module in present[i.microbatch]
 
 

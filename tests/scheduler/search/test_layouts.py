@@ -44,7 +44,7 @@ def runs(data: st.DataObject, plan: Plan) -> None:
         )
         wanted = Counter()
         for microbatch, modules in enumerate(present):
-            reached = {*modules, plan.graph.sink}
+            reached = {*modules, *plan.graph.losses}
             for module in plan.graph.topological:
                 if reached.intersection(plan.graph.producers(module)):
                     reached.add(module)
