@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from raymm.kernels.collectives.waiting import receive_from, send_to
+from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_to
 
 
 class Link:
@@ -30,21 +30,21 @@ class Link:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, tag: int = 0,
-        host_group: dist.ProcessGroup | None = None,
+        self, group: PointToPoint, peer: int, tag: int = 0,
+        host_group: PointToPoint | None = None,
     ) -> None:  # fmt: skip
         self.peer = peer
         host_group = host_group or group
-        self.isend, self.irecv = _operations(group, peer, 2 * tag)
-        self.isend_to_host, self.irecv_on_host = _operations(host_group, peer, 2 * tag)
-        self.isend_aside, self.irecv_aside = _operations(host_group, peer, 2 * tag + 1)
+        self.isend, self.irecv = _operations(group, 2 * tag)
+        self.isend_to_host, self.irecv_on_host = _operations(host_group, 2 * tag)
+        self.isend_aside, self.irecv_aside = _operations(host_group, 2 * tag + 1)
 
 
 Operation = Callable[[torch.Tensor], dist.Work]
 
 
-def _operations(group: dist.ProcessGroup, peer: int, tag: int) -> tuple[Operation, Operation]:
-    number = dist.get_group_rank(group, peer)
+def _operations(group: PointToPoint, tag: int) -> tuple[Operation, Operation]:
+    number = 1 - group.rank()
     return partial(send_to, group, number, tag), partial(receive_from, group, number, tag)
 
 

@@ -14,6 +14,7 @@ from raymm.actors.rank.meeting import MeetingPlace
 from raymm.actors.rank.rank_spec import RankSpec
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
+from raymm.kernels.collectives.waiting import PointToPoint
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.process_grid import P2PGroup
 from raymm.scheduler.plan.stage import Edge
@@ -42,7 +43,7 @@ class Connections:
     def __init__(self, spec: RankSpec, place: MeetingPlace, whereabouts: Whereabouts) -> None:
         self._spec, self._place = spec, place
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._links: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        self._links: dict[tuple[int, ...], tuple[PointToPoint, PointToPoint]] = {}
         self.reductions: dict[ReductionGroup, dist.ProcessGroup] = {}
         plan = spec.connections
         for meeting in plan.meetings:

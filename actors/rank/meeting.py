@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +19,7 @@ from raymm.actors.faults.flight_recorder import record_flight
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.rank.meeting_store import MeetingStore, News
-from raymm.kernels.collectives.waiting import started, wait
+from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_to, wait
 
 # NCCL's watchdog waits so many times as long as processes wait for each other.
 WATCHDOG_TIMES = 2.0
@@ -126,9 +127,9 @@ class MeetingPlace:
 
     def new_link(
         self, number: int, sender: int, receiver: int, ctas: int
-    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """A group for messages from one process to another, over which one has gone, and a group
-        of the same two for what hosts are to read. Else as :meth:`new_group`.
+    ) -> tuple[PointToPoint, PointToPoint]:
+        """What carries messages from one process to another, over which one has gone, and what
+        carries what hosts are to read. Else as :meth:`new_group`.
 
         Args:
             number: of the link among all groups of all processes, from 1.
@@ -137,16 +138,37 @@ class MeetingPlace:
         """
         ends = sender, receiver
         with _meeting(ends, self.timeouts.wait), self._store.making(number):
-            group = host_group = self._new_group(2 * number, ends, ctas=ctas)
             if self.device.type == "cuda":
-                host_group = self._new_group(2 * number + 1, ends, "gloo")
+                group: PointToPoint = self._new_group(2 * number, ends, ctas=ctas)
+                host_group = self._new_host_link(number, ends)
+            else:
+                group = host_group = self._new_host_link(number, ends)
             tensor = torch.full((1,), dist.get_rank(), device=self.device)
-            sends = dist.get_rank() == sender
-            operation, peer = (dist.isend, receiver) if sends else (dist.irecv, sender)
-            wait(started(operation(tensor, peer, group=group)))
+            operation = send_to if dist.get_rank() == sender else receive_from
+            wait(operation(group, 1 - group.rank(), 0, tensor))
             if int(tensor) != sender:  # read: waits until it is there
                 raise ChannelError(f"process {sender} wrote to {receiver} as {int(tensor)}")
         return group, host_group
+
+    def _new_host_link(self, number: int, ends: tuple[int, int]) -> PointToPoint:
+        """Gloo itself, without the dispatcher that torch's groups pass every operation through.
+        All links of a process share the thread that moves their bytes; with one each, as torch's
+        groups have, processes mostly wake threads."""
+        gloo: Any = dist.ProcessGroupGloo  # of whose constructors torch declares another one
+        options = gloo._Options()
+        options._devices, options._threads = self._gloo_devices, 1
+        options._timeout = self.timeouts.wait
+        store = distributed_c10d.PrefixStore(f"link {number}/", self._store)
+        return gloo(store, ends.index(dist.get_rank()), len(ends), options)
+
+    @cached_property
+    def _gloo_devices(self) -> list[Any]:
+        """The network interfaces that torch's groups use, too."""
+        names = os.environ.get("GLOO_SOCKET_IFNAME")
+        gloo = dist.ProcessGroupGloo
+        if names:
+            return [gloo.create_device(interface=name) for name in names.split(",")]
+        return [gloo.create_default_device()]
 
     def _new_group(
         self, name: int, ranks: Sequence[int], backend: str | None = None, ctas: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import CodeType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,34 @@ class Waitable(Protocol):
     """What an operation between processes returns that has been started."""
 
     def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+
+class PointToPoint(Protocol):
+    """What sends to and receives from its other members: a process group, or its backend."""
+
+    def rank(self) -> int:
+        """This process's number in it."""
+        ...
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Any:
+        """Start sending one tensor; a :class:`torch.distributed.Work`.
+
+        Args:
+            tensors: the tensor.
+            peer: the other's number.
+            tag: of the message.
+        """
+        ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Any:
+        """Start receiving one tensor.
+
+        Args:
+            tensors: what is written into.
+            peer: the other's number.
+            tag: of the message.
+        """
+        ...
 
 
 def started(work: dist.Work | None) -> dist.Work:
@@ -45,7 +73,7 @@ def wait(work: Waitable, timeout: timedelta | None = None) -> None:
         raise CommunicationError(str(error)) from error
 
 
-def send_to(group: dist.ProcessGroup, peer: int, tag: int, tensor: torch.Tensor) -> dist.Work:
+def send_to(group: PointToPoint, peer: int, tag: int, tensor: torch.Tensor) -> dist.Work:
     """Start sending, as :func:`torch.distributed.isend` does, whose checks of its arguments take
     longer than a small message.
 
@@ -58,9 +86,7 @@ def send_to(group: dist.ProcessGroup, peer: int, tag: int, tensor: torch.Tensor)
     return group.send([_real(tensor)], peer, tag)
 
 
-def receive_from(
-    group: dist.ProcessGroup, peer: int, tag: int, tensor: torch.Tensor
-) -> dist.Work:
+def receive_from(group: PointToPoint, peer: int, tag: int, tensor: torch.Tensor) -> dist.Work:
     """Start receiving; the other end of :func:`send_to`.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter, defaultdict
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import run_processes
 from nccl_oracle import Operation, stuck
 from torch.distributed import distributed_c10d
 
 from benchmarks import communicators
+from benchmarks._tcp_meeting import LOCAL, TcpMeeting
 from raymm.actors.faults.flight_recorder import records
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.whereabouts import Whereabouts
@@ -78,6 +81,9 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def rank(self) -> int:
+        return self.ranks.index(self.me)
+
 
 class Recorder:
     """What a process asks of ``torch.distributed``, as if all others did their part."""
@@ -86,9 +92,11 @@ class Recorder:
         self.me = 0
         self.made: dict[int, list] = defaultdict(list)
         self.issued: dict[int, list[Operation]] = defaultdict(list)
-        asked = "new_group", "all_reduce", "isend", "irecv", "get_rank", "get_world_size"
-        for name in (*asked, "get_group_rank"):
+        for name in ("new_group", "all_reduce", "get_rank", "get_world_size"):
             monkeypatch.setattr(dist, name, getattr(self, name))
+        for name in ("send_to", "receive_from"):
+            monkeypatch.setattr(meeting, name, getattr(self, name))
+        monkeypatch.setattr(MeetingPlace, "_new_host_link", lambda _, *link: self.new_link(*link))
 
     def new_group(self, ranks, **options):
         number = distributed_c10d._world.group_count
@@ -102,20 +110,23 @@ class Recorder:
         self._issue("sum", "first", group)
         tensor.fill_(group.size())
 
-    def isend(self, tensor: torch.Tensor, peer: int, group: Group):
-        self._issue("message", (self.me, peer), group)
+    def new_link(self, number: int, ends: tuple[int, int]):
+        self.made[self.me].append((2 * number, ends))
+        return Group(2 * number, list(ends), self.me)
+
+    def send_to(self, group: Group, peer: int, tag: int, tensor: torch.Tensor):
+        self._issue("message", tuple(group.ranks), group)
+        assert group.ranks == [self.me, group.ranks[peer]]
         return Ended()
 
-    def irecv(self, tensor: torch.Tensor, peer: int, group: Group):
-        self._issue("message", (peer, self.me), group)
-        tensor.fill_(peer)
+    def receive_from(self, group: Group, peer: int, tag: int, tensor: torch.Tensor):
+        self._issue("message", tuple(group.ranks), group)
+        assert group.ranks == [group.ranks[peer], self.me]
+        tensor.fill_(group.ranks[peer])
         return Ended()
 
     def get_rank(self, group: Group | None = None) -> int:
         return self.me if group is None else sorted(group.ranks).index(self.me)
-
-    def get_group_rank(self, group: Group, rank: int) -> int:
-        return group.ranks.index(rank)
 
     def get_world_size(self, group: Group) -> int:
         return group.size()
@@ -165,6 +176,26 @@ def test_processes_make_their_own_groups_in_one_order_and_use_each_at_once(monke
     assert all(links[pair] >= 1 for pair in pairs)
     opened = {edge for c in connections for edge in (*c.senders, *c.receivers)}
     assert opened == {edge for edge, _ in p2p_groups}
+
+
+def _links_between_two(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    here = MeetingPlace(torch.device("cpu"), TcpMeeting(rank, 2, port), rank, 2, TIMEOUT)
+    threads = []
+    for number in range(1, 7):
+        here.new_link(number, *((0, 1) if number % 2 else (1, 0)), ctas=1)
+        names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+        threads.append((sum("gloo_tcp" in name for name in names), len(names)))
+    # One for the group of all processes, one for all links.
+    assert {moving for moving, _ in threads} == {2}, threads
+    assert threads[0] == threads[-1], threads
+    dist.barrier()
+
+
+def test_all_links_of_a_process_share_the_thread_that_moves_bytes() -> None:
+    with socket.create_server((LOCAL, 0)) as free:
+        port = free.getsockname()[1]
+    run_processes(_links_between_two, (port,), 2)
 
 
 def test_a_process_is_told_of_its_own_connections_only() -> None:
