@@ -27,7 +27,14 @@ from raymm.actors.modules.token_layout import (
     row_masks,
 )
 from raymm.actors.sharding.context_method import attend_over
-from raymm.actors.sharding.context_rows import pad_layout, shard_tokens, take_tokens
+from raymm.actors.sharding.context_rows import (
+    message_tokens,
+    pad_layout,
+    resize_tokens,
+    shard_tokens,
+    take_tokens,
+    token_pairs,
+)
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.sharding.sample_rows import take_rows
 from raymm.actors.sharding.tensor_plan import TensorPlan
@@ -118,6 +125,9 @@ class LanguageStage(StageModule):
         self._samples: Exchange | None = None
         self._vocabulary: tuple[int, TensorGroup] | None = None
         self._mask = spec.mask
+        # What a token costs beside attention, where processes may have unequally many.
+        named = spec.mask is None or spec.mask in MASKS.values()
+        self._pairs = 0 if named else token_pairs(self.module.config)
         if spec.packing and self._mask is None:
             self._mask = MASKS["causal"]
         if self._mask is not None:
@@ -233,7 +243,7 @@ class LanguageStage(StageModule):
             side, hidden, embeds = dict(message.side), message.tensors[0], None
         attention: dict[str, Any] = {}
         if self._mask is not None:
-            attention, side, embeds = self._attention(side, embeds, self._mask)
+            attention, side, embeds, hidden = self._attention(side, embeds, hidden, self._mask)
         start = embeds if hidden is None else hidden
         assert start is not None  # what came, or the first stage's embeddings
         targets, device = on_host(side["targets"]), start.device
@@ -254,13 +264,23 @@ class LanguageStage(StageModule):
                     hidden, context, inputs_embeds=embeds, **kwargs, **attention, use_cache=False
                 ).logits
         except CutReached as cut:
-            return Message((cut.hidden,), side)
+            return Message(*self._with_room(cut.hidden, side))
         finally:
             self._labelled = None
         assert labelled is not None  # a stage before the last is left at its cut
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         total = self._cross_entropy_sum(rows, labelled.targets)
         return Message((total / max(context.label_tokens, 1),), {})
+
+    def _with_room(
+        self, hidden: torch.Tensor, side: dict[str, Any]
+    ) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+        """A message to the next stage, of a shape that is known from shapes."""
+        if self._exchange is not None:
+            length = int(on_host(side["length"]))
+            tokens = message_tokens(length, self._exchange.size, self._pairs)
+            hidden, side = resize_tokens(hidden, side, tokens)
+        return (hidden,), side
 
     def _cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._vocabulary is None:
@@ -269,30 +289,33 @@ class LanguageStage(StageModule):
         return vocabulary_parallel_cross_entropy_sum(logits, targets, start, group)
 
     def _attention(
-        self, side: dict[str, Any], embeds: torch.Tensor | None, policy: MaskPolicy
-    ) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor | None]:
+        self, side: dict[str, Any], embeds: torch.Tensor | None, hidden: torch.Tensor | None,
+        policy: MaskPolicy,
+    ) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor | None, torch.Tensor | None]:
         """What the layers are told of the mask; and, where tokens are shared, what is left of
-        the merged microbatch for this process."""
+        the merged microbatch, or of what came, for this process."""
         layout, exchange = side["token_layout"], self._exchange
         if exchange is None:
-            return {hf_attention.MASK_ARGUMENT: row_masks(layout, policy)}, side, embeds
+            return {hf_attention.MASK_ARGUMENT: row_masks(layout, policy)}, side, embeds, hidden
         length = layout.shape[2]
         if embeds is not None:
             layout = pad_layout(layout, exchange.size)
         else:
             length = int(on_host(side["length"]))
         masks = row_masks(layout, policy)
-        group = shard_tokens(masks, length, exchange)
+        group = shard_tokens(masks, length, exchange, self._pairs)
         if embeds is not None:
             rest = {k: v for k, v in side.items() if k != "token_layout"}
             positions = group.queries.positions(exchange.rank)
             side = take_tokens({**rest, "inputs_embeds": embeds}, positions, length)
             embeds = side.pop("inputs_embeds")
             side |= {"token_layout": layout, "length": torch.tensor(length, device="cpu")}
+        elif hidden is not None:
+            hidden, side = resize_tokens(hidden, side, group.queries.sizes[exchange.rank])
         arguments: dict[str, Any] = {
             hf_attention.MASK_ARGUMENT: masks, hf_attention.ATTEND_ARGUMENT: attend_over(group)
         }
-        return arguments, side, embeds
+        return arguments, side, embeds, hidden
 
     def _merge(
         self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext

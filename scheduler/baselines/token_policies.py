@@ -7,13 +7,8 @@ import numpy as np
 
 from raymm.scheduler.baselines.baseline import Baseline
 from raymm.scheduler.context_parallel import swaps as token_swaps
-from raymm.scheduler.context_parallel.distribution import (
-    Policy,
-    TokenDistribution,
-    any_counts_bound,
-    descending,
-    distribute,
-)
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
+from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bound, descending
 
 
 def contiguous(
@@ -21,7 +16,7 @@ def contiguous(
 ) -> tuple[np.ndarray, int]:
     """One range per rank (ring attention's).
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     counts = _counts(len(work), ranks, long_first=False)
     return np.repeat(np.arange(ranks), counts), any_counts_bound(work, ranks)
@@ -33,7 +28,7 @@ def zigzag(
     """One range from the head and its mirror from the tail, which balances causal masks (and no
     others).
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one block more.
     each = len(work) // (2 * ranks)
@@ -54,7 +49,7 @@ def random(
 ) -> tuple[np.ndarray, int]:
     """Blocks at random, equally many for every rank.
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     order = np.random.default_rng(seed).permutation(len(work))
     if pinned >= 0:  # to the front, where ranks have one block more
@@ -71,7 +66,7 @@ def lpt(
     """Heaviest block first, to the least loaded rank, whatever the token counts (Cornstarch v1
     App. A; Graham 1969).
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     return token_swaps.lpt(work, descending(work), ranks), any_counts_bound(work, ranks)
 
@@ -81,7 +76,7 @@ def paper_lpt(
 ) -> tuple[np.ndarray, int]:
     """:func:`lpt` in order of position, as Cornstarch v2's Algorithm 1 is printed.
 
-    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    Its arguments as of :data:`raymm.scheduler.context_parallel.equal_counts.Policy`.
     """
     return token_swaps.lpt(work, np.arange(len(work)), ranks), any_counts_bound(work, ranks)
 

@@ -3,30 +3,22 @@
 Attention work per block differs (:mod:`raymm.scheduler.context_parallel.workload`), everything
 else a layer does costs the same for every token. ``balanced``, the default, gives every rank
 equally many tokens *and* equal attention work; Cornstarch's LPT (v2 §3.2.1) looks at attention
-alone and can leave one rank with many more tokens than another.
+alone and can leave one rank with many more tokens than another. Where equal counts leave a rank
+with more than its share of both together, counts may differ by a block or two
+(:mod:`raymm.scheduler.context_parallel.uneven_counts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from raymm.scheduler.context_parallel import swaps as token_swaps
+from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bound, balanced
 from raymm.scheduler.context_parallel.error import ContextParallelError
+from raymm.scheduler.context_parallel.uneven_counts import relieve
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
-
-# ``balanced`` is content this near to its lower bound,
-TOLERANCE = 5e-5
-# and stops after this many comparisons, about a millisecond.
-BUDGET = 300_000
-
-
-Policy = Callable[[np.ndarray, int, int, int], tuple[np.ndarray, int]]
-"""From (work, ranks, pinned, seed) to the (blocks,) rank of every block and a lower bound of the
-largest work of a rank: ``work`` is (blocks,) integers in any unit, ``pinned`` the block that must
-lie where there is one block more (-1 for none), ``seed`` that of what is random."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +33,12 @@ class TokenDistribution:
             order.
         work: work of every rank, in the unit of the work that was given.
         tokens: tokens of every rank.
-        bound: no distribution (for ``balanced``: with equal counts) has a largest work below this.
-        status: ``optimal`` if the largest work is at the bound, else ``heuristic``: nothing is
+        bound: no distribution (for ``balanced``: with counts that are allowed) has a largest cost
+            below this.
+        status: ``optimal`` if the largest cost is at the bound, else ``heuristic``: nothing is
             proven.
+        token_work: what a block costs beside its attention, in the unit of the work; 0 if
+            attention was all that was looked at, and counts had to be equal.
     """
 
     policy: str
@@ -54,6 +49,7 @@ class TokenDistribution:
     tokens: tuple[int, ...]
     bound: int
     status: str
+    token_work: int = 0
 
     @property
     def ranks(self) -> int:
@@ -66,9 +62,23 @@ class TokenDistribution:
         return max(self.work) * self.ranks / sum(self.work) if any(self.work) else 1.0
 
     @property
+    def costs(self) -> tuple[int, ...]:
+        """Of every rank: attention and what else its blocks cost."""
+        return tuple(
+            work + self.token_work * len(blocks)
+            for work, blocks in zip(self.work, self.blocks, strict=True)
+        )
+
+    @property
+    def cost_imbalance(self) -> float:
+        """Largest over mean cost: time of the slowest rank over the mean."""
+        costs = self.costs
+        return max(costs) * self.ranks / sum(costs) if any(costs) else 1.0
+
+    @property
     def gap(self) -> float:
-        """How far the largest work is above the bound, relative to it."""
-        return max(self.work) / self.bound - 1.0 if self.bound else 0.0
+        """How far the largest cost is above the bound, relative to it."""
+        return max(self.costs) / self.bound - 1.0 if self.bound else 0.0
 
     @property
     def token_imbalance(self) -> float:
@@ -86,23 +96,6 @@ class TokenDistribution:
         return tuple(result)
 
 
-def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.ndarray, int]:
-    """Equal counts and equal work: LPT of equal cardinality, then exchanges between ranks; the
-    same result everywhere for the same work, within milliseconds.
-
-    Args:
-        work: (blocks,) int64, work per block.
-        ranks: how many share it.
-        pinned: a block that must lie where there is one block more, or -1.
-        seed: not used; of policies that draw.
-    """
-    order = descending(work)
-    members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
-    bound = _equal_counts_bound(work, order, ranks)
-    token_swaps.exchange(work, members, counts, loads, int(bound * (1 + TOLERANCE)), BUDGET)
-    return token_swaps.ranks_of(members, counts, len(work)), bound
-
-
 def distribute(
     work: np.ndarray,
     ranks: int,
@@ -111,6 +104,7 @@ def distribute(
     n_tokens: int | None = None,
     block: int = DEFAULT_BLOCK,
     seed: int = 0,
+    token_work: int = 0,
 ) -> TokenDistribution:
     """Split blocks over ranks.
 
@@ -122,13 +116,18 @@ def distribute(
         n_tokens: tokens of the sequence. Default: every block is full.
         block: tokens per block.
         seed: of policies that draw.
+        token_work: what a block costs beside its attention, in the unit of ``work``. Above 0,
+            ``balanced`` is left for counts that differ by a block or two where that makes the
+            largest cost clearly less.
 
     Raises:
-        ContextParallelError: ranks or block below what is accepted;
+        ContextParallelError: ranks, block or token_work below what is accepted;
             work that is negative, not integers, not one per block, or so large that sums
             overflow.
     """
-    work = _checked_work(work)
+    if token_work < 0:
+        raise ContextParallelError(f"token_work must be at least 0, got {token_work}")
+    work = _checked_work(work, token_work)
     if ranks < 1:
         raise ContextParallelError(f"ranks must be at least 1, got {ranks}")
     if block < 1:
@@ -143,10 +142,14 @@ def distribute(
     # A shorter last block may make up for a whole one only where that rank has one more.
     pinned = last if len(work) % ranks else -1
     rank_of, bound = policy(work, ranks, pinned, seed)
-    return _result(policy.__name__, work, ranks, n_tokens, block, rank_of, bound)
+    if token_work and policy is balanced:
+        rank_of, bound = relieve(work + token_work, ranks, rank_of)
+    elif token_work:
+        bound = any_counts_bound(work + token_work, ranks)
+    return _result(policy.__name__, work, ranks, n_tokens, block, rank_of, bound, token_work)
 
 
-def _checked_work(work: np.ndarray) -> np.ndarray:
+def _checked_work(work: np.ndarray, token_work: int) -> np.ndarray:
     work = np.asarray(work)
     if work.ndim != 1 or (work.dtype.kind not in "iu" and len(work)):
         raise ContextParallelError(
@@ -156,17 +159,17 @@ def _checked_work(work: np.ndarray) -> np.ndarray:
     if len(work) and work.min() < 0:
         at = int(work.argmin())
         raise ContextParallelError(f"work must not be negative, got {work[at]} for block {at}")
-    if len(work) and float(work.sum(dtype=np.float64)) >= token_swaps.MAX_WORK:
+    total = float(work.sum(dtype=np.float64)) + float(token_work) * len(work)
+    if total >= token_swaps.MAX_WORK:
         raise ContextParallelError(
-            f"the sum of work must be below {token_swaps.MAX_WORK}, got about "
-            f"{work.sum(dtype=np.float64):.3g}"
+            f"the sum of work must be below {token_swaps.MAX_WORK}, got about {total:.3g}"
         )
     return work
 
 
 def _result(
     policy: str, work: np.ndarray, ranks: int, n_tokens: int, block: int,
-    rank_of: np.ndarray, bound: int,
+    rank_of: np.ndarray, bound: int, token_work: int,
 ) -> TokenDistribution:
     counts = np.bincount(rank_of, minlength=ranks)
     tokens = counts * block
@@ -188,32 +191,6 @@ def _result(
         work=tuple(loads.tolist()),
         tokens=tuple(tokens.tolist()),
         bound=bound,
-        status="optimal" if loads.max() <= bound else "heuristic",
+        status="optimal" if (loads + token_work * counts).max() <= bound else "heuristic",
+        token_work=int(token_work),
     )
-
-
-def descending(work: np.ndarray) -> np.ndarray:
-    """Blocks by descending work, of equal work by position."""
-    if not len(work):
-        return np.zeros(0, dtype=np.int64)
-    below = work.max() - work
-    return np.argsort(below.astype(np.uint16) if below.max() < 1 << 16 else below, kind="stable")
-
-
-def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
-    """A largest work that no distribution with counts equal to within one gets below.
-
-    For every k some rank has k + 1 of the k * ranks + 1 heaviest blocks, and beside them as
-    many others as make up its count: at least the lightest of both kinds.
-    """
-    before = np.concatenate([[0], np.cumsum(work[order])])
-    heavy = np.arange(0, len(work), ranks)  # k * ranks
-    k = np.arange(len(heavy))
-    lightest = len(work) - np.maximum(len(work) // ranks - 1 - k, 0)
-    least = before[heavy + 1] - before[heavy - k] + before[-1] - before[lightest]
-    return max(any_counts_bound(work, ranks), int(least.max(initial=0)))
-
-
-def any_counts_bound(work: np.ndarray, ranks: int) -> int:
-    """A largest work that no distribution gets below."""
-    return max(-(-int(work.sum()) // ranks), int(work.max())) if len(work) else 0

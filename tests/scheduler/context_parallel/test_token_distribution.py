@@ -14,11 +14,8 @@ from benchmarks._exact_distribution import exact_distribution
 from raymm.scheduler.baselines.baseline import solutions
 from raymm.scheduler.baselines.token_policies import POLICIES, TOKENS
 from raymm.scheduler.context_parallel import swaps as token_swaps
-from raymm.scheduler.context_parallel.distribution import (
-    TokenDistribution,
-    balanced,
-    distribute,
-)
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
+from raymm.scheduler.context_parallel.equal_counts import balanced
 from raymm.scheduler.context_parallel.error import ContextParallelError
 
 ALL = {"balanced": balanced, **POLICIES}
