@@ -54,9 +54,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "scheduler/graph": (),
     "scheduler/progress": (),
     "scheduler/costs": ("scheduler/graph",),
-    "scheduler/multiplex": ("scheduler/graph",),
-    "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
     "scheduler/plan": ("scheduler/graph", "scheduler/costs"),
+    "scheduler/multiplex": ("scheduler/graph", "scheduler/plan"),
+    "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
     "scheduler/program": ("scheduler/graph", "scheduler/plan"),
     "scheduler/schedule/compiled": (),
     "scheduler/schedule": (

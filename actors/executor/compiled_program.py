@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, group_end
@@ -45,6 +46,8 @@ class Task(NamedTuple):
         op, stage, microbatch, peer, group, quota: as of
             :class:`~raymm.scheduler.program.program.Instruction`.
         message: where what is sent or received lies.
+        further: where the same lies for other stages of the rank that read it too; or their
+            gradients of it, which are sent as one sum.
         activations: where lies what a forward keeps for its backward.
         producers, consumers: of a computing task.
         last: the stage's parameters get no more gradients in this step.
@@ -61,6 +64,7 @@ class Task(NamedTuple):
     last: bool = False
     group: int = -1
     quota: float = 1.0
+    further: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = [self.op.value, str(self.stage)]
@@ -143,7 +147,16 @@ class _Resolver:
     def __init__(self, instructions: Sequence[Instruction], edges: Sequence[Edge]) -> None:
         self.edges = edges
         self.sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
-        self.recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
+        # What other ranks make arrives once, and its gradient goes back once, however many stages
+        # read it.
+        self.arrivals = {
+            (i.peer, i.microbatch) for i in instructions
+            if i.op is Op.RECV and i.direction is Direction.FORWARD
+        }
+        self.returned = {
+            (i.peer, i.microbatch) for i in instructions
+            if i.op is Op.SEND and i.direction is Direction.BACKWARD
+        }
         self.forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
         self.backwards = {
             (i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS
@@ -162,18 +175,19 @@ class _Resolver:
             quota=i.quota,
         )
         if i.op in (Op.SEND, Op.RECV):
-            return task._replace(message=self._message(*i.edge, m))
+            places = self._shared_places(i)
+            return task._replace(message=places[0], further=places[1:])
         if i.op not in COMPUTE:
             return task
         place = self.activations.setdefault((i.stage, m), len(self.activations))
         producers = tuple(
             Producer(
                 src, _received_name(src, i.stage),
-                (src, m) in self.backwards or (i.stage, src, m) in self.sends,
+                (src, m) in self.backwards or (src, m) in self.returned,
                 self._message(src, i.stage, m), self._message(i.stage, src, m),
             )
             for src, dst in self.edges
-            if dst == i.stage and ((src, dst, m) in self.recvs or (src, m) in self.forwards)
+            if dst == i.stage and ((src, m) in self.arrivals or (src, m) in self.forwards)
         )
         consumers = tuple(
             Consumer(dst, self._message(i.stage, dst, m), self._message(dst, i.stage, m))
@@ -181,6 +195,19 @@ class _Resolver:
             if src == i.stage and ((src, dst, m) in self.sends or (dst, m) in self.forwards)
         )
         return task._replace(activations=place, producers=producers, consumers=consumers)
+
+    def _shared_places(self, i: Instruction) -> tuple[int, ...]:
+        """Where what a message has lies: of outputs that arrive, for each stage that reads them;
+        of a gradient that goes back, what each of them has made."""
+        m = i.microbatch
+        if (i.op is Op.RECV) is not (i.direction is Direction.FORWARD):
+            return (self._message(*i.edge, m),)
+        readers = [
+            dst for src, dst in self.edges if src == i.peer and (dst, m) in self.forwards
+        ]
+        if i.op is Op.RECV:
+            return tuple(self._message(i.peer, reader, m) for reader in readers)
+        return tuple(self._message(reader, i.peer, m) for reader in readers)
 
     def _message(self, source: StageId, target: StageId, microbatch: int) -> int:
         """Where a message lies, from when it is there until it is used or sent."""

@@ -13,7 +13,7 @@ from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.compiled_program import CompiledProgram, Task, compile_program
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
-from raymm.actors.executor.stage_actions import Action, StageActions, Surroundings
+from raymm.actors.executor.stage_actions import Action, StageActions, Surroundings, summed
 from raymm.actors.executor.step_clock import StepClock, step_clock
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.executor.step_state import StepState
@@ -162,9 +162,14 @@ class Executor:
 
     def _action(self, task: Task) -> Action:
         if task.op is Op.RECV:
-            return partial(_receive, task.message, self._receivers[task.peer, task.stage].recv)
+            recv = self._receivers[task.peer, task.stage].recv
+            if task.further:
+                return partial(_receive_for, (task.message, *task.further), recv)
+            return partial(_receive, task.message, recv)
         if task.op is Op.SEND:
             send = self._senders[task.stage, task.peer].send
+            if task.further:
+                return partial(_send_sum, (task.message, *task.further), send)
             return partial(_send, task.message, send)
         if task.op not in COMPUTE:
             return partial(self._collective, self._collectives[task.op])
@@ -292,6 +297,20 @@ class Executor:
 
 def _receive(place: int, recv: Callable[[], Message], step: StepState) -> None:
     step.messages[place] = recv()
+
+
+def _receive_for(places: Sequence[int], recv: Callable[[], Message], step: StepState) -> None:
+    """For several stages, which leave it as it is."""
+    message = recv()
+    for place in places:
+        step.messages[place] = message
+
+
+def _send_sum(
+    places: Sequence[int], send: Callable[[Message], None], step: StepState
+) -> None:
+    """The gradients that several stages have made of one output."""
+    send(Message(summed([step.take(place).tensors for place in places]), {}))
 
 
 def _send(place: int, send: Callable[[Message], None], step: StepState) -> None:

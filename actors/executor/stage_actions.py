@@ -206,7 +206,7 @@ class StageActions:
             tensors: tuple[torch.Tensor, ...] = output.tensors
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
             if sources:
-                gradients = _sum([step.take(source).tensors for source in sources])
+                gradients = summed([step.take(source).tensors for source in sources])
             flat = [leaf for own in leaves for leaf in own]
             if in_two:
                 received, step.deferred[place] = backward_input(tensors, gradients, flat)
@@ -249,7 +249,7 @@ class StageActions:
         return hand_back
 
 
-def _sum(gradients: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+def summed(gradients: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
     """Tensor by tensor, over what consumers hand back."""
     total, *further = gradients
     for others in further:

@@ -29,14 +29,25 @@ class Range(NamedTuple):
         return self.lo <= other.lo and other.hi <= self.hi
 
 
+def share(size: int, index: int, count: int) -> Range:
+    """Of so many samples, one of ``count`` consecutive shares whose sizes differ by at most one;
+    some are empty where there are fewer samples than shares.
+
+    Shares of counts that divide each other nest, whatever the size: what several of the finer
+    have is what one of the coarser has.
+
+    Args:
+        size: samples.
+        index: of the share.
+        count: shares.
+    """
+    return Range(index * size // count, (index + 1) * size // count)
+
+
 def deal(whole: Range, count: int) -> tuple[Range, ...]:
-    """Consecutive shares whose sizes differ by at most one, the larger ones first; some are
-    empty where there are fewer samples than shares."""
-    size, larger = divmod(whole.size, count)
-    bounds = [whole.lo]
-    for i in range(count):
-        bounds.append(bounds[-1] + size + (i < larger))
-    return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+    """All shares of a range (:func:`share`)."""
+    shares = (share(whole.size, index, count) for index in range(count))
+    return tuple(Range(whole.lo + part.lo, whole.lo + part.hi) for part in shares)
 
 
 def rows_of(samples: Range, offsets: Sequence[int] | None) -> Range:

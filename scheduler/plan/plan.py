@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from itertools import accumulate, pairwise
-from math import gcd, prod
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
@@ -17,8 +17,9 @@ from raymm.scheduler.plan.layer_options import check_layer_options
 from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.policy import Policy, check_policy
-from raymm.scheduler.plan.rank_quotas import check_quotas, rank_quotas
-from raymm.scheduler.plan.stage import SHARDINGS, Degrees, Edge, Stage, StageId
+from raymm.scheduler.plan.rank_quotas import SLOTS, check_quotas, check_slots, rank_quotas
+from raymm.scheduler.plan.stage import SHARDINGS, SPLITS, Degrees, Edge, Stage, StageId
+from raymm.scheduler.plan.stage_edges import SAMPLES, stage_edges
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
@@ -35,7 +36,9 @@ class Plan:
         graph: the model's modules.
         stages: all stages.
         num_microbatches: microbatches per step.
-        schedule: ``"1f1b"``, ``"zero_bubble"`` (1F1B's memory, less idle time) or ``"gpipe"``.
+        schedule: ``"1f1b"``, ``"zero_bubble"`` (1F1B's memory, less idle time), ``"gpipe"``, or
+            ``"slots"``: what stages' slots say (Mosaic §3: stages in sequence over a pool of GPUs,
+            in each modules side by side).
         profile: what the layers cost, if known; schedules that depend on costs use it.
         memory_limit: bytes one rank may use, if it is to be checked (needs ``profile``).
         activation_limits: per rank, bytes of activations that ``"zero_bubble"`` may hold; by
@@ -58,8 +61,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
             raise PlanError(f"num_microbatches is {self.num_microbatches}; it must be at least 1")
-        if self.schedule not in SCHEDULES:
-            raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        if self.schedule not in (accepted := (*SCHEDULES, SLOTS)):
+            raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(accepted)}")
         names = {node.name for node in self.graph.nodes}
         for stage in self.stages:
             if stage.module not in names:
@@ -75,7 +78,8 @@ class Plan:
         check_policy(self.policy, counts)
         self._check_shared_ranks()
         self._check_processes()
-        check_quotas(self.stages)
+        check_quotas(self.stages, self.schedule)
+        check_slots(self.stages, self.schedule, self.stage_edges if self.schedule == SLOTS else ())
         ranks = sorted({stage.rank for stage in self.stages})
         if ranks != list(range(len(ranks))):
             raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
@@ -130,6 +134,11 @@ class Plan:
 
     def _check_sharding(self, stage: Stage) -> None:
         first = self.replicas(stage.module)[0][0]
+        if stage.split not in SPLITS or stage.split != first.split:
+            raise PlanError(
+                f"split of stage {stage.id} is {stage.split!r} and of {first.id} {first.split!r}; "
+                f"accepted: {', '.join(SPLITS)}, the same for all stages of {stage.module}"
+            )
         if stage.sharding != first.sharding:
             raise PlanError(
                 f"sharding of stage {stage.id} is {stage.sharding!r} and of {first.id} "
@@ -219,6 +228,8 @@ class Plan:
 
     def runs(self, stage: Stage, microbatch: int) -> bool:
         """Whether a microbatch that has the stage's module goes through this replica of it."""
+        if stage.split == SAMPLES:
+            return True
         return microbatch % len(self.replicas(stage.module)) == stage.replica
 
     def processes(self, rank: int) -> int:
@@ -280,20 +291,14 @@ class Plan:
 
     @cached_property
     def stage_edges(self) -> tuple[Edge, ...]:
-        """Directed data edges between stages, within modules and between them. Of copies, only
-        those are joined that some microbatch goes through both of."""
-        edges = []
-        for node in self.graph.nodes:
-            for replica in self.replicas(node.name):
-                edges += pairwise(stage.id for stage in replica)
-        for src, dst in self.graph.edges:
-            # Microbatch m goes through copy m % p of the one and m % c of the other.
-            producers, consumers = self.replicas(src), self.replicas(dst)
-            period = gcd(len(producers), len(consumers))
-            for number, producer in enumerate(producers):
-                others = consumers[number % period :: period]
-                edges += [(producer[-1].id, consumer[0].id) for consumer in others]
-        return tuple(edges)
+        """Directed data edges between stages, within modules and between them
+        (:mod:`raymm.scheduler.plan.stage_edges`)."""
+        return stage_edges(self.graph, self._replicas)
+
+    @cached_property
+    def splits_samples(self) -> bool:
+        """Whether replicas of any module share microbatches."""
+        return any(s.split == SAMPLES and s.replica for s in self.stages)
 
     @cached_property
     def stage_producers(self) -> Mapping[StageId, tuple[StageId, ...]]:

@@ -57,6 +57,8 @@ def stage_of(data: Mapping[str, Any]) -> Stage:
         typed({"fsdp": 1, **data}, "fsdp", int),
         tuple(data.get("layer_options", ())),
         data.get("quota"),  # the plan checks it
+        typed({"split": "microbatches", **data}, "split", str),
+        data.get("slot"),  # likewise
     )
 
 

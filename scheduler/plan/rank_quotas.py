@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raymm.scheduler.plan.plan_error import PlanError
-from raymm.scheduler.plan.stage import Stage
+from raymm.scheduler.plan.stage import Edge, Stage, StageId
 
+SLOTS = "slots"
+"""The schedule in which stages run in slots."""
 # Sums of quotas such as 0.1 + 0.2 + 0.7 are 1 but for their rounding.
 ROUNDING = 1e-9
 
@@ -37,17 +39,22 @@ def rank_quotas(stages: Sequence[Stage], rank: int) -> dict[str, float]:
     return {s.module: s.quota for s in stages if s.rank == rank and s.quota is not None}
 
 
-def check_quotas(stages: Sequence[Stage]) -> None:
+def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
     """What can be said of a plan's quotas without its devices.
+
+    Args:
+        stages: of the plan.
+        schedule: of the plan; with slots, what is said below of a rank is said of a slot of it.
 
     Raises:
         PlanError: a quota that is no share; one on a rank of several processes, or without another
             module's on the rank; two of one module on one rank; quotas of a rank above 1 in all.
     """
-    of_rank: dict[int, dict[str, Stage]] = {}
+    of_rank: dict[tuple[int, int | None], dict[str, Stage]] = {}
     for stage in stages:
         check_quota(f"quota of stage {stage.id}", stage.quota)
-        first = of_rank.setdefault(stage.rank, {}).setdefault(stage.module, stage)
+        place = stage.rank, stage.slot if schedule == SLOTS else None
+        first = of_rank.setdefault(place, {}).setdefault(stage.module, stage)
         if stage.quota != first.quota:
             raise PlanError(
                 f"quota of stage {stage.id} is {stage.quota} and of {first.id} {first.quota}; "
@@ -60,19 +67,70 @@ def check_quotas(stages: Sequence[Stage]) -> None:
                 "on ranks of one process, because processes that share a module's work must meet "
                 "in the same order"
             )
-    for rank, firsts in of_rank.items():
-        _check_rank(rank, rank_quotas(list(firsts.values()), rank), firsts)
+    for (rank, slot), firsts in of_rank.items():
+        _check_rank(rank, slot, rank_quotas(list(firsts.values()), rank), firsts)
 
 
-def _check_rank(rank: int, quotas: Mapping[str, float], stages: Mapping[str, Stage]) -> None:
-    if len(quotas) == 1:
+def _check_rank(
+    rank: int, slot: int | None, quotas: Mapping[str, float], stages: Mapping[str, Stage]
+) -> None:
+    if len(quotas) == 1 and slot is None:
         (module,) = quotas
         raise PlanError(
             f"quota of stage {stages[module].id} is {quotas[module]}, and no other module has "
             f"one on rank {rank}; accepted: quotas of two modules or more that share a rank"
         )
     total = math.fsum(quotas.values())
+    where = "" if slot is None else f" in slot {slot}"
     if total > 1 + ROUNDING:
         raise PlanError(
-            f"quotas {dict(quotas)} on rank {rank} sum to {total:.4g}; accepted: at most 1"
+            f"quotas {dict(quotas)} on rank {rank}{where} sum to {total:.4g}; accepted: at most 1"
         )
+
+
+def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -> None:
+    """
+    Args:
+        stages: of the plan.
+        schedule: of the plan.
+        edges: between the stages, if the schedule is that of slots.
+
+    Raises:
+        PlanError: slots without that schedule, or the schedule without them; a stage that does not
+            run after what it reads; several stages in a slot of a rank that are not all of other
+            modules, each on a quota.
+    """
+    if schedule != SLOTS:
+        for stage in stages:
+            if stage.slot is not None:
+                raise PlanError(
+                    f"slot of stage {stage.id} is {stage.slot!r} and schedule {schedule!r}; "
+                    f"accepted: slots in schedule {SLOTS!r} only"
+                )
+        return
+    slots: dict[StageId, int] = {}
+    together: dict[tuple[int, int], list[Stage]] = {}
+    for stage in stages:
+        if type(stage.slot) is not int or stage.slot < 0:
+            raise PlanError(
+                f"slot of stage {stage.id} is {stage.slot!r}; schedule {SLOTS!r} needs a whole "
+                "number from 0 for every stage"
+            )
+        slots[stage.id] = stage.slot
+        together.setdefault((stage.rank, stage.slot), []).append(stage)
+    for producer, consumer in edges:
+        if slots[consumer] <= slots[producer]:
+            raise PlanError(
+                f"slot of stage {consumer} is {slots[consumer]} and of {producer}, which it reads, "
+                f"{slots[producer]}; accepted: a later one"
+            )
+    for (rank, slot), own in together.items():
+        modules = {stage.module for stage in own}
+        if len(own) > 1 and (
+            len(modules) < len(own) or any(stage.quota is None for stage in own)
+        ):
+            names = ", ".join(str(stage.id) for stage in own)
+            raise PlanError(
+                f"rank {rank} has stages {names} in slot {slot}; accepted: one stage, or stages of "
+                "different modules, each with a quota"
+            )

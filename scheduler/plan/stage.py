@@ -11,6 +11,11 @@ SHARDINGS = ("none", "zero1", "fsdp")
 untied embeddings (ZeRO-3, as torch's FSDP2 has it)."""
 
 
+SPLITS = ("microbatches", "samples")
+"""What a module's replicas deal out among themselves: a step's microbatches, each of which goes
+through one of them, or the samples of every microbatch, in consecutive shares."""
+
+
 class StageId(NamedTuple):
     """Which stage: its module, its place in the module, and the module's replica. Ids sort like
     that, and print as the name that people and files have: ``llm.2``, or ``vision.0@1`` in the
@@ -74,6 +79,9 @@ class Stage:
             :data:`raymm.scheduler.costs.recomputation.OPTIONS`; all keep them if none are given.
         quota: share of the rank's multiprocessors that it runs on beside other modules' stages;
             None: nothing runs beside it (:mod:`raymm.scheduler.plan.rank_quotas`).
+        split: what the module's replicas deal out, one of :data:`SPLITS`.
+        slot: in schedule ``"slots"``, when it runs: ranks run their slots forward in this order,
+            then backward in reverse, and the stages of one slot concurrently.
     """
 
     module: str
@@ -88,6 +96,8 @@ class Stage:
     fsdp: int = 1
     layer_options: tuple[str, ...] = ()
     quota: float | None = None
+    split: str = "microbatches"
+    slot: int | None = None
 
     @cached_property
     def degrees(self) -> Degrees:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 
 
@@ -43,7 +44,10 @@ class Instruction(NamedTuple):
     Compute instructions of one ``group`` (a number, unique on the rank) stand next to each other
     and run concurrently: one module's in their order, each module on its ``quota``, the share of
     the rank's multiprocessors. All begin when all before them has ended, and nothing after them
-    begins before all have ended. Without a group (-1) an instruction has the whole device."""
+    begins before all have ended. Without a group (-1) an instruction has the whole device.
+
+    ``samples`` are those of the microbatch that it works on, or that its message has something
+    of, as ascending ranges; without any it is all of them."""
 
     op: Op
     stage: StageId = NO_STAGE
@@ -52,6 +56,7 @@ class Instruction(NamedTuple):
     group: int = -1
     quota: float = 1.0
     direction: Direction = Direction.FORWARD
+    samples: tuple[Range, ...] = ()
 
     @property
     def edge(self) -> Edge:
@@ -61,6 +66,7 @@ class Instruction(NamedTuple):
     def __str__(self) -> str:
         where = f" {self.stage}" if self.stage.module else ""
         which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
+        which += f"[{', '.join(f'{lo}:{hi}' for lo, hi in self.samples)}]" if self.samples else ""
         arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
         group = f" (group {self.group}, quota {self.quota:g})" if self.group >= 0 else ""
         return f"{self.op.value}{where}{arrow}{which}{group}"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import Policy, policies
+from raymm.scheduler.plan.rank_quotas import SLOTS
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.schedule.bounds import lower_bound
@@ -17,6 +18,7 @@ from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.schedule_program import to_program
 from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Schedule
+from raymm.scheduler.schedule.slot_schedule import slot_tasks
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
 
@@ -35,6 +37,7 @@ def lower(
     costs: Mapping[tuple[StageId, Op], float] | None = None,
     forward_only: bool = False,
     delays: Mapping[Edge, float] | None = None,
+    samples: Sequence[int] = (),
 ) -> Program:
     """Lower a plan to a program for one step, by the plan's schedule.
 
@@ -55,16 +58,22 @@ def lower(
             very different speeds; the plan's own where it has a profile.
         forward_only: for evaluation: no stage has a backward.
         delays: seconds a message takes, per directed edge; 0 where missing.
+        samples: of each microbatch, if replicas of a module share them
+            (:attr:`~raymm.scheduler.plan.plan.Plan.splits_samples`).
 
     Returns:
         The program, without collective epilogue.
 
     Raises:
-        ValueError: if ``present`` names a module that the plan does not have.
+        ValueError: if ``present`` names a module that the plan does not have, or microbatches have
+            to be split and their samples are not said.
     """
-    active = active_stages(plan, present, forward_only)
+    active = active_stages(plan, present, forward_only, samples)
+    if plan.schedule == SLOTS:
+        return to_program(plan, active, slot_tasks(plan, active), sizes=samples)
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
-    return to_program(plan, active, _schedule(scheduler, forward_only))
+    schedule = _schedule(scheduler, forward_only)
+    return to_program(plan, active, schedule.tasks, schedule.early, samples)
 
 
 def full_program(

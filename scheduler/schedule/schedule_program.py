@@ -3,86 +3,208 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, group_end
-from raymm.scheduler.schedule.schedule_rules import Schedule, Task
+from raymm.scheduler.program.stage_samples import carried_samples, stage_samples
+from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.step_graph import ActiveStages
 
-
-def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:
-    """The schedule's tasks with their messages: those of a group before and after all of it.
-
-    Args:
-        plan: whose stages run.
-        active: which stages each microbatch has.
-        schedule: of the plan.
-    """
-    ranks = []
-    for tasks in schedule.tasks:
-        instructions: list[Instruction] = []
-        index = 0
-        while index < len(tasks):
-            after = group_end(tasks, index)
-            sends: list[Instruction] = []
-            computes = []
-            for stage, microbatch, op, group, quota in tasks[index:after]:
-                receives, behind = _messages_around(plan, active, tasks[index], schedule.early)
-                instructions += receives
-                computes.append(Instruction(op, stage, microbatch, NO_STAGE, group, quota))
-                sends += behind
-                index += 1
-            instructions += computes
-            instructions += sends
-        ranks.append(tuple(instructions))
-    return Program(tuple(ranks))
+_HANDS_BACK = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
-def _messages_around(
-    plan: Plan, active: Sequence[ActiveStages], task: Task, early: bool
-) -> tuple[list[Instruction], list[Instruction]]:
-    """:func:`messages` of a task, where a recomputation and its backward are next to each other:
-    the gradient is received before both."""
-    receives, sends = messages(plan, active[task.microbatch], task)
-    if task.op is Op.RECOMPUTE and not early:
-        backward = task._replace(op=Op.BACKWARD)
-        receives, _ = messages(plan, active[task.microbatch], backward)
-    elif task.op is Op.BACKWARD and plan.by_id[task.stage].recompute and not early:
-        receives = []  # they came before the recomputation
-    return receives, sends
+def to_program(
+    plan: Plan,
+    active: Sequence[ActiveStages],
+    tasks: Sequence[Sequence[Task]],
+    early: bool = True,
+    sizes: Sequence[int] = (),
+) -> Program:
+    """A schedule's tasks with their messages: those of a group before and after all of it.
 
-
-def messages(
-    plan: Plan, active: ActiveStages, task: Task
-) -> tuple[list[Instruction], list[Instruction]]:
-    """The receives before a task and the sends after it. Stages on one rank hand tensors
-    over directly and need no message.
+    What a stage makes goes to a rank once, however many of the rank's stages read it; the message
+    is then named after the first of them. The gradients that they make of it are summed there,
+    and go back once the last of them has its own.
 
     Args:
         plan: whose stages run.
         active: which stages each microbatch has.
-        task: of the schedule.
+        tasks: by rank, in order.
+        early: whether a recomputation runs without waiting for its gradient.
+        sizes: samples of each microbatch; of a plan that splits them.
     """
-    name, microbatch, op, *_ = task
-    rank = plan.by_id[name].rank
-    producers = [s for s in plan.stage_producers[name] if s in active.stages]
-    consumers = [s for s in plan.stage_consumers[name] if s in active.stages]
-    sources: list[StageId] = []
-    targets: list[StageId] = []
-    direction = Direction.FORWARD
-    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        direction, sources = Direction.BACKWARD, consumers
-        targets = [p for p in producers if p in active.needs_backward]
-    elif op not in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
-        sources, targets = producers, consumers
+    around = _Surroundings(plan, active, sizes)
+    return Program(tuple(_with_messages(around, rank, early) for rank in tasks))
 
-    def remote(what: Op, stages: list[StageId]) -> list[Instruction]:
+
+def _with_messages(
+    around: _Surroundings, tasks: Sequence[Task], early: bool
+) -> tuple[Instruction, ...]:
+    plan = around.plan
+    messages = _RankMessages(around)
+    instructions: list[Instruction] = []
+    index = 0
+    while index < len(tasks):
+        after = group_end(tasks, index)
+        computes: list[Instruction] = []
+        sends: list[Instruction] = []
+        for task in tasks[index:after]:
+            stage, microbatch, op, group, quota = task
+            if op in _HANDS_BACK:
+                if early or not plan.by_id[stage].recompute:
+                    instructions += messages.gradients(stage, microbatch)
+                sends += messages.handed_back(stage, microbatch)
+            elif op is Op.RECOMPUTE:
+                if not early:  # the gradient is received before both
+                    instructions += messages.gradients(stage, microbatch)
+            elif op is not Op.BACKWARD_WEIGHT:
+                instructions += messages.inputs(stage, microbatch)
+                sends += messages.outputs(stage, microbatch)
+            samples = around.of(stage, microbatch).samples
+            computes.append(
+                Instruction(op, stage, microbatch, NO_STAGE, group, quota, samples=samples)
+            )
+        instructions += computes
+        instructions += sends
+        index = after
+    return tuple(instructions)
+
+
+class _Reader(NamedTuple):
+    """A rank that reads what a stage makes.
+
+    Attributes:
+        stage: its first stage that does, after which the message is named.
+        samples: that it reads; of all, nothing.
+        count: how many of its stages do.
+    """
+
+    stage: StageId
+    samples: tuple[Range, ...]
+    count: int
+
+
+class _Around(NamedTuple):
+    """What surrounds a stage of a microbatch.
+
+    Attributes:
+        samples: that it works on; of all, nothing.
+        producers: of other ranks, each with what the stage's own rank reads of it.
+        readers: other ranks.
+    """
+
+    samples: tuple[Range, ...]
+    producers: tuple[tuple[StageId, _Reader], ...]
+    readers: tuple[_Reader, ...]
+
+
+class _Surroundings:
+    """Who gets what of whom, worked out once for microbatches that use the same stages."""
+
+    def __init__(self, plan: Plan, active: Sequence[ActiveStages], sizes: Sequence[int]) -> None:
+        self.plan, self.active = plan, active
+        self._sizes = sizes if plan.splits_samples else (0,) * len(active)
+        self._splits = plan.splits_samples
+        self._around: dict[tuple[StageId, int, int], _Around] = {}
+
+    def of(self, stage: StageId, microbatch: int) -> _Around:
+        """A stage's, of a microbatch."""
+        uses, size = self.active[microbatch], self._sizes[microbatch]
+        key = stage, id(uses), size
+        around = self._around.get(key)
+        if around is None:
+            around = self._around[key] = self._surroundings(stage, uses, size)
+        return around
+
+    def _surroundings(self, stage: StageId, uses: ActiveStages, size: int) -> _Around:
+        plan = self.plan
+        rank = plan.by_id[stage].rank
+        producers = []
+        for producer in plan.stage_producers[stage]:
+            if producer in uses.stages and plan.by_id[producer].rank != rank:
+                readers = self._readers(producer, rank, uses, size)
+                if readers and (not self._splits or carried_samples(plan, producer, [stage], size)):
+                    producers.append((producer, self._reader(producer, readers, size)))
+        ranks = dict.fromkeys(plan.by_id[c].rank for c in plan.stage_consumers[stage])
+        others = (self._readers(stage, other, uses, size) for other in ranks if other != rank)
+        samples = (stage_samples(plan, plan.by_id[stage], size),) if self._splits else ()
+        return _Around(
+            samples, tuple(producers),
+            tuple(self._reader(stage, readers, size) for readers in others if readers),
+        )
+
+    def _readers(
+        self, producer: StageId, rank: int, uses: ActiveStages, size: int
+    ) -> list[StageId]:
+        """The rank's stages that read something of what a stage makes."""
         return [
-            Instruction(what, name, microbatch, other, direction=direction)
-            for other in stages
-            if plan.by_id[other].rank != rank
+            c for c in self.plan.stage_consumers[producer]
+            if c in uses.stages and self.plan.by_id[c].rank == rank
+            and (not self._splits or carried_samples(self.plan, producer, [c], size))
         ]
 
-    return remote(Op.RECV, sources), remote(Op.SEND, targets)
+    def _reader(self, producer: StageId, readers: list[StageId], size: int) -> _Reader:
+        samples = carried_samples(self.plan, producer, readers, size) if self._splits else ()
+        return _Reader(readers[0], samples, len(readers))
+
+
+class _RankMessages:
+    """Messages of one rank, asked for in the order of its tasks."""
+
+    def __init__(self, around: _Surroundings) -> None:
+        self._around = around
+        # What several stages of the rank read: whether it is here, and who still owes a gradient.
+        self._arrived: set[tuple[StageId, int]] = set()
+        self._left: dict[tuple[StageId, int], int] = {}
+
+    def inputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
+        """Receives before a forward."""
+        receives = []
+        for producer, reader in self._around.of(stage, microbatch).producers:
+            if reader.count > 1:
+                if (producer, microbatch) in self._arrived:
+                    continue
+                self._arrived.add((producer, microbatch))
+            receives.append(Instruction(
+                Op.RECV, reader.stage, microbatch, producer, samples=reader.samples
+            ))
+        return receives
+
+    def outputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
+        """Sends after a forward."""
+        return [
+            Instruction(Op.SEND, stage, microbatch, reader.stage, samples=reader.samples)
+            for reader in self._around.of(stage, microbatch).readers
+        ]
+
+    def gradients(self, stage: StageId, microbatch: int) -> list[Instruction]:
+        """Receives before a backward."""
+        return [
+            Instruction(
+                Op.RECV, stage, microbatch, reader.stage, direction=Direction.BACKWARD,
+                samples=reader.samples,
+            )
+            for reader in self._around.of(stage, microbatch).readers
+        ]
+
+    def handed_back(self, stage: StageId, microbatch: int) -> list[Instruction]:
+        """Sends after a backward."""
+        sends = []
+        owed = self._around.active[microbatch].needs_backward
+        for producer, reader in self._around.of(stage, microbatch).producers:
+            if producer not in owed:
+                continue
+            if reader.count > 1:
+                key = producer, microbatch
+                self._left[key] = self._left.get(key, reader.count) - 1
+                if self._left[key]:
+                    continue
+            sends.append(Instruction(
+                Op.SEND, reader.stage, microbatch, producer, direction=Direction.BACKWARD,
+                samples=reader.samples,
+            ))
+        return sends

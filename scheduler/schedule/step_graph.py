@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage import Stage, StageId
+from raymm.scheduler.plan.stage_edges import SAMPLES
+from raymm.scheduler.program.stage_samples import stage_samples
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class ActiveStages:
 
 
 def active_stages(
-    plan: Plan, present: Sequence[Collection[str]], forward_only: bool = False
+    plan: Plan, present: Sequence[Collection[str]], forward_only: bool = False,
+    samples: Sequence[int] = (),
 ) -> list[ActiveStages]:
     """Per microbatch, what it uses.
 
@@ -38,17 +41,24 @@ def active_stages(
         present: per microbatch, the modules it has input for besides those that compute a loss
             (which always run). Whatever takes their outputs runs as well.
         forward_only: for evaluation: no stage has a backward.
+        samples: of each microbatch, if replicas of a module share them.
 
     Raises:
-        ValueError: if ``present`` names a module that the plan does not have.
+        ValueError: if ``present`` names a module that the plan does not have, or microbatches have
+            to be split and their samples are not said.
     """
-    cache: dict[tuple[frozenset[str], tuple[int, ...]], ActiveStages] = {}
+    if not plan.splits_samples:
+        samples = (0,) * len(present)
+    if len(samples) != len(present):
+        raise ValueError(f"samples are {list(samples)}; there are {len(present)} microbatches")
+    cache: dict[tuple[frozenset[str], int, tuple[int, ...]], ActiveStages] = {}
     counts = [len(plan.replicas(node.name)) for node in plan.graph.nodes]
     result = []
     for microbatch, modules in enumerate(present):
-        key = (frozenset(modules), tuple(microbatch % count for count in counts))
+        size = samples[microbatch]
+        key = (frozenset(modules), size, tuple(microbatch % count for count in counts))
         if key not in cache:
-            cache[key] = _active(plan, key[0], microbatch, forward_only)
+            cache[key] = _active(plan, key[0], microbatch, size, forward_only)
         result.append(cache[key])
     return result
 
@@ -59,7 +69,7 @@ def full_step(plan: Plan) -> list[list[str]]:
 
 
 def _active(
-    plan: Plan, modules: frozenset[str], microbatch: int, forward_only: bool
+    plan: Plan, modules: frozenset[str], microbatch: int, size: int, forward_only: bool
 ) -> ActiveStages:
     names = {node.name for node in plan.graph.nodes}
     if unknown := modules - names:
@@ -70,10 +80,9 @@ def _active(
     for module in plan.graph.topological:
         if module in plan.graph.losses or running.intersection(plan.graph.producers(module)):
             running.add(module)
-    replicas = [(module, plan.replicas(module)) for module in plan.graph.topological]
     stages = [
-        stage for module, of_module in replicas if module in running
-        for stage in of_module[microbatch % len(of_module)]
+        stage for module in plan.graph.topological if module in running
+        for replica in _replicas(plan, module, microbatch, size) for stage in replica
     ]
     needs: set[StageId] = set()
     owes: set[StageId] = set()
@@ -86,3 +95,13 @@ def _active(
             needs.add(stage.id)
     run = {stage.id for stage in stages}
     return ActiveStages(frozenset(run), frozenset(needs), frozenset(owes))
+
+
+def _replicas(
+    plan: Plan, module: str, microbatch: int, size: int
+) -> Sequence[tuple[Stage, ...]]:
+    """Those that a microbatch goes through."""
+    replicas = plan.replicas(module)
+    if len(replicas) == 1 or replicas[0][0].split != SAMPLES:
+        return (replicas[microbatch % len(replicas)],)
+    return [replica for replica in replicas if stage_samples(plan, replica[0], size)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.graph.sample_ranges import Range, deal, union
+from raymm.scheduler.graph.sample_ranges import Range, deal, share, union
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.check_program import check_every_sample, check_program
 from raymm.scheduler.multiplex.instructions import Part, Reduce, Route, Run
@@ -178,7 +178,14 @@ def test_dealt_ranges_are_even_and_in_order(lo, size, count):
     assert [s for share in shares for s in range(*share)] == list(range(lo, lo + size))
     sizes = [share.size for share in shares]
     assert len(sizes) == count and max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 6))
+def test_shares_of_counts_that_divide_each_other_nest(size, count, times):
+    finer = [share(size, i, count * times) for i in range(count * times)]
+    for i in range(count):
+        own = [s for part in finer[i * times : (i + 1) * times] for s in range(*part)]
+        assert own == list(range(*share(size, i, count)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda t: Range(*t))))

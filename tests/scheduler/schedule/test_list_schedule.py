@@ -98,7 +98,7 @@ def test_the_same_as_in_python(data) -> None:
     assert schedule.makespan == expected.makespan
     assert plain(schedule.tasks) == plain(expected.tasks)
 
-    program = to_program(plan, active, schedule)
+    program = to_program(plan, active, schedule.tasks, schedule.early)
     transfers = NETWORK.transfers(plan)
     timeline = simulate(program, op_seconds(plan), transfers=transfers)
     assert scheduler.replayed(schedule, transfers, op_seconds(plan)) == timeline.makespan

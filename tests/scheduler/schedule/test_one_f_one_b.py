@@ -138,9 +138,12 @@ def expected_work(plan: Plan, present: list[set[str]], forward_only: bool = Fals
             work[Instruction(F if name in needs else N, name, m)] += 1
             if name in needs:
                 work[Instruction(B, name, m)] += 1
+        arrived: set[tuple[StageId, int]] = set()
         for src, dst in plan.stage_edges:
-            if plan.by_id[src].rank == plan.by_id[dst].rank or src not in runs:
-                continue
+            there = src, plan.by_id[dst].rank
+            if plan.by_id[src].rank == there[1] or src not in runs or there in arrived:
+                continue  # what several stages of a rank read comes once
+            arrived.add(there)
             receives[Instruction(Op.RECV, dst, m, src)] += 1
             if src in needs:
                 back = Instruction(Op.RECV, src, m, dst, direction=Direction.BACKWARD)

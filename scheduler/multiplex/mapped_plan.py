@@ -1,0 +1,90 @@
+"""A mapping as a plan: modules in slots, whose replicas share every microbatch by samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as ByName
+
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.rank_quotas import SLOTS
+from raymm.scheduler.plan.stage import Stage
+from raymm.scheduler.plan.stage_edges import SAMPLES
+
+
+def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1) -> Plan:
+    """The plan that runs a mapping.
+
+    Its ranks are the GPUs that the mapping uses, in their order. Losses that it does not place run
+    after its last stage, on the GPUs of the last module that they read.
+
+    Args:
+        graph: what is run.
+        mapping: where and when, of whole modules.
+        num_microbatches: of a step, which run one after another.
+
+    Raises:
+        MultiplexError: slices of modules, which are to compare mappings with on paper; a mapping
+            that names a module that there is not, one twice, or lacks one.
+        PlanError: a module that does not run after what it reads.
+    """
+    if mapping.slices > 1:
+        raise MultiplexError(
+            f"slices is {mapping.slices}; accepted to run: 1, modules that are whole"
+        )
+    names = graph.topological
+    ranks = {
+        gpu: rank for rank, gpu in enumerate(sorted(
+            {gpu for stage in mapping.stages for p in stage.placements for gpu in p.gpus}
+        ))
+    }
+    places: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    for s, stage in enumerate(mapping.stages):
+        for p, placement in enumerate(stage.placements):
+            where = f"stages[{s}].placements[{p}].module is {placement.module!r}"
+            if placement.module not in names:
+                raise MultiplexError(f"{where}; accepted: {', '.join(sorted(names))}")
+            if placement.module in places:
+                raise MultiplexError(f"{where}, which is already complete; a module runs once")
+            places[placement.module] = s, placement.gpus, placement.quota
+    _place_losses(graph, mapping, places)
+    stages = []
+    for name in names:
+        slot, gpus, quota = places[name]
+        share = None if quota == mapping.steps else quota / mapping.steps
+        layers = 0, graph.node(name).num_layers
+        stages += [
+            Stage(name, 0, layers, ranks[gpu], replica, quota=share, split=SAMPLES, slot=slot)
+            for replica, gpu in enumerate(gpus)
+        ]
+    return Plan(graph, tuple(stages), num_microbatches, SLOTS)
+
+
+def _place_losses(
+    graph: ModuleGraph, mapping: Mapping, places: dict[str, tuple[int, tuple[int, ...], int]]
+) -> None:
+    """Losses without a place in slots of their own, as many together as a GPU has steps."""
+    unplaced = [name for name in graph.topological if name not in places]
+    for name in unplaced:
+        if name not in graph.losses:
+            raise MultiplexError(f"stages do not have module {name!r}; every module must run")
+        if not graph.producers(name):
+            raise MultiplexError(
+                f"loss {name!r} reads no module; the mapping must say where it runs"
+            )
+    for first in range(0, len(unplaced), mapping.steps):
+        together = unplaced[first : first + mapping.steps]
+        gpus_of = {name: _last_gpus(graph, places, name) for name in together}
+        slot = len(mapping.stages) + first // mapping.steps
+        for name, gpus in gpus_of.items():
+            sharers = max(sum(gpu in other for other in gpus_of.values()) for gpu in gpus)
+            places[name] = slot, gpus, mapping.steps // sharers
+
+
+def _last_gpus(
+    graph: ModuleGraph, places: ByName[str, tuple[int, tuple[int, ...], int]], name: str
+) -> tuple[int, ...]:
+    """The GPUs of the last module that a loss reads."""
+    _, gpus, _ = max(places[producer] for producer in graph.producers(name))
+    return gpus

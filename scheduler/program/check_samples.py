@@ -1,0 +1,210 @@
+"""Proves of a program in which replicas share microbatches that every sample is used once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.sample_ranges import Range, union
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import Edge, Stage, StageId
+from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program, ProgramError
+from raymm.scheduler.program.stage_samples import needed_samples
+
+_HANDS_BACK = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
+_Place = tuple[str, int, int]  # module, index, microbatch
+
+
+def check_samples(plan: Plan, program: Program, sizes: Sequence[int]) -> None:
+    """Prove it, of a program of which :func:`~raymm.scheduler.program.check_program.check_program`
+    has proved that it ends and that messages come in order.
+
+    Shown here: every sample of a microbatch goes once through every module that the microbatch has;
+    a stage has every sample that it reads once, from whoever made it; both ends of a message say
+    the same samples; of every sample whose gradient a stage hands back, every rank that read it
+    has given its part once, and whole: after the last of its stages that read it.
+
+    Args:
+        plan: whose stages run.
+        program: of a step.
+        sizes: samples of each microbatch.
+
+    Raises:
+        ProgramError: naming rank and instruction.
+    """
+    check = _Check(plan, program, sizes)
+    for rank, instructions in enumerate(program.ranks):
+        _Rank(check, rank).play(instructions)
+    check.ended()
+
+
+class _Check:
+    """What is true of all ranks together.
+
+    Attributes:
+        plan, sizes: as given.
+        ran: stages and microbatches that the program has a forward of.
+    """
+
+    def __init__(self, plan: Plan, program: Program, sizes: Sequence[int]) -> None:
+        self.plan, self.sizes = plan, sizes
+        self.ran = {
+            (i.stage, i.microbatch) for rank in program for i in rank if i.op in FORWARDS
+        }
+        self._of_module: dict[_Place, list[Range]] = {}
+        self._sent: dict[Edge, deque[tuple[Range, ...]]] = {}
+        self._received: dict[Edge, deque[tuple[Range, ...]]] = {}
+
+    def samples(self, instruction: Instruction) -> tuple[Range, ...]:
+        """Those of an instruction."""
+        return instruction.samples or (Range(0, self.sizes[instruction.microbatch]),)
+
+    def message(self, instruction: Instruction) -> None:
+        """One end of a message."""
+        ends = self._sent if instruction.op is Op.SEND else self._received
+        ends.setdefault(instruction.edge, deque()).append(self.samples(instruction))
+
+    def forward(self, instruction: Instruction) -> None:
+        """A stage works on samples."""
+        stage, microbatch = instruction.stage, instruction.microbatch
+        place = stage.module, stage.index, microbatch
+        self._of_module.setdefault(place, []).extend(self.samples(instruction))
+
+    def readers(self, stage: StageId, microbatch: int) -> dict[int, tuple[Range, ...]]:
+        """By rank, the samples of what a stage makes that the rank's stages read."""
+        plan, size = self.plan, self.sizes[microbatch]
+        read: dict[int, list[Range]] = {}
+        for consumer in plan.stage_consumers[stage]:
+            if (consumer, microbatch) in self.ran:
+                needed = needed_samples(plan, stage.module, plan.by_id[consumer], size)
+                read.setdefault(plan.by_id[consumer].rank, []).append(needed)
+        return {rank: union(ranges) for rank, ranges in read.items()}
+
+    def ended(self) -> None:
+        """
+        Raises:
+            ProgramError: a sample that a module has not, or more than once; ends of a message that
+                differ.
+        """
+        for (module, index, microbatch), ranges in self._of_module.items():
+            if not _tiles(ranges, Range(0, self.sizes[microbatch])):
+                raise ProgramError(
+                    f"{module}.{index} #{microbatch} runs on samples {_listed(ranges)}; it must be "
+                    f"each of {self.sizes[microbatch]} once"
+                )
+        for edge in self._sent.keys() | self._received.keys():
+            sent, received = self._sent.get(edge), self._received.get(edge)
+            if sent != received:
+                raise ProgramError(f"edge {edge[0]} -> {edge[1]}: sent {sent}, received {received}")
+
+
+class _Rank:
+    """What one rank has, instruction by instruction."""
+
+    def __init__(self, check: _Check, rank: int) -> None:
+        self._check, self._rank = check, rank
+        self._arrived: dict[_Place, list[Range]] = {}
+        self._gradients: dict[tuple[StageId, int], dict[int, tuple[Range, ...]]] = {}
+        self._backwards: set[tuple[StageId, int]] = set()
+
+    def play(self, instructions: Iterable[Instruction]) -> None:
+        """All of its instructions."""
+        for instruction in instructions:
+            forward = instruction.direction is Direction.FORWARD
+            if instruction.op in FORWARDS:
+                self._forward(instruction)
+            elif instruction.op in _HANDS_BACK:
+                self._backward(instruction)
+            elif instruction.op is Op.RECV:
+                self._check.message(instruction)
+                (self._receive if forward else self._receive_gradient)(instruction)
+            elif instruction.op is Op.SEND:
+                self._check.message(instruction)
+                if not forward:
+                    self._hand_back(instruction)
+
+    def _error(self, instruction: Instruction, what: str) -> ProgramError:
+        return ProgramError(f"rank {self._rank}: {instruction} {what}")
+
+    def _receive(self, instruction: Instruction) -> None:
+        place = instruction.peer.module, instruction.peer.index, instruction.microbatch
+        self._arrived.setdefault(place, []).extend(self._check.samples(instruction))
+
+    def _forward(self, instruction: Instruction) -> None:
+        check, microbatch = self._check, instruction.microbatch
+        stage = check.plan.by_id[instruction.stage]
+        for module, index in _sources(check.plan, stage):
+            if not any(
+                (p, microbatch) in check.ran for p in check.plan.stage_producers[stage.id]
+                if p.module == module
+            ):
+                continue  # the microbatch has nothing for it
+            needed = needed_samples(check.plan, module, stage, check.sizes[microbatch])
+            ranges = [r.meet(needed) for r in self._arrived.get((module, index, microbatch), ())]
+            if not _tiles([r for r in ranges if r], needed):
+                raise self._error(
+                    instruction, f"has samples {_listed(ranges)} of {module}; it must be each of "
+                    f"{needed.lo}:{needed.hi} once"
+                )
+        check.forward(instruction)
+        place = stage.module, stage.index, microbatch
+        self._arrived.setdefault(place, []).extend(check.samples(instruction))
+
+    def _receive_gradient(self, instruction: Instruction) -> None:
+        rank = self._check.plan.by_id[instruction.peer].rank
+        ranks = self._gradients.setdefault((instruction.stage, instruction.microbatch), {})
+        if rank in ranks:
+            raise self._error(instruction, f"is the second gradient from rank {rank}")
+        ranks[rank] = self._check.samples(instruction)
+
+    def _owing(self, producer: StageId, microbatch: int) -> list[StageId]:
+        """The rank's stages that read what a stage makes and have had no backward."""
+        plan = self._check.plan
+        return [
+            c for c in plan.stage_consumers[producer]
+            if plan.by_id[c].rank == self._rank and (c, microbatch) in self._check.ran
+            and (c, microbatch) not in self._backwards
+        ]
+
+    def _hand_back(self, instruction: Instruction) -> None:
+        if owing := self._owing(instruction.peer, instruction.microbatch):
+            raise self._error(instruction, f"before the backward of {', '.join(map(str, owing))}")
+
+    def _backward(self, instruction: Instruction) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        own = self._check.samples(instruction)
+        due = {
+            rank: tuple(r for r in (needed.meet(o) for needed in ranges for o in own) if r)
+            for rank, ranges in self._check.readers(stage, microbatch).items()
+        }
+        due = {rank: ranges for rank, ranges in due.items() if ranges}
+        if due.pop(self._rank, None) and (owing := self._owing(stage, microbatch)):
+            raise self._error(instruction, f"before the backward of {', '.join(map(str, owing))}")
+        ranks = self._gradients.pop((stage, microbatch), {})
+        if ranks != due:
+            raise self._error(instruction, f"has gradients by rank of {ranks}; it must be {due}")
+        self._backwards.add((stage, microbatch))
+
+
+def _sources(plan: Plan, stage: Stage) -> list[tuple[str, int]]:
+    """Modules, and places in them, whose stages a stage reads."""
+    if stage.index:
+        return [(stage.module, stage.index - 1)]
+    return [
+        (producer, len(plan.replicas(producer)[0]) - 1)
+        for producer in plan.graph.producers(stage.module)
+    ]
+
+
+def _tiles(ranges: Sequence[Range], whole: Range) -> bool:
+    """Whether ranges have each sample of another once, and no others."""
+    ordered = sorted(ranges)
+    return (
+        bool(ordered) and ordered[0].lo == whole.lo and ordered[-1].hi == whole.hi
+        and all(a.hi == b.lo for a, b in zip(ordered, ordered[1:], strict=False))
+    )
+
+
+def _listed(ranges: Sequence[Range]) -> str:
+    return ", ".join(f"{lo}:{hi}" for lo, hi in ranges) or "none"
