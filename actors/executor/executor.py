@@ -111,14 +111,14 @@ class Executor:
         self._colocation = colocation
         self._whereabouts = whereabouts or Whereabouts()
         self._observer = observer or FiniteObserver(self._device)
-        shares, producing = random_shares or {}, {src for src, _ in self._edges}
+        shares = random_shares or {}
         around = Surroundings(
             frozenset(stages), self._observer,
             None if autocast is None else partial(torch.autocast, self._device.type, autocast),
             sum_gradient,
         )
         self._actions = {
-            name: StageActions(name, stage, name not in producing, around, shares.get(name, 0))
+            name: StageActions(name, stage, around, shares.get(name, 0))
             for name, stage in stages.items()
         }
 
@@ -240,7 +240,7 @@ class Executor:
         for sender in self._senders.values():
             sender.end_step(self._timeout)
         result = step.result
-        result.losses = {m: float(loss) for m, loss in step.losses.items()}
+        result.losses = {place: float(loss) for place, loss in step.losses.items()}
         seconds, count = clock.seconds([*timed.starts, *timed.ends, now]), len(timed.tasks)
         result.spans = [
             (task.op.value, task.stage, task.microbatch, start, end, task.peer, task.quota)

@@ -92,6 +92,7 @@ class _Rule:
         return Layout(
             tuple((tuple(next(ready) for _ in s), dtype) for s, dtype in self._like.tensors),
             tuple((n, tuple(next(ready) for _ in s), dtype) for n, s, dtype in self._like.side),
+            self._like.names,
         )
 
 
@@ -132,7 +133,8 @@ class LayoutRules:
 def _form(layout: Layout) -> tuple[object, ...]:
     """A layout without its dimensions."""
     tensors = tuple((len(shape), dtype) for shape, dtype in layout.tensors)
-    return tensors, tuple((name, len(shape), dtype) for name, shape, dtype in layout.side)
+    side = tuple((name, len(shape), dtype) for name, shape, dtype in layout.side)
+    return tensors, side, layout.names
 
 
 def _dimensions(layout: Layout) -> tuple[int, ...]:

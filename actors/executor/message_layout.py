@@ -14,17 +14,20 @@ from raymm.kernels.host_copies import on_host
 
 
 class Layout(NamedTuple):
-    """Shapes and dtypes of a message: ``tensors`` and named ``side`` entries."""
+    """Shapes and dtypes of a message: ``tensors``, perhaps with ``names``, and named ``side``
+    entries."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     side: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, message: Message) -> Layout:
         tensors = tuple([(t.shape, t.dtype) for t in message.tensors])
         if not message.side:
-            return cls(tensors)
-        return cls(tensors, tuple([(n, t.shape, t.dtype) for n, t in message.side.items()]))
+            return cls(tensors, (), message.names)
+        side = tuple([(n, t.shape, t.dtype) for n, t in message.side.items()])
+        return cls(tensors, side, message.names)
 
     @property
     def side_bytes(self) -> int:
@@ -34,7 +37,7 @@ class Layout(NamedTuple):
     def encode(self) -> bytes:
         tensors = [(shape, str(dtype)) for shape, dtype in self.tensors]
         side = [(name, shape, str(dtype)) for name, shape, dtype in self.side]
-        return json.dumps([tensors, side]).encode()
+        return json.dumps([tensors, side, self.names]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
@@ -42,10 +45,11 @@ class Layout(NamedTuple):
         Raises:
             ChannelError: it names something that is no dtype.
         """
-        tensors, side = json.loads(data)
+        tensors, side, names = json.loads(data)
         return cls(
             tuple((tuple(shape), _dtype(dtype)) for shape, dtype in tensors),
             tuple((name, tuple(shape), _dtype(dtype)) for name, shape, dtype in side),
+            tuple(names),
         )
 
 

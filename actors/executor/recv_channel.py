@@ -236,7 +236,7 @@ class RecvChannel:
         if route.layout.side:
             assert side is not None
             side_tensors = unpack(route.layout, side)
-        return Message(shares, side_tensors)
+        return Message(shares, side_tensors, route.layout.names)
 
     def _recv_unexpected(
         self, due: Due[_Incoming]

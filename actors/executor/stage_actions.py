@@ -51,7 +51,6 @@ class StageActions:
     Args:
         name: of the stage.
         stage: the stage.
-        is_sink: nothing ever reads its output, which is the loss.
         around: what it shares with others.
         random_share: differs between processes that share a microbatch and draw each their own
             random numbers.
@@ -61,10 +60,9 @@ class StageActions:
     """
 
     def __init__(
-        self, name: StageId, stage: StageModule, is_sink: bool, around: Surroundings,
-        random_share: int = 0,
-    ) -> None:  # fmt: skip
-        self._name, self._stage, self._is_sink = name, stage, is_sink
+        self, name: StageId, stage: StageModule, around: Surroundings, random_share: int = 0
+    ) -> None:
+        self._name, self._stage = name, stage
         self._around, self._random_share = around, random_share
         self.draws: bool | None = stage.training and (getattr(stage, "may_draw", True) or None)
 
@@ -142,12 +140,12 @@ class StageActions:
                     # A detached alias: local messages must not join two stages' graphs.
                     own = tuple([t.detach().requires_grad_() for t in message.tensors])
                     leaves.append(own)
-                    message = Message(own, message.side)
+                    message = Message(own, message.side, message.names)
                 named[name] = message
             meta, rows = step.meta, step.inputs.get(stage)
             inputs = rows[microbatch] if rows else None
             ids = meta.sample_ids[microbatch] if meta.sample_ids else ()
-            context = MicrobatchContext(meta.label_tokens, microbatch, ids)
+            context = MicrobatchContext(meta.label_tokens, microbatch, ids, None, meta.scales)
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)
             with ExitStack() as contexts:
@@ -180,18 +178,19 @@ class StageActions:
         return output
 
     def _hand_on(self, task: Task) -> Callable[[StepState, Message], None]:
-        stage, microbatch, is_sink = task.stage, task.microbatch, self._is_sink
+        stage, microbatch = task.stage, task.microbatch
         observer, targets = self._around.observer, [c.output for c in task.consumers]
 
         def hand_on(step: StepState, output: Message) -> None:
             tensors = tuple([t.detach() for t in output.tensors])
             if step.meta.training:
                 observer.saw("output", stage, microbatch, tensors)
-                if is_sink:
-                    observer.loss(tensors[0])
-            if is_sink:
-                step.losses[microbatch] = tensors[0]
-            handed = Message(tensors, output.side)
+            if output.loss is not None:
+                step.losses[stage, microbatch] = loss = output.loss.detach()
+                if step.meta.training:
+                    observer.saw("output", stage, microbatch, (loss,))
+                    observer.loss(loss)
+            handed = Message(tensors, output.side, output.names)
             for target in targets:
                 step.messages[target] = handed
 
@@ -207,6 +206,8 @@ class StageActions:
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
             if sources:
                 gradients = summed([step.take(source).tensors for source in sources])
+            if output.loss is not None:
+                tensors, gradients = (*tensors, output.loss), (*gradients, None)
             flat = [leaf for own in leaves for leaf in own]
             if in_two:
                 received, step.deferred[place] = backward_input(tensors, gradients, flat)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ class StepMeta(NamedTuple):
         sample_ids: per microbatch, its samples' ids.
         training: False for evaluation: no dropout anywhere.
         batch: how many batches' gradients the step has accumulated before, for seeds.
+        scales: by module, what the sum of its samples' losses is multiplied with: its weight
+            divided by the count of its own over the whole step.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepMeta(NamedTuple):
     sample_ids: tuple[tuple[str, ...], ...] = ()
     training: bool = True
     batch: int = 0
+    scales: Mapping[str, float] = {}
 
 
 @dataclass
@@ -52,7 +55,7 @@ class StepResult:
     """One rank's outcome of a step.
 
     Attributes:
-        losses: per microbatch its share of the loss (on the sink's rank).
+        losses: by stage that computes one, and microbatch, its share of the loss.
         spans: op, stage, microbatch, start, end, peer and quota; times are seconds on this
             host's wall clock.
         peak_bytes: the most memory that the process held meanwhile
@@ -61,7 +64,7 @@ class StepResult:
         not_finite: of an update that was not applied, what was not finite here.
     """
 
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
     spans: list[tuple[str, StageId, int, float, float, StageId, float]] = field(
         default_factory=list
     )

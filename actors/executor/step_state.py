@@ -30,7 +30,7 @@ class StepState:
         saved: leaves and output of forwards that wait for their backward.
         received: what came in of forwards that wait to be recomputed.
         deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
-        losses: by microbatch.
+        losses: by stage and microbatch.
         result: of the step, as far as it is known.
     """
 
@@ -47,7 +47,7 @@ class StepState:
         self.saved: list[Any] = [None] * activations
         self.received: list[Received | None] = [None] * activations
         self.deferred: list[DeferredWeights | None] = [None] * activations
-        self.losses: dict[int, torch.Tensor] = {}
+        self.losses: dict[tuple[StageId, int], torch.Tensor] = {}
         self.result = StepResult()
 
     def take(self, place: int) -> Message:

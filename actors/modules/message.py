@@ -7,6 +7,7 @@ a user's callback may do what it likes there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,19 @@ class Message(NamedTuple):
         tensors: floating-point tensors gradients may flow back through, in fixed order.
         side: named tensors without gradient that later stages need (attention mask,
             labels, position ids, input shapes), any dtype.
+        names: of ``tensors``, where who reads them knows them by names.
+        loss: what the stage computes of the step's loss, a scalar; it stays where it is.
     """
 
     tensors: tuple[torch.Tensor, ...]
     side: dict[str, torch.Tensor]
+    names: tuple[str, ...] = ()
+    loss: torch.Tensor | None = None
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """All that a backward may begin at."""
+        return self.tensors if self.loss is None else (*self.tensors, self.loss)
 
 
 class MicrobatchContext(NamedTuple):
@@ -37,12 +47,14 @@ class MicrobatchContext(NamedTuple):
         microbatch: number of the microbatch within the step.
         sample_ids: names of the microbatch's samples, for error messages.
         draws: where random numbers come from; None: from wherever the generators are.
+        scales: by module, what the sum of its samples' losses is multiplied with.
     """
 
     label_tokens: int
     microbatch: int = 0
     sample_ids: tuple[str, ...] = ()
     draws: Draws | None = None
+    scales: Mapping[str, float] = {}
 
     def enter(self, place: str) -> None:
         """What is drawn from now on belongs to this place of the module."""
@@ -72,7 +84,7 @@ class StageModule(nn.Module):
             context: what else it may know of the step.
 
         Returns:
-            What it hands on; the sink stage's first tensor is the loss.
+            What it hands on, and the loss that it computes.
         """
         raise NotImplementedError
 

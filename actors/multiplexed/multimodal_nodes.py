@@ -81,4 +81,6 @@ class LanguageNode(NodeSpec):
                 rows = torch.arange(inputs.own.size).repeat_interleave(counts)
                 index[entry.producer] = rows.to(inputs.entries["input_ids"].device)
         text = {**inputs.entries, "sample_index": index}
-        return {ONLY: cast(StageModule, module).run(text, received, inputs.context).tensors[0]}
+        message = cast(StageModule, module).run(text, received, inputs.context)
+        assert message.loss is not None  # of a whole language model
+        return {ONLY: message.loss}

@@ -252,7 +252,7 @@ class ModuleProfiler:
         def run() -> torch.Tensor:
             with self._casting():
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
-            return message.tensors[0]
+            return message.outputs[0]
 
         copies = ComputeCopies([self._stage], self._autocast)
         with copies.shown(), live_bytes(self._device) as live:
@@ -284,7 +284,7 @@ class ModuleProfiler:
             with storages or contextlib.nullcontext(), self._casting():
                 trace.start_forward()
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
-                output = message.tensors[0]
+                output = message.outputs[0]
                 trace.end_forward(output)
             gradient = None if output.dim() == 0 else torch.randn_like(output)
             trace.start_backward()

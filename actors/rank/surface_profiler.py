@@ -161,7 +161,7 @@ class SurfaceProfiler(ModuleProfiler):
             with self._casting():
                 output = self._stage.run(
                     dict(inputs), received, MicrobatchContext(1)
-                ).tensors[0]
+                ).outputs[0]
             if output.requires_grad:
                 output.backward(None if output.dim() == 0 else torch.ones_like(output))
         for message in received.values():

@@ -270,7 +270,7 @@ class LanguageStage(StageModule):
         assert labelled is not None  # a stage before the last is left at its cut
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         total = self._cross_entropy_sum(rows, labelled.targets)
-        return Message((total / max(context.label_tokens, 1),), {})
+        return Message((), {}, loss=total / max(context.label_tokens, 1))
 
     def _with_room(
         self, hidden: torch.Tensor, side: dict[str, Any]

@@ -43,7 +43,7 @@ class RaymmStage(nn.Module):
             (message,) = received.values()
             x = message.tensors[0]
         y = self.stage(x)
-        return Message((y if self.loss is None else self.loss(y),), {})
+        return Message((y,), {}) if self.loss is None else Message((), {}, loss=self.loss(y))
 
 
 def chain_plan(config: ChainConfig) -> Plan:

@@ -84,7 +84,7 @@ def _iteration(device: Device, stage: Any, sizes: Sizes, name: str) -> Any:
         for parameter in parameters:
             parameter.grad = None
         with torch.autocast(device.kind, torch.bfloat16):
-            output = stage.run(dict(inputs), received, MicrobatchContext(1)).tensors[0]
+            output = stage.run(dict(inputs), received, MicrobatchContext(1)).outputs[0]
         output.backward(None if output.dim() == 0 else torch.ones_like(output))
         gradients = [p.grad for p in (parameters[0], parameters[-1]) if p.grad is not None]
         return [output.detach(), *gradients]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -44,6 +44,7 @@ class StepOutput:
         learning_rate: the rate used, if the step updated parameters.
         peak_bytes: per rank, the most memory that one of its processes held.
         skipped: why the optimizer's step was not applied; None if it was, or there was none.
+        losses: by module that computes one, what ``loss`` is the sum of.
     """
 
     loss: float
@@ -53,6 +54,7 @@ class StepOutput:
     learning_rate: float | None = None
     peak_bytes: tuple[int, ...] = ()
     skipped: SkippedStep | None = None
+    losses: dict[str, float] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
         from raymm.draw.notebook import bars_html  # it takes half a second, in notebooks only

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -77,14 +76,15 @@ class PendingStep:
         pairs = list(zip(self._processes, results, strict=True))
         # Processes that share a microbatch have each their part of the loss, those that share
         # every token's work all the same.
-        losses = [
-            (m, value) for p, result in pairs if p.tp == 0 for m, value in result.losses.items()
-        ]
+        parts = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]
+        losses: dict[str, float] = {}
+        for (stage, _), value in sorted(parts, key=lambda part: (part[0][0].module, part[0][1])):
+            losses[stage.module] = losses.get(stage.module, 0.0) + value
         rates = [r.learning_rate for r in results if r.learning_rate is not None]
         peaks: dict[int, int] = {}
         for process, result in pairs:
             peaks[process.rank] = max(peaks.get(process.rank, 0), result.peak_bytes)
-        loss = sum(value for _, value in sorted(losses, key=itemgetter(0)))
+        loss = sum(losses.values())
         return StepOutput(
             loss=loss,
             label_tokens=self._label_tokens,
@@ -94,6 +94,7 @@ class PendingStep:
             learning_rate=rates[0] if rates else None,
             peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
             skipped=self._skipped(loss, results),
+            losses=losses,
         )
 
 

@@ -118,7 +118,9 @@ class Part(nn.Module):
         hidden = self.linear(sum(values))
         if self.tied:
             hidden = hidden * self.embedding
-        return Message((hidden.tanh().square().sum() if self.sink else hidden.tanh(),), {})
+        if self.sink:
+            return Message((), {}, loss=hidden.tanh().square().sum())
+        return Message((hidden.tanh(),), {})
 
 
 def tied_plan(schedule: str) -> Plan:

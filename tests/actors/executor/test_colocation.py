@@ -58,7 +58,7 @@ class Part(nn.Module):
             values.append(inputs["x"])
         hidden = self.body(sum(values))
         if self.sink:
-            return Message((hidden.square().sum() / context.label_tokens,), {})
+            return Message((), {}, loss=hidden.square().sum() / context.label_tokens)
         return Message((hidden,), {})
 
 
@@ -272,7 +272,7 @@ def _by_autograd(parts):
         body = parts[StageId("llm", 0)].body(hidden + rows[StageId("llm", 0)][m]["x"])
         loss = body.square().sum() / 11
         loss.backward()
-        losses[m] = loss.item()
+        losses[StageId("llm", 0), m] = loss.item()
     return losses, {
         (name, key): p.grad for name, part in parts.items() for key, p in part.named_parameters()
     }

@@ -39,7 +39,7 @@ class Part(nn.Module):
             values.append(inputs["x"])
         hidden = self.linear(self.norm(self.dropout(sum(values)))).tanh()
         if self.sink:
-            return Message((hidden.square().sum() / context.label_tokens,), {})
+            return Message((), {}, loss=hidden.square().sum() / context.label_tokens)
         return Message((hidden,), {"microbatch": torch.tensor(context.microbatch)})
 
 
@@ -138,8 +138,8 @@ def expected(parts: dict[str, Part]) -> dict[int, float]:
             rows = inputs.get(name)
             received = {} if message is None else {"before": message}
             message = parts[name].run(rows and rows[m], received, _Context(m))
-        (loss,) = message.tensors
-        losses[m] = float(loss.detach())
+        (loss,) = message.outputs
+        losses[LLM[1], m] = float(loss.detach())
         if loss.requires_grad:
             loss.backward()
     return losses
@@ -234,7 +234,7 @@ class Add(nn.Module):
 
     def run(self, inputs, received, context):
         (message,) = received.values()
-        return Message(((message.tensors[0] + self.own).sin().sum(),), {})
+        return Message((), {}, loss=(message.tensors[0] + self.own).sin().sum())
 
 
 def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_from():
@@ -282,7 +282,8 @@ class Branch(nn.Module):
     def run(self, inputs, received, context):
         values = [message.tensors[0] for message in received.values()]
         hidden = (sum(values) if inputs is None else inputs["x"]) @ self.weight
-        return Message((hidden.square().sum() if self.sink else hidden,), {})
+        loss = hidden.square().sum()
+        return Message((), {}, loss=loss) if self.sink else Message((hidden,), {})
 
 
 def test_gradients_of_several_consumers_are_summed():
@@ -300,7 +301,7 @@ def test_gradients_of_several_consumers_are_summed():
     last = (first @ alone[b].weight + first @ alone[c].weight) @ alone[d].weight
     loss = last.square().sum()
     loss.backward()
-    assert result.losses[0] == pytest.approx(float(loss))
+    assert result.losses == {(d, 0): pytest.approx(float(loss.detach()))}
     for name in names:
         torch.testing.assert_close(parts[name].weight.grad, alone[name].weight.grad)
 
@@ -314,7 +315,8 @@ class Merging(nn.Module):
 
     def run(self, inputs, received, context):
         (message,) = received.values()
-        return Message((torch.cat([self.rows, message.tensors[0]]).square().sum(),), {})
+        loss = torch.cat([self.rows, message.tensors[0]]).square().sum()
+        return Message((), {}, loss=loss)
 
 
 class Wire:
@@ -353,6 +355,56 @@ def test_a_gradient_that_is_sent_keeps_nothing_else():
         ]),
         {}, StepMeta(STEP, 1, (0,), SEED),
     )
-    ((gradient,), _) = back.sent[0]
+    (gradient,) = back.sent[0].tensors
     assert gradient.equal(2 * features)
     assert gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
+class Thinker(nn.Module):
+    """Has a loss of its own, and states that another one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def run(self, inputs, received, context):
+        states = (inputs["x"] @ self.weight).tanh()
+        loss = states.square().sum() * context.scales["thinker"]
+        return Message((states,), {}, ("states",), loss)
+
+
+class Talker(nn.Module):
+    """Reads states by their name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def run(self, inputs, received, context):
+        (message,) = received.values()
+        states = dict(zip(message.names, message.tensors, strict=True))["states"]
+        return Message((), {}, loss=(states @ self.weight).sin().sum() * context.scales["talker"])
+
+
+@pytest.mark.parametrize("backwards", [
+    [(Op.BACKWARD, 1), (Op.BACKWARD, 0)],
+    [(Op.BACKWARD_INPUT, 1), (Op.BACKWARD_INPUT, 0), (Op.BACKWARD_WEIGHT, 0),
+     (Op.BACKWARD_WEIGHT, 1)],
+], ids=["whole", "split"])
+def test_a_stage_with_a_loss_may_be_read(backwards):
+    torch.manual_seed(0)
+    names = StageId("thinker", 0), StageId("talker", 0)
+    parts = {names[0]: Thinker(), names[1]: Talker()}
+    scales, x = {"thinker": 0.5, "talker": -0.25}, torch.randn(4, 6)
+    states = (x @ parts[names[0]].weight).tanh()
+    losses = states.square().sum() * 0.5, (states @ parts[names[1]].weight).sin().sum() * -0.25
+    expected = torch.autograd.grad(sum(losses), [parts[name].weight for name in names])
+    executor = Executor(parts, (names,), {}, {}, {})
+    program = [Instruction(Op.FORWARD, name, 0) for name in names]
+    program += [Instruction(op, names[number], 0) for op, number in backwards]
+    meta = StepMeta(0, 1, ("shape",), scales=scales)
+    result = executor.run(executor.compile(program), {names[0]: [{"x": x}]}, meta)
+    assert list(result.losses) == [(name, 0) for name in names]
+    assert list(result.losses.values()) == pytest.approx([float(v.detach()) for v in losses])
+    for name, due in zip(names, expected, strict=True):
+        torch.testing.assert_close(parts[name].weight.grad, due)

@@ -94,7 +94,7 @@ def forward(stages: list[Any], inputs: Any) -> tuple[torch.Tensor, list[Any]]:
     between, received = [], {}
     for stage in stages:
         message = stage.run(inputs, received, MicrobatchContext(20))
-        (sent,) = message.tensors
+        (sent,) = message.outputs
         leaf = sent.detach().requires_grad_()
         between.append((sent, leaf))
         received, inputs = {"before": Message((leaf,), message.side)}, None
