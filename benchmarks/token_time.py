@@ -14,7 +14,8 @@ share of what the sequence takes in one piece, without padding, with
 Processes that have fewer than 1,024 tokens have smaller blocks (`small`), as they have fewer than
 eight of 128: figures of their own. `tokens`, the most tokens of a process over the mean when they
 may differ; `attention`, its most attention over the mean at equal counts, in blocks as they are
-dealt out, and `bound`, which no equal counts get below.
+dealt out, `bound`, which no equal counts get below, and `proven`, of 1 where it is at the bound,
+else 0.
 
     python -m benchmarks.token_time --json
 """
@@ -104,6 +105,7 @@ def case(
     result = {
         "attention": equal.imbalance,
         "bound": equal.bound * processes / max(1, int(work.sum())),
+        "proven": float(equal.status == "optimal"),
     }
     for model, pairs in models.items():
         share = (whole + pairs * tokens) / processes
@@ -123,6 +125,7 @@ def main() -> None:
     options.add_argument("--masks", type=int, default=300, help="of each kind")
     options.add_argument("--seed", type=int, default=0)
     args = options.parse_args()
+    console = _common.console()
     models = {model: pairs_of(model) for model in MODELS}
     result: dict[str, Any] = {"machine": _common.machine(), "token_pairs": models}
     table = Table("mask", "blocks", "of", *(f"{q:.0%}" for q in QUANTILES))
@@ -132,12 +135,14 @@ def main() -> None:
         for size in ("full", "small"):
             alike = [figures for of, figures in cases if of == size]
             result[f"{kind}, {size}: masks"] = len(alike)
+            result[f"{kind}, {size}: proven"] = sum(one.pop("proven") for one in alike)
             for name in alike[0] if alike else ():
                 values = [one[name] for one in alike]
                 quantiles = [round(float(np.quantile(values, q)), 4) for q in QUANTILES]
                 result[f"{kind}, {size}: {name}"] = quantiles
                 table.add_row(kind, size, name, *map(str, quantiles))
-    _common.console().print(table)
+            console.print(f"{kind}, {size}: {len(alike)} masks", result[f"{kind}, {size}: proven"])
+    console.print(table)
     _common.emit(result, args.json)
 
 

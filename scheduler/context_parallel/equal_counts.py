@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numba import njit
 
 from raymm.scheduler.context_parallel import swaps as token_swaps
 
@@ -34,6 +35,8 @@ def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.n
     members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
     bound = _equal_counts_bound(work, order, ranks)
     token_swaps.exchange(work, members, counts, loads, int(bound * (1 + TOLERANCE)), BUDGET)
+    if len(work) and loads.max() > bound * (1 + TOLERANCE):
+        bound = int(_crowded_bound(_heaviest(work, order), ranks, bound))
     return token_swaps.ranks_of(members, counts, len(work)), bound
 
 
@@ -45,18 +48,55 @@ def descending(work: np.ndarray) -> np.ndarray:
     return np.argsort(below.astype(np.uint16) if below.max() < 1 << 16 else below, kind="stable")
 
 
+@njit(cache=True)
+def _crowded_bound(before, ranks, bound):
+    """A largest work that no counts equal to within one get below, where few blocks are heavy.
+
+    Of the ``k * ranks + h`` heaviest blocks (h from 1 to ranks), ranks have k each or more: those
+    that have more, g say, have ``g * k + h`` at least, so g is at most h, or one each is enough.
+    Beside them they have as many others as make up their counts. What these g have, at least the
+    lightest of both kinds, is g times the largest work at most; whatever g is.
+
+    Args:
+        before: (n + 1,) int64, work of the heaviest blocks.
+        ranks: how many.
+        bound: one that is known.
+    """
+    blocks = before.shape[0] - 1
+    least_count = blocks // ranks
+    for top in range(1, blocks + 1):
+        k = (top - 1) // ranks
+        h = top - k * ranks
+        least = before[blocks]
+        for g in range(h, 0, -1):
+            heavy = g * k + h
+            others = max(0, g * least_count - heavy)
+            work = before[top] - before[top - heavy] + before[blocks] - before[blocks - others]
+            if work <= bound * g:  # this top says nothing new; so it is with most of them
+                least = bound
+                break
+            least = min(least, -(-work // g))
+        bound = max(bound, least)
+    return bound
+
+
 def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
     """A largest work that no distribution with counts equal to within one gets below.
 
     For every k some rank has k + 1 of the k * ranks + 1 heaviest blocks, and beside them as
     many others as make up its count: at least the lightest of both kinds.
     """
-    before = np.concatenate([[0], np.cumsum(work[order])])
+    before = _heaviest(work, order)
     heavy = np.arange(0, len(work), ranks)  # k * ranks
     k = np.arange(len(heavy))
     lightest = len(work) - np.maximum(len(work) // ranks - 1 - k, 0)
     least = before[heavy + 1] - before[heavy - k] + before[-1] - before[lightest]
     return max(any_counts_bound(work, ranks), int(least.max(initial=0)))
+
+
+def _heaviest(work: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """(blocks + 1,) work of the heaviest blocks: of none, of the heaviest, of all."""
+    return np.concatenate([[0], np.cumsum(work[order])])
 
 
 def any_counts_bound(work: np.ndarray, ranks: int) -> int:
