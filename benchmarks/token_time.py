@@ -121,7 +121,7 @@ def case(
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = _common.parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--masks", type=int, default=300, help="of each kind")
     options.add_argument("--seed", type=int, default=0)
     args = options.parse_args()
