@@ -25,17 +25,14 @@ from raymm.actors.quota import (
     check_no_shared_parameters,
 )
 
-# The pool's only set: quotas of a rank do not change, and what needs the whole device runs on the
-# rank's own stream.
-_SET = "rank"
-
 
 class Colocation:
     """Runs works of a rank's modules concurrently. All streams are made here, before the first
     step.
 
     Args:
-        quotas: share of the multiprocessors, by module.
+        sets: shares of the multiprocessors, by module, of every set of modules that run
+            concurrently. What needs the whole device runs on the rank's own stream.
         backend: makes the streams.
         timeout: seconds that the works of one group may take.
 
@@ -44,8 +41,11 @@ class Colocation:
         InputError: a device without quotas.
     """
 
-    def __init__(self, quotas: Mapping[str, float], backend: Backend, timeout: float) -> None:
-        self._pool = StreamPool(backend, {_SET: quotas})
+    def __init__(
+        self, sets: Sequence[Mapping[str, float]], backend: Backend, timeout: float
+    ) -> None:
+        self._sets = {str(number): dict(quotas) for number, quotas in enumerate(sets)}
+        self._pool = StreamPool(backend, self._sets)
         self._concurrent = ConcurrentModules(timeout)
 
     def check(self, stages: Mapping[str, Sequence[nn.Module]]) -> None:
@@ -57,13 +57,20 @@ class Colocation:
         Raises:
             ValueError: two have one in common, by name.
         """
-        check_no_shared_parameters(
-            {module: nn.ModuleList(stages[module]) for module in self._pool.select(_SET).streams}
-        )
+        for quotas in self._sets.values():
+            check_no_shared_parameters(
+                {module: nn.ModuleList(stages[module]) for module in quotas}
+            )
 
-    def run(self, works: Mapping[str, Work]) -> dict[str, Output]:
-        """Run works concurrently; as :meth:`raymm.actors.quota.ConcurrentModules.run`."""
-        return self._concurrent.run(self._pool.select(_SET), works)
+    def run(self, works: Mapping[str, Work], quotas: Mapping[str, float]) -> dict[str, Output]:
+        """Run works concurrently; as :meth:`raymm.actors.quota.ConcurrentModules.run`.
+
+        Args:
+            works: by module.
+            quotas: of these modules, as one of the sets has them.
+        """
+        name = next(n for n, own in self._sets.items() if quotas.items() <= own.items())
+        return self._concurrent.run(self._pool.select(name), works)
 
     def report(self) -> str:
         """What was asked and granted, a line per module."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, group_end
@@ -22,6 +23,8 @@ class Producer(NamedTuple):
         name: by which the task's stage knows it.
         needs_gradient: whether it gets one back.
         output, gradient: where its output lies, and where the gradient of it goes.
+        samples: that the output lies there of; without any, of all.
+        reads: those of them that the task's stage reads, and makes the gradient of.
     """
 
     stage: StageId
@@ -29,14 +32,18 @@ class Producer(NamedTuple):
     needs_gradient: bool
     output: int
     gradient: int
+    samples: tuple[Range, ...] = ()
+    reads: tuple[Range, ...] = ()
 
 
 class Consumer(NamedTuple):
-    """A stage that gets what a task's stage produces: where its copy lies, and the gradient."""
+    """A stage that gets what a task's stage produces: where its copy lies, and the gradient, and of
+    which samples; without any, of all."""
 
     stage: StageId
     output: int
     gradient: int
+    samples: tuple[Range, ...] = ()
 
 
 class Task(NamedTuple):
@@ -48,6 +55,8 @@ class Task(NamedTuple):
         message: where what is sent or received lies.
         further: where the same lies for other stages of the rank that read it too; or their
             gradients of it, which are sent as one sum.
+        samples: of the microbatch that it is of; without any, of all.
+        parts: the samples that each gradient of such a sum is of.
         activations: where lies what a forward keeps for its backward.
         producers, consumers: of a computing task.
         last: the stage's parameters get no more gradients in this step.
@@ -65,6 +74,8 @@ class Task(NamedTuple):
     group: int = -1
     quota: float = 1.0
     further: tuple[int, ...] = ()
+    samples: tuple[Range, ...] = ()
+    parts: tuple[tuple[Range, ...], ...] = ()
 
     def __str__(self) -> str:
         words = [self.op.value, str(self.stage)]
@@ -105,7 +116,7 @@ class CompiledProgram(NamedTuple):
 
 def compile_program(
     instructions: Sequence[Instruction], edges: Sequence[Edge], issues: Sequence[Issue] = (),
-    bound: int | None = None,
+    bound: int | None = None, every: Collection[tuple[str, str]] = (),
 ) -> CompiledProgram:
     """Resolve a rank's program.
 
@@ -115,9 +126,10 @@ def compile_program(
         issues: what begins where, as
             :func:`~raymm.scheduler.program.check_program.check_program` says.
         bound: messages of an edge that may be under way, as it says, too.
+        every: (producer, consumer) modules of which the second reads all samples.
     """
     instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
-    resolver = _Resolver(instructions, edges)
+    resolver = _Resolver(instructions, edges, every)
     tasks = [resolver.task(number, i) for number, i in enumerate(instructions)]
     carried: dict[Op, dict[Edge, tuple[int, ...]]] = {Op.RECV: {}, Op.SEND: {}}
     for i in instructions:
@@ -144,20 +156,27 @@ def compile_program(
 class _Resolver:
     """Makes tasks of a rank's instructions."""
 
-    def __init__(self, instructions: Sequence[Instruction], edges: Sequence[Edge]) -> None:
-        self.edges = edges
-        self.sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
+    def __init__(
+        self, instructions: Sequence[Instruction], edges: Sequence[Edge],
+        every: Collection[tuple[str, str]],
+    ) -> None:
+        self.edges, self.every = edges, every
         # What other ranks make arrives once, and its gradient goes back once, however many stages
         # read it.
         self.arrivals = {
-            (i.peer, i.microbatch) for i in instructions
+            (i.peer, i.microbatch): i.samples for i in instructions
             if i.op is Op.RECV and i.direction is Direction.FORWARD
         }
         self.returned = {
             (i.peer, i.microbatch) for i in instructions
             if i.op is Op.SEND and i.direction is Direction.BACKWARD
         }
-        self.forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
+        self.messages_to = {
+            (i.stage, i.peer, i.microbatch): i.samples for i in instructions if i.op is Op.SEND
+        }
+        self.forwards = {
+            (i.stage, i.microbatch): i.samples for i in instructions if i.op in FORWARDS
+        }
         self.backwards = {
             (i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS
         }
@@ -172,11 +191,11 @@ class _Resolver:
         m = i.microbatch
         task = Task(
             i.op, i.stage, m, i.peer, last=self.last.get(i.stage) == number, group=i.group,
-            quota=i.quota,
+            quota=i.quota, samples=i.samples,
         )
         if i.op in (Op.SEND, Op.RECV):
-            places = self._shared_places(i)
-            return task._replace(message=places[0], further=places[1:])
+            places, parts = self._shared(i)
+            return task._replace(message=places[0], further=places[1:], parts=parts)
         if i.op not in COMPUTE:
             return task
         place = self.activations.setdefault((i.stage, m), len(self.activations))
@@ -185,29 +204,55 @@ class _Resolver:
                 src, _received_name(src, i.stage),
                 (src, m) in self.backwards or (src, m) in self.returned,
                 self._message(src, i.stage, m), self._message(i.stage, src, m),
+                self.arrivals.get((src, m), reads), reads,
             )
             for src, dst in self.edges
-            if dst == i.stage and ((src, m) in self.arrivals or (src, m) in self.forwards)
+            if dst == i.stage and (reads := self._reads(src, dst, m)) is not None
         )
         consumers = tuple(
-            Consumer(dst, self._message(i.stage, dst, m), self._message(dst, i.stage, m))
+            Consumer(dst, self._message(i.stage, dst, m), self._message(dst, i.stage, m), samples)
             for src, dst in self.edges
-            if src == i.stage and ((src, dst, m) in self.sends or (dst, m) in self.forwards)
+            if src == i.stage and (samples := self._gets(src, dst, m)) is not None
         )
         return task._replace(activations=place, producers=producers, consumers=consumers)
 
-    def _shared_places(self, i: Instruction) -> tuple[int, ...]:
+    def _reads(
+        self, producer: StageId, consumer: StageId, microbatch: int
+    ) -> tuple[Range, ...] | None:
+        """The samples of what is on the rank that a stage of the rank reads; None if it reads
+        nothing."""
+        place = producer, microbatch
+        has = self.arrivals.get(place, self.forwards.get(place))
+        if has is None or (consumer, microbatch) not in self.forwards:
+            return None
+        own = self.forwards[consumer, microbatch]
+        if not has or not own or (producer.module, consumer.module) in self.every:
+            return has
+        return tuple(both for r in has for o in own if (both := r.meet(o))) or None
+
+    def _gets(
+        self, producer: StageId, consumer: StageId, microbatch: int
+    ) -> tuple[Range, ...] | None:
+        """The samples that a stage of the rank hands to another, or to another rank; None if
+        nothing."""
+        sent = self.messages_to.get((producer, consumer, microbatch))
+        return self._reads(producer, consumer, microbatch) if sent is None else sent
+
+    def _shared(
+        self, i: Instruction
+    ) -> tuple[tuple[int, ...], tuple[tuple[Range, ...], ...]]:
         """Where what a message has lies: of outputs that arrive, for each stage that reads them;
-        of a gradient that goes back, what each of them has made."""
+        of a gradient that goes back, what each of them has made, and of which samples."""
         m = i.microbatch
         if (i.op is Op.RECV) is not (i.direction is Direction.FORWARD):
-            return (self._message(*i.edge, m),)
-        readers = [
-            dst for src, dst in self.edges if src == i.peer and (dst, m) in self.forwards
-        ]
+            return (self._message(*i.edge, m),), ()
+        read = {
+            dst: reads for src, dst in self.edges
+            if src == i.peer and (reads := self._reads(src, dst, m)) is not None
+        }
         if i.op is Op.RECV:
-            return tuple(self._message(i.peer, reader, m) for reader in readers)
-        return tuple(self._message(reader, i.peer, m) for reader in readers)
+            return tuple(self._message(i.peer, reader, m) for reader in read), ()
+        return tuple(self._message(reader, i.peer, m) for reader in read), tuple(read.values())
 
     def _message(self, source: StageId, target: StageId, microbatch: int) -> int:
         """Where a message lies, from when it is there until it is used or sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,12 +13,13 @@ from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.compiled_program import CompiledProgram, Task, compile_program
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
-from raymm.actors.executor.stage_actions import Action, StageActions, Surroundings, summed
+from raymm.actors.executor.stage_actions import Action, StageActions, Surroundings
 from raymm.actors.executor.step_clock import StepClock, step_clock
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.executor.step_state import StepState
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.message import Message, StageModule
+from raymm.actors.modules.message_samples import summed
 from raymm.actors.modules.module_state import evaluating
 from raymm.actors.modules.precision import ComputeCopies
 from raymm.actors.optimizer.finite import FiniteObserver
@@ -79,6 +80,7 @@ class Executor:
         colocation: runs the tasks of one group concurrently; None if no module has a quota.
         whereabouts: is told every instruction.
         observer: is shown what stages hand on and back, and the losses.
+        every: (producer, consumer) modules of which the second reads all samples of a microbatch.
     """
 
     def __init__(
@@ -98,9 +100,10 @@ class Executor:
         colocation: Colocation | None = None,
         whereabouts: Whereabouts | None = None,
         observer: FiniteObserver | None = None,
+        every: Collection[tuple[str, str]] = (),
     ) -> None:
         self._stages = stages
-        self._edges = tuple(edges)
+        self._edges, self._every = tuple(edges), frozenset(every)
         self._senders = senders
         self._receivers = receivers
         self._collectives = collectives
@@ -134,7 +137,7 @@ class Executor:
                 of gradients with all others.
             bound: messages of an edge that may be under way; None for any number.
         """
-        program = compile_program(instructions, self._edges, issues, bound)
+        program = compile_program(instructions, self._edges, issues, bound, self._every)
         parts = [
             self._part(group, begins)
             for group, begins in zip(program.groups, program.issues, strict=True)
@@ -169,7 +172,7 @@ class Executor:
         if task.op is Op.SEND:
             send = self._senders[task.stage, task.peer].send
             if task.further:
-                return partial(_send_sum, (task.message, *task.further), send)
+                return partial(_send_sum, task, send)
             return partial(_send, task.message, send)
         if task.op not in COMPUTE:
             return partial(self._collective, self._collectives[task.op])
@@ -261,7 +264,8 @@ class Executor:
         """
         works = {module: self._work(tasks, step, clock) for module, tasks in group.items()}
         assert self._colocation is not None  # which makes groups
-        outputs = self._colocation.run(works)
+        quotas = {module: tasks[0][0].quota for module, tasks in group.items()}
+        outputs = self._colocation.run(works, quotas)
         for output in outputs.values():
             for all_of, own in zip(timed, output.get()[0], strict=True):
                 all_of.extend(own)
@@ -306,11 +310,11 @@ def _receive_for(places: Sequence[int], recv: Callable[[], Message], step: StepS
         step.messages[place] = message
 
 
-def _send_sum(
-    places: Sequence[int], send: Callable[[Message], None], step: StepState
-) -> None:
+def _send_sum(task: Task, send: Callable[[Message], None], step: StepState) -> None:
     """The gradients that several stages have made of one output."""
-    send(Message(summed([step.take(place).tensors for place in places]), {}))
+    parts = [step.take(place).tensors for place in (task.message, *task.further)]
+    offsets = step.meta.offsets_of(task.microbatch, task.peer.module)
+    send(Message(summed(parts, task.parts, task.samples, offsets), {}))
 
 
 def _send(place: int, send: Callable[[Message], None], step: StepState) -> None:

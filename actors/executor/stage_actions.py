@@ -16,8 +16,10 @@ from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.executor.step_state import Leaves, Received, StepState
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
+from raymm.actors.modules.message_samples import cut, joined, summed
 from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteObserver
+from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 
@@ -129,23 +131,29 @@ class StageActions:
         """A stage's forward: the leaves that its backward computes gradients of, and its output.
         """
         stage, microbatch, run = task.stage, task.microbatch, self._stage.run
+        samples = task.samples
         names = [(p.name, with_grad and p.needs_gradient) for p in task.producers]
-        around = self._around.precision
+        around, in_parts = self._around.precision, _in_parts(task)
 
         def forward(step: StepState, received: Received) -> tuple[Leaves, Message]:
             leaves: Leaves = []
             named: dict[str, Message] = {}
-            for (name, needs_gradient), message in zip(names, received, strict=True):
-                if needs_gradient:
-                    # A detached alias: local messages must not join two stages' graphs.
-                    own = tuple([t.detach().requires_grad_() for t in message.tensors])
-                    leaves.append(own)
-                    message = Message(own, message.side, message.names)
-                named[name] = message
+            if in_parts:
+                leaves, named = _received_parts(task, with_grad, step, received)
+            else:
+                for (name, needs_gradient), message in zip(names, received, strict=True):
+                    if needs_gradient:
+                        # A detached alias: local messages must not join two stages' graphs.
+                        own = tuple([t.detach().requires_grad_() for t in message.tensors])
+                        leaves.append(own)
+                        message = Message(own, message.side, message.names)
+                    named[name] = message
             meta, rows = step.meta, step.inputs.get(stage)
             inputs = rows[microbatch] if rows else None
             ids = meta.sample_ids[microbatch] if meta.sample_ids else ()
-            context = MicrobatchContext(meta.label_tokens, microbatch, ids, None, meta.scales)
+            context = MicrobatchContext(
+                meta.label_tokens, microbatch, ids, None, meta.scales, samples
+            )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)
             with ExitStack() as contexts:
@@ -180,6 +188,9 @@ class StageActions:
     def _hand_on(self, task: Task) -> Callable[[StepState, Message], None]:
         stage, microbatch = task.stage, task.microbatch
         observer, targets = self._around.observer, [c.output for c in task.consumers]
+        parts = [
+            (c.output, c.samples) for c in task.consumers if c.samples != task.samples
+        ]
 
         def hand_on(step: StepState, output: Message) -> None:
             tensors = tuple([t.detach() for t in output.tensors])
@@ -193,11 +204,17 @@ class StageActions:
             handed = Message(tensors, output.side, output.names)
             for target in targets:
                 step.messages[target] = handed
+            for target, samples in parts:
+                offsets = step.meta.offsets_of(microbatch, stage.module)
+                own = cut(tensors, task.samples, samples, offsets)
+                step.messages[target] = Message(own, output.side, output.names)
 
         return hand_on
 
     def _backward(self, task: Task) -> Action:
-        sources, place = [consumer.gradient for consumer in task.consumers], task.activations
+        sources, place = [c.gradient for c in task.consumers], task.activations
+        parts = [c.samples for c in task.consumers]
+        whole = all(samples == task.samples for samples in parts)
         hand_back, in_two = self._hand_back(task), task.op is Op.BACKWARD_INPUT
 
         def backward(step: StepState) -> None:
@@ -205,7 +222,12 @@ class StageActions:
             tensors: tuple[torch.Tensor, ...] = output.tensors
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
             if sources:
-                gradients = summed([step.take(source).tensors for source in sources])
+                taken = [step.take(source).tensors for source in sources]
+                if len(taken) == 1 and whole:
+                    gradients = taken[0]
+                else:
+                    offsets = step.meta.offsets_of(task.microbatch, task.stage.module)
+                    gradients = summed(taken, parts, task.samples, offsets)
             if output.loss is not None:
                 tensors, gradients = (*tensors, output.loss), (*gradients, None)
             flat = [leaf for own in leaves for leaf in own]
@@ -250,12 +272,38 @@ class StageActions:
         return hand_back
 
 
-def summed(gradients: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """Tensor by tensor, over what consumers hand back."""
-    total, *further = gradients
-    for others in further:
-        total = tuple(t + other for t, other in zip(total, others, strict=True))
-    return total
+def _in_parts(task: Task) -> bool:
+    """Whether replicas of a module made each a share of the samples that a stage reads, or more
+    than it reads."""
+    names = [p.name for p in task.producers]
+    return len(set(names)) < len(names) or any(p.reads != p.samples for p in task.producers)
+
+
+def _received_parts(
+    task: Task, with_grad: bool, step: StepState, messages: Received
+) -> tuple[Leaves, dict[str, Message]]:
+    """What a stage computes gradients of, and its messages by producer, put together."""
+    leaves: Leaves = []
+    parts: dict[str, list[tuple[tuple[Range, ...], tuple[torch.Tensor, ...]]]] = {}
+    latest: dict[str, Message] = {}
+    for producer, message in zip(task.producers, messages, strict=True):
+        offsets = step.meta.offsets_of(task.microbatch, producer.stage.module)
+        own = cut(message.tensors, producer.samples, producer.reads, offsets)
+        if with_grad and producer.needs_gradient:
+            own = tuple([t.detach().requires_grad_() for t in own])
+            leaves.append(own)
+        parts.setdefault(producer.name, []).append((producer.reads, own))
+        latest[producer.name] = message  # replicas hand on the same names
+    return leaves, {
+        name: latest[name]._replace(
+            tensors=joined([tensors for _, tensors in sorted(of, key=_first)])
+        )
+        for name, of in parts.items()
+    }
+
+
+def _first(part: tuple[tuple[Range, ...], Any]) -> Range:
+    return part[0][0]
 
 
 def _accumulate(

@@ -38,6 +38,8 @@ class StepMeta(NamedTuple):
         batch: how many batches' gradients the step has accumulated before, for seeds.
         scales: by module, what the sum of its samples' losses is multiplied with: its weight
             divided by the count of its own over the whole step.
+        offsets: per microbatch, by module whose outputs have not one row of each sample, each
+            sample's first row, and behind the last one the number of rows.
     """
 
     step: int
@@ -48,6 +50,11 @@ class StepMeta(NamedTuple):
     training: bool = True
     batch: int = 0
     scales: Mapping[str, float] = {}
+    offsets: tuple[Mapping[str, Sequence[int]], ...] = ()
+
+    def offsets_of(self, microbatch: int, module: str) -> Sequence[int] | None:
+        """Of a module's outputs; None if they have one row of each sample."""
+        return self.offsets[microbatch].get(module) if self.offsets else None
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.draws import Draws
+from raymm.scheduler.graph.sample_ranges import Range
 
 
 class Message(NamedTuple):
@@ -48,6 +49,7 @@ class MicrobatchContext(NamedTuple):
         sample_ids: names of the microbatch's samples, for error messages.
         draws: where random numbers come from; None: from wherever the generators are.
         scales: by module, what the sum of its samples' losses is multiplied with.
+        samples: that the stage works on; without any, all of the microbatch.
     """
 
     label_tokens: int
@@ -55,6 +57,7 @@ class MicrobatchContext(NamedTuple):
     sample_ids: tuple[str, ...] = ()
     draws: Draws | None = None
     scales: Mapping[str, float] = {}
+    samples: tuple[Range, ...] = ()
 
     def enter(self, place: str) -> None:
         """What is drawn from now on belongs to this place of the module."""

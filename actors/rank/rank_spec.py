@@ -50,7 +50,8 @@ class RankSpec:
         kernels: that compute attention, see :mod:`raymm.kernels.choice.choice`.
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads of this process.
-        quotas: by module, shares of the device's multiprocessors.
+        quotas: by module, shares of the device's multiprocessors, of every set of modules that
+            run concurrently.
         quota_backend: makes the quotas' streams; by default
             :func:`raymm.actors.executor.colocation.default_backend`.
         timeout_s: seconds any wait on another rank may take.
@@ -72,7 +73,7 @@ class RankSpec:
     kernels: str = "raymm"
     device: str = "cpu"
     threads: int = 1
-    quotas: dict[str, float] = field(default_factory=dict)
+    quotas: tuple[dict[str, float], ...] = ()
     quota_backend: Callable[[], Backend] | None = None
     timeout_s: float = 300.0
     nccl_timeout_s: float | None = None

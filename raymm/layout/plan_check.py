@@ -28,7 +28,7 @@ def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
     """
     for rank in range(plan.num_ranks):
         try:
-            if quotas := plan.quotas(rank):
+            for quotas in plan.quota_sets(rank):
                 partition(quotas, gpu)
         except QuotaError as error:
             raise PlanError(f"rank {rank}: {error}") from None

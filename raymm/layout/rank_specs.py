@@ -69,7 +69,7 @@ def rank_specs(model: MultimodalModule, plan: Plan, **options: Any) -> RankSpecs
             shard_specs=builders.shard_specs,
             parameter_ownership=ownership[number],
             reloadable=reloadable,
-            quotas=plan.quotas(process.rank),
+            quotas=plan.quota_sets(process.rank),
             **options,
         )
         for number, process in enumerate(processes.all)

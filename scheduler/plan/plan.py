@@ -17,7 +17,7 @@ from raymm.scheduler.plan.layer_options import check_layer_options
 from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.policy import Policy, check_policy
-from raymm.scheduler.plan.rank_quotas import SLOTS, check_quotas, check_slots, rank_quotas
+from raymm.scheduler.plan.rank_quotas import SLOTS, check_quotas, check_slots, quota_sets
 from raymm.scheduler.plan.stage import SHARDINGS, SPLITS, Degrees, Edge, Stage, StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES, stage_edges
 
@@ -277,9 +277,10 @@ class Plan:
             ranks[stage.rank].append(stage)
         return tuple(map(tuple, ranks))
 
-    def quotas(self, rank: int) -> dict[str, float]:
-        """By module, shares of a rank's multiprocessors; empty if nothing runs concurrently."""
-        return rank_quotas(self.rank_stages(rank), rank)
+    def quota_sets(self, rank: int) -> tuple[dict[str, float], ...]:
+        """By module, shares of a rank's multiprocessors, of every set of modules that run
+        concurrently."""
+        return quota_sets(self.rank_stages(rank), rank)
 
     @cached_property
     def by_id(self) -> Mapping[StageId, Stage]:

@@ -39,6 +39,16 @@ def rank_quotas(stages: Sequence[Stage], rank: int) -> dict[str, float]:
     return {s.module: s.quota for s in stages if s.rank == rank and s.quota is not None}
 
 
+def quota_sets(stages: Sequence[Stage], rank: int) -> tuple[dict[str, float], ...]:
+    """By module, the quotas on a rank that are of one time: all, or in slots those of each."""
+    slots = sorted({s.slot for s in stages if s.rank == rank and s.slot is not None})
+    if not slots:
+        quotas = rank_quotas(stages, rank)
+        return (quotas,) if quotas else ()
+    sets = (rank_quotas([s for s in stages if s.slot == slot], rank) for slot in slots)
+    return tuple(quotas for quotas in sets if quotas)
+
+
 def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
     """What can be said of a plan's quotas without its devices.
 

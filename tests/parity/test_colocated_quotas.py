@@ -180,7 +180,8 @@ def test_stages_without_company_keep_the_whole_device():
          "audio": ParallelSpec(ranks=(1,), quota=0.5)}, ParallelSpec(ranks=(2,)), 2,
     )  # fmt: skip
     plan = spec.plan(model_of())
-    assert [plan.quotas(rank) for rank in range(3)] == [{}, {"vision": 0.5, "audio": 0.5}, {}]
+    both = ({"vision": 0.5, "audio": 0.5},)
+    assert [plan.quota_sets(rank) for rank in range(3)] == [(), both, ()]
     assert Plan.from_json(plan.to_json()) == plan
     stages = json.loads(plan.to_json())["stages"]
     assert {(s["module"], s["index"]): s["quota"] for s in stages} == {

@@ -18,7 +18,7 @@ def test_a_run_on_quotas_is_the_same_run(make_config, raymm, finished, tmp_path)
     run = tmp_path / "run"
     assert curve(run) == curve(finished.path)
     plan = Plan.from_json((run / "plan.json").read_text())
-    assert [plan.quotas(rank) for rank in (0, 1)] == [{"vision": 0.25, "llm": 0.75}, {}]
+    assert [plan.quota_sets(rank) for rank in (0, 1)] == [({"vision": 0.25, "llm": 0.75},), ()]
     names = [e["args"]["name"] for e in json.loads((run / "trace.json").read_text())["traceEvents"]
              if e["name"] == "thread_name" and e["pid"] == 1]  # fmt: skip
     assert any(name.endswith(", vision on 0.25") for name in names)
@@ -34,7 +34,7 @@ def test_a_layout_with_quotas_is_judged(make_config, raymm, no_new_actors, tmp_p
 
     text, saved = plan(make_config(QUOTAS), tmp_path / "one")
     assert "quota" in text and "0.25" in text and "0.75" in text and "per step" in text
-    assert Plan.from_json(saved).quotas(0) == {"vision": 0.25, "llm": 0.75}
+    assert Plan.from_json(saved).quota_sets(0) == ({"vision": 0.25, "llm": 0.75},)
     given = make_config({"parallel": {"plan": str(tmp_path / "one" / "plan.json")}})
     again, saved_again = plan(given, tmp_path / "two")
     assert again.splitlines()[:8] == text.splitlines()[:8]

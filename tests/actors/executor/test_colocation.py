@@ -153,7 +153,7 @@ def test_the_same_bits_as_one_after_another(options, present):
     """Dropout, batch norm, split backwards, recomputation: whatever runs beside it."""
     backend = RecordingBackend()
     plan = plan_of(**options)
-    colocation = Colocation(plan.quotas(0), backend, 30.0)
+    colocation = Colocation(plan.quota_sets(0), backend, 30.0)
     mine = step(plan, present, colocation)
     due = step(plan_of(quotas={}, **options), present)
     assert mine[0] == due[0]
@@ -184,7 +184,7 @@ def test_sums_of_gradients_wait_for_the_whole_turn():
         ]
         return GradientReduction(0, parameters, shared, {})
 
-    colocation = Colocation(plan.quotas(0), RecordingBackend(), 30.0)
+    colocation = Colocation(plan.quota_sets(0), RecordingBackend(), 30.0)
     mine = step(plan, BOTH, colocation, reduction=reduction)
     due = step(plan_of(quotas={}), BOTH, reduction=reduction)
     assert mine[0] == due[0] and same(mine[1], due[1])
@@ -227,7 +227,7 @@ def test_sleeping_modules_overlap(frozen):
     clock and by the backend's books."""
     plan, parts = sleepers(frozen)
     backend = emulated()
-    colocation = Colocation(plan.quotas(0), backend, 30.0)
+    colocation = Colocation(plan.quota_sets(0), backend, 30.0)
     reference = copy.deepcopy(parts)
     losses, gradients, _, spans = step(plan, BOTH, colocation, parts)
     kinds = [FORWARDS] if frozen else [FORWARDS, BACKWARDS]
@@ -319,7 +319,7 @@ def test_turns_fork_from_the_ranks_stream_and_join_it():
     and no memory beyond that.)"""
     plan = sleepers(frozen=False)[0]  # one stage each, so that all encoders' work is in groups
     backend = LoggedBackend()
-    colocation = Colocation(plan.quotas(0), backend, 30.0)
+    colocation = Colocation(plan.quota_sets(0), backend, 30.0)
     backend.log.clear()
     inputs = inputs_of(plan, BOTH)
     made: dict[str, list[int]] = {StageId("vision", 0): [], StageId("audio", 0): []}
@@ -373,7 +373,7 @@ def test_on_green_contexts(options):
             for name, of_stage in inputs_of(plan, BOTH).items()
         }
         backend = CudaBackend() if quotas else None
-        colocation = Colocation(quotas, backend, 60.0) if quotas else None
+        colocation = Colocation([quotas], backend, 60.0) if quotas else None
         found.append(step(plan, BOTH, colocation, parts, inputs=rows))
     (losses, gradients, *_), (due, their_gradients, *_) = found
     assert losses == pytest.approx(due, rel=1e-5)
@@ -389,7 +389,7 @@ def test_a_stage_that_raises_is_named():
     plan = plan_of()
     parts = parts_of(plan)
     parts[StageId("audio", 0)].body[2] = nn.Linear(WIDTH + 1, WIDTH)
-    colocation = Colocation(plan.quotas(0), RecordingBackend(), 30.0)
+    colocation = Colocation(plan.quota_sets(0), RecordingBackend(), 30.0)
     with pytest.raises(ModuleError, match="module 'audio' failed: RuntimeError: mat1 and mat2"):
         step(plan, BOTH, colocation, parts)
     colocation.close()
@@ -397,8 +397,8 @@ def test_a_stage_that_raises_is_named():
 
 def test_quotas_and_shared_weights_that_cannot_be_are_refused():
     with pytest.raises(QuotaError, match=r"quota of 'audio' is 0\.01 .*accepted: 0\.06061"):
-        Colocation({"vision": 0.5, "audio": 0.01}, RecordingBackend(), 30.0)
-    colocation = Colocation(QUOTAS, RecordingBackend(), 30.0)
+        Colocation([{"vision": 0.5, "audio": 0.01}], RecordingBackend(), 30.0)
+    colocation = Colocation([QUOTAS], RecordingBackend(), 30.0)
     one, other = Part(), Part()
     colocation.check({"vision": [one], "audio": [other], "llm": [one]})
     other.body[2] = one.body[2]
@@ -439,7 +439,7 @@ def test_what_a_stage_draws_is_found_out(kind):
     for quotas in (QUOTAS, {}):
         torch.manual_seed(0)
         parts = {s.id: kind(sink=s.module == "llm") for s in plan.stages}
-        colocation = Colocation(QUOTAS, RecordingBackend(), 30.0) if quotas else None
+        colocation = Colocation([QUOTAS], RecordingBackend(), 30.0) if quotas else None
         executor = Executor(parts, plan.stage_edges, {}, {}, {}, colocation=colocation)
         program = executor.compile(lower(plan_of(quotas), BOTH).ranks[0])
         losses = []

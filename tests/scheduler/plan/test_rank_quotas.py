@@ -95,7 +95,7 @@ def test_quotas_are_of_modules_on_ranks_of_one_process():
 def test_a_plan_file_keeps_quotas_and_an_old_one_has_none():
     plan = colocated({"vision": 0.3, "audio": 0.6})
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.quotas(0) == {"vision": 0.3, "audio": 0.6} and plan.quotas(1) == {}
+    assert plan.quota_sets(0) == ({"vision": 0.3, "audio": 0.6},) and plan.quota_sets(1) == ()
     data = json.loads(plan.to_json())
     for stage in data["stages"]:
         del stage["quota"]  # as before there were any
