@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import Multiprocessors
 from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.surface_seconds import module_seconds
 
 
 class Slice(NamedTuple):
@@ -44,22 +45,13 @@ class SurfaceSeconds:
         time."""
         if module not in self.slices:
             return 0.0
-        problem, (name, part) = self.problem, self.slices[module]
-        m = problem.names.index(name)
-        beside = {
-            problem.names.index(self.slices[one].module): share
-            for one, share in colocated.items() if one in self.slices
+        name, part = self.slices[module]
+        quotas = {
+            self.slices[other].module: share for other, share in colocated.items()
+            if other in self.slices
         }
-        use = [self._bandwidth(o, beside[o]) for o in sorted(beside)]
-        delay = problem.interference.delay(self._bandwidth(m, quota), use)
-        alone = float(problem.seconds[m, degree.bit_length() - 1, self._steps(quota)])
-        return problem.interference.seconds(alone, delay) * part * self.share
-
-    def _steps(self, quota: float) -> int:
-        return round(quota * self.problem.steps)
-
-    def _bandwidth(self, m: int, quota: float) -> float:
-        return float(self.problem.bandwidth[m, self._steps(quota)])
+        seconds = module_seconds(self.problem, name, degree, {**quotas, name: quota})
+        return seconds * part * self.share
 
 
 @dataclass(frozen=True)

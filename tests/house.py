@@ -55,9 +55,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "scheduler/progress": (),
     "scheduler/costs": ("scheduler/graph",),
     "scheduler/plan": ("scheduler/graph", "scheduler/costs"),
-    "scheduler/multiplex": ("scheduler/graph", "scheduler/plan"),
-    "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
     "scheduler/program": ("scheduler/graph", "scheduler/plan"),
+    "scheduler/multiplex": ("scheduler/graph", "scheduler/plan", "scheduler/program"),
+    "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
     "scheduler/schedule/compiled": (),
     "scheduler/schedule": (
         "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",

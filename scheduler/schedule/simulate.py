@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from raymm.scheduler.program.program import (
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.network import Transfer
 
+GroupSeconds = Callable[[Instruction, Mapping[str, float]], float]
+"""Seconds of an instruction on a quota, with the quotas of the modules of its group, itself too."""
 _MESSAGES = frozenset({Op.SEND, Op.RECV})
 
 
@@ -30,6 +32,7 @@ def simulate(
     latency: float = 0.0,
     transfers: Mapping[Edge, Transfer] | None = None,
     microbatch_costs: Mapping[tuple[StageId, Op, int], float] | None = None,
+    group_seconds: GroupSeconds | None = None,
 ) -> Timeline:
     """Run a program on paper.
 
@@ -39,14 +42,14 @@ def simulate(
 
     Args:
         program: what each rank does.
-        costs: seconds per (stage, compute op) on a whole device; on a quota that many times
-            more (an upper bound: a module that does not fill a device loses less). What is
-            missing takes no time.
+        costs: seconds per (stage, compute op) on a whole device. What is missing takes no time.
         latency: seconds from a SEND until the message can be received, on edges that
             ``transfers`` does not have.
         transfers: what a message takes, per directed edge. Messages of one edge go one after
             another; a rank computes on while they do.
         microbatch_costs: seconds per (stage, compute op, microbatch), before ``costs``.
+        group_seconds: of instructions on quotas. Without it, a quota takes as many times more (an
+            upper bound: a module that does not fill a device loses less).
 
     Returns:
         Compute spans and the waits of messages. Collective instructions take no time.
@@ -54,7 +57,8 @@ def simulate(
     Raises:
         ProgramError: if the program deadlocks.
     """
-    arguments = costs, Transfer(0.0, latency), transfers or {}, microbatch_costs or {}
+    seconds = _Seconds(costs, microbatch_costs or {}, group_seconds)
+    arguments = seconds, Transfer(0.0, latency), transfers or {}
     timeline, waiting = _simulate(program, *arguments, MESSAGE_BOUND)
     if waiting is not None:
         timeline, waiting = _simulate(program, *arguments, sys.maxsize)
@@ -64,9 +68,8 @@ def simulate(
 
 
 def _simulate(
-    program: Program, costs: Mapping[tuple[StageId, Op], float], usual: Transfer,
-    transfers: Mapping[Edge, Transfer],
-    microbatch_costs: Mapping[tuple[StageId, Op, int], float], bound: int,
+    program: Program, seconds: _Seconds, usual: Transfer, transfers: Mapping[Edge, Transfer],
+    bound: int,
 ) -> tuple[Timeline, str | None]:
     """The timeline, and who waits for ever."""
     clock = [0.0] * len(program.ranks)
@@ -76,7 +79,6 @@ def _simulate(
     # on its own past and on when messages are sent and received, which is fixed by their ends.
     runnable = deque(range(len(program.ranks)))
     waiting: dict[Edge, int] = {}
-    seconds = _Seconds(costs, microbatch_costs)
     messages = _Messages(transfers, usual, bound)
     while runnable:
         rank = runnable.popleft()
@@ -119,12 +121,20 @@ def _simulate(
 
 
 class _Seconds(NamedTuple):
-    """What compute instructions take on a whole device."""
+    """What compute instructions take."""
 
     of_op: Mapping[tuple[StageId, Op], float]
     of_microbatch: Mapping[tuple[StageId, Op, int], float]
+    of_group: GroupSeconds | None
+
+    def on_quota(self, instruction: Instruction, quotas: Mapping[str, float]) -> float:
+        """In a group of modules with these quotas."""
+        if self.of_group is None:
+            return self.of(instruction) / instruction.quota
+        return self.of_group(instruction, quotas)
 
     def of(self, instruction: Instruction) -> float:
+        """On a whole device."""
         key = instruction.stage, instruction.op
         seconds = self.of_microbatch.get((*key, instruction.microbatch))
         return self.of_op.get(key, 0.0) if seconds is None else seconds
@@ -175,10 +185,11 @@ def _group_spans(
     """A concurrent group: one module's instructions one after another, modules concurrently."""
     spans = []
     ends: dict[str, float] = {}  # by module
+    quotas = {instruction.stage.module: instruction.quota for instruction in instructions}
     for instruction in instructions:
         _, stage, microbatch, *_ = instruction
         begin = ends.get(stage.module, start)
-        ends[stage.module] = end = begin + seconds.of(instruction) / instruction.quota
+        ends[stage.module] = end = begin + seconds.on_quota(instruction, quotas)
         spans.append(
             Span(rank, instruction.op, stage, microbatch, begin, end, quota=instruction.quota)
         )
