@@ -146,7 +146,7 @@ def pauses(monkeypatch):
 def run_stage(cost: StageCost, requires_grad: bool, last: bool = False):
     stage = SleepingStage(cost, 3, last)
     x = torch.ones(3, requires_grad=requires_grad)
-    y = stage.run(None, {"a": Message((x,), {})}, MicrobatchContext(1)).tensors[0]
+    y = stage.run(None, {"a": Message((x,), {})}, MicrobatchContext(1)).outputs[0]
     return stage, x, y
 
 
