@@ -12,8 +12,9 @@ from raymm.actors.faults.stacks import Address, StackFile
 from raymm.actors.faults.whereabouts import Report, Whereabouts
 from raymm.actors.storage.seen import problem_seeing
 
-# Calls of this concurrency group have a thread of their own.
+# Calls of each of these concurrency groups have a thread of their own.
 OBSERVE = "watch"
+WRITE = "write"
 
 
 @cache
@@ -22,10 +23,11 @@ def remote_class(actor_class: type[ObservedActor]) -> Any:
     every actor: Ray exports each one that it gets, which takes longer than starting an actor."""
     import ray
 
-    observe = ray.method(concurrency_group=OBSERVE)
-    for name in actor_class.answers:
-        observe(getattr(actor_class, name))
-    return cast(Any, ray.remote)(concurrency_groups={OBSERVE: 1})(actor_class)
+    groups = {OBSERVE: actor_class.answers, WRITE: actor_class.writes}
+    for group, methods in groups.items():
+        for name in methods:
+            ray.method(concurrency_group=group)(getattr(actor_class, name))
+    return cast(Any, ray.remote)(concurrency_groups=dict.fromkeys(groups, 1))(actor_class)
 
 
 class ObservedActor:
@@ -37,9 +39,11 @@ class ObservedActor:
     Attributes:
         whereabouts: what it is doing.
         answers: methods that answer while it does it.
+        writes: those that write files meanwhile.
     """
 
     answers: tuple[str, ...] = ("describe", "where")
+    writes: tuple[str, ...] = ()
 
     def __init__(self, device: str, describe: Callable[[Any], str] = str) -> None:
         self.whereabouts = Whereabouts(describe)

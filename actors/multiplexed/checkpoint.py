@@ -13,53 +13,39 @@ from raymm.actors.multiplexed.device import Device
 from raymm.actors.optimizer.checkpoint_shards import (
     Loaded,
     ShardFile,
-    WrittenShard,
     copy_tensors,
-    store_shard,
 )
+from raymm.actors.optimizer.checkpoint_writer import Files
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.scheduler.plan.stage import StageId
 
 
-def save_shards(
-    folder: str, gpu: int, device: Device, saved_nodes: Collection[str],
-    skip_frozen: Collection[str],
-) -> dict[str, WrittenShard]:
-    """Write the modules that this GPU, of all with a copy, writes, and their optimizer state.
+def files_to_save(
+    gpu: int, device: Device, saved_nodes: Collection[str], skip_frozen: Collection[str],
+) -> Files:
+    """The modules that this GPU, of all with a copy, writes, and their optimizer state.
 
     Args:
-        folder: location of an existing folder that is not committed yet.
         gpu: its number.
         device: the GPU.
         saved_nodes: the modules.
         skip_frozen: modules whose frozen weights are elsewhere and need no copy.
-
-    Returns:
-        What is in the shards, per file.
     """
     tensors: dict[str, torch.Tensor] = {}
     for node in sorted(saved_nodes):
-        seen: set[int] = set()
         trained = any(p.requires_grad for p in device.modules[node].parameters())
         for name, tensor in device.modules[node].state_dict(keep_vars=True).items():
             # Running statistics of what is trained change, though nothing has their gradient.
             changes = tensor.requires_grad or (not isinstance(tensor, nn.Parameter) and trained)
             if changes or node not in skip_frozen:
-                # Safetensors refuses tensors that share memory: of tied ones the others are copied.
-                tied = tensor.data_ptr() in seen
-                seen.add(tensor.data_ptr())
-                tensors[f"{node}/{name}"] = tensor.detach().clone() if tied else tensor.detach()
+                tensors[f"{node}/{name}"] = tensor.detach()
     state = {
         f"optimizer/{stage.module}/{name}/{key}": value
         for (stage, name, key), value in device.optimizer.state_tensors().items()
         if stage.module in saved_nodes
     }
-    files = {}
-    for kind, shards in (("model", tensors), ("optimizer", state)):
-        if shards:
-            file = f"{kind}-rank{gpu}.safetensors"
-            files[file] = store_shard(folder, file, shards)
-    return files
+    kinds = {"model": tensors, "optimizer": state}
+    return {f"{kind}-rank{gpu}.safetensors": part for kind, part in kinds.items() if part}
 
 
 def load_shards(

@@ -17,7 +17,7 @@ from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.precision import cast_frozen
-from raymm.actors.multiplexed.checkpoint import load_shards, save_shards
+from raymm.actors.multiplexed.checkpoint import files_to_save, load_shards
 from raymm.actors.multiplexed.device import Device, Mode
 from raymm.actors.multiplexed.iteration import Iteration
 from raymm.actors.multiplexed.iteration_meta import (
@@ -28,7 +28,8 @@ from raymm.actors.multiplexed.iteration_meta import (
 )
 from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import NodeSpec
-from raymm.actors.optimizer.checkpoint_shards import Loaded, ShardFile, WrittenShard
+from raymm.actors.optimizer.checkpoint_shards import Loaded, ShardFile
+from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor
 from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
 from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
 from raymm.actors.quota import (
@@ -106,7 +107,7 @@ class GpuSpec:
         return set(range(self.gpus)) - {self.gpu}
 
 
-class GpuActor(MeetingActor):
+class GpuActor(SavingActor, MeetingActor):
     """One GPU. Wrapped by ``ray.remote`` in :mod:`raymm.actors.multiplexed.group`."""
 
     def __init__(self, spec: GpuSpec) -> None:
@@ -330,12 +331,18 @@ class GpuActor(MeetingActor):
         """Forget accumulated gradients."""
         self._built_device.optimizer.zero_grad()
 
-    @task("saving a checkpoint")
-    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
-        """As :meth:`raymm.actors.rank.rank_actor.RankActor.save`."""
+    writes = ("write_copy",)
+    save = task("saving a checkpoint")(SavingActor.save)
+    copy_state = task("copying what is saved")(SavingActor.copy_state)
+
+    @property
+    def _saved_device(self) -> torch.device:
+        return self._device
+
+    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
         spec = self._spec
         first = {name for name in self._built_device.modules if spec.replicas[name][0] == spec.gpu}
-        return save_shards(folder, spec.gpu, self._built_device, first, skip_frozen)
+        return files_to_save(spec.gpu, self._built_device, first, skip_frozen)
 
     @task("loading a checkpoint")
     def load(

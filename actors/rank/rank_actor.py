@@ -20,11 +20,10 @@ from raymm.actors.modules.precision import cast_frozen
 from raymm.actors.optimizer.checkpoint_shards import (
     Loaded,
     ShardFile,
-    WrittenShard,
     copy_tensors,
-    store_shard,
     stored_shards,
 )
+from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.rank.connections import Connections
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from raymm.actors.stages.language import LanguageStage
 
 
-class RankActor(MeetingActor):
+class RankActor(SavingActor, MeetingActor):
     """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.rank.rank_group`."""
 
     def __init__(self, spec: RankSpec) -> None:
@@ -274,15 +273,15 @@ class RankActor(MeetingActor):
         for name, tensor in module.state_dict(keep_vars=True).items():
             yield name, first.get(tensor, ""), tensor
 
-    @task("saving a checkpoint")
-    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
-        """Write this process's shards; returns what is in them, per file. Of what several
-        processes have, one writes.
+    writes = ("write_copy",)
+    save = task("saving a checkpoint")(SavingActor.save)
+    copy_state = task("copying what is saved")(SavingActor.copy_state)
 
-        Args:
-            folder: location of an existing folder that is not committed yet.
-            skip_frozen: modules whose frozen weights are elsewhere and need no copy.
-        """
+    @property
+    def _saved_device(self) -> torch.device:
+        return self._device
+
+    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
         rank, parameter_ownership = self._spec.rank, self._spec.parameter_ownership
         tensors: dict[str, torch.Tensor] = {}
         for stage in self._stages:
@@ -309,12 +308,8 @@ class RankActor(MeetingActor):
                 shard = self._shard(stage, name) if value.dim() else None
                 full = f"optimizer/{stage.module}/{name}/{key}"
                 state.update(stored_shards(full, value, shard))
-        written = {}
-        for kind, shards in (("model", tensors), ("optimizer", state)):
-            if shards:
-                file = f"{kind}-rank{rank}.safetensors"
-                written[file] = store_shard(folder, file, _untie(shards))
-        return written
+        kinds = {"model": tensors, "optimizer": state}
+        return {f"{kind}-rank{rank}.safetensors": part for kind, part in kinds.items() if part}
 
     @task("loading a checkpoint")
     def load(
@@ -353,14 +348,3 @@ class RankActor(MeetingActor):
         self._optimizer.load_state_tensors(state, step)
         names = (f"{s.module}/{n}" for s, n in self._optimizer.parameters)
         return Loaded([name for name in names if name not in read], taken)
-
-
-def _untie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Safetensors refuses tensors that share memory; tied ones are written once each."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        pointer = tensor.data_ptr()
-        result[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    return result

@@ -44,15 +44,10 @@ class StepHandle(Generic[Result]):
     """A submitted step. ``result()`` waits for it."""
 
     def __init__(self, group: RankGroup, refs: list[ray.ObjectRef]) -> None:
-        self._group = group
-        self._refs = refs
+        self._group, self._refs = group, refs
 
     def result(self) -> list[Result]:
-        """Every rank's result, by rank.
-
-        Raises:
-            RankFailedError: if a rank died or raised.
-        """
+        """Every rank's result, by rank. Raises as :meth:`RankGroup.wait`."""
         return self._group.wait(self._refs)
 
 
@@ -175,10 +170,13 @@ class RankGroup:
             RankFailedError: if a rank died, raised, or did not answer in time.
             RuntimeError: the processes have ended.
         """
+        return self.wait(self.start(method, *args), timeout=timeout)
+
+    def start(self, method: str, *args: Any) -> list[ray.ObjectRef]:
+        """:meth:`call` without waiting; references to results, by rank."""
         self.check_running()
         with self._order:
-            refs = [getattr(actor, method).remote(*args) for actor in self._actors]
-        return self.wait(refs, timeout=timeout)
+            return [getattr(actor, method).remote(*args) for actor in self._actors]
 
     def rebuild(self, builders: Sequence[Mapping[str, Any]]) -> None:
         """Replace every rank's stages (same names, other modules); programs are forgotten."""
@@ -312,7 +310,7 @@ class RankGroup:
         Raises:
             RankFailedError: nothing goes on.
         """
-        inquiry = self._inquire()
+        inquiry = inquire(dict(enumerate(self._actors)))
         if timeout is None and not inquiry.dead and inquiry.still() < self._patience:
             return self._patience - inquiry.still()
         waiting = ", ".join(self._name(rank) for rank in pending.values())
@@ -321,9 +319,6 @@ class RankGroup:
             "may take longer, raise it)"
         )
         self._blame(inquiry, reason)
-
-    def _inquire(self) -> Inquiry:
-        return inquire(dict(enumerate(self._actors)))
 
     def _died(self, rank: int, error: RayActorError) -> None:
         if self._observer is not None and rank in self._addresses:
@@ -339,7 +334,7 @@ class RankGroup:
 
     def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> None:
         if isinstance(error.cause, ChannelError):
-            inquiry = self._inquire()
+            inquiry = inquire(dict(enumerate(self._actors)))
             rank, error = self._own_failure(pending) or (rank, error)
         cause = error.cause if error.cause is not None else error
         reason = f"{type(cause).__name__}: {cause}"

@@ -56,11 +56,14 @@ class SavedCheckpoint:
         step: after which it was taken.
         folder: of the checkpoint; in a bucket, its URL.
         seconds: that the run stood still for it.
+        written_s: from the copy of the state until it was committed; steps go on meanwhile, unless
+            ``run.asynchronous_checkpoints`` is off.
     """
 
     step: int
     folder: Path | str
     seconds: float
+    written_s: float = 0.0
 
 
 @dataclass(frozen=True)

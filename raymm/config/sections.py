@@ -265,6 +265,7 @@ class RunConfig(Section):
         steps: optimizer steps in all.
         checkpoint_every: steps between checkpoints; the last step always writes one.
         keep_checkpoints: how many to keep.
+        asynchronous_checkpoints: steps stop for a copy in host memory only, which is then written.
         eval_every: steps between held-out evaluations, the first before all steps; None for none.
         eval_steps: held-out steps per evaluation; None for all of the held-out data.
         eval_shuffled: also report the held-out loss with items of each modality given to the wrong
@@ -275,16 +276,14 @@ class RunConfig(Section):
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
             or, where not given, if the cluster has some or its autoscaler can bring them.
         max_failures: times that the run goes on by itself, from its last checkpoint, after a
-            process or a node was lost; null for any number. What would happen again (the same in
-            the same step, or what code raises) ends it at once.
+            process or a node was lost; null for any number. What would happen again ends it.
         max_preemptions: the same of nodes that were announced to end (spot instances, drains).
         wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
         max_seconds: after so many, the wait for nodes included, the run is saved and ends.
         timeout_s: seconds a rank may wait for another, and one instruction (a forward) may take.
         nccl_timeout_s: seconds until NCCL's watchdog ends a rank; by default 2 * ``timeout_s``.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
-        max_skipped_steps: a step whose loss or gradients are not finite is not applied; after so
-            many in a row the run ends with an error.
+        max_skipped_steps: after so many in a row that are not finite, and so not applied, it ends.
         log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
         allow_changes: fields, as the error has them, that may differ from those of the checkpoint
             that the run goes on from (:mod:`raymm.storage.resuming`).
@@ -296,6 +295,7 @@ class RunConfig(Section):
     steps: Count
     checkpoint_every: Count = 100
     keep_checkpoints: Count = 2
+    asynchronous_checkpoints: bool = True
     eval_every: Count | None = None
     eval_steps: Count | None = None
     eval_shuffled: bool = True

@@ -108,7 +108,7 @@ class MultiplexedModule:
     """A :class:`ModuleDag` on one Ray actor per GPU.
 
     :class:`raymm.storage.checkpoint.CheckpointStore` saves it,
-    :func:`raymm.storage.checkpoint.restore` loads it, also under another mapping.
+    :func:`raymm.storage.loading.restore` loads it, also under another mapping.
 
     Args:
         dag: the model. Live weights are copied to the GPUs that the mapping names.

@@ -11,7 +11,7 @@ a checkpoint can be read under another layout.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,39 +19,33 @@ from typing import Any
 
 from raymm.actors.optimizer.checkpoint_shards import (
     ShardError,
-    copy_tensors,
-    stored_names,
+    WrittenShard,
 )
-from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.storage.folder import PARTIAL, StorageFolder
 from raymm.actors.storage.location import storage_folder
-from raymm.errors import RankFailedError
 from raymm.files.run_files import RunFileError, writing
 from raymm.layout.plan_data import plan_to_dict
-from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED, NotFiniteError
+from raymm.storage.background_save import BackgroundSave, Saved
 from raymm.storage.manifest import (
     MANIFEST,
     CheckpointError,
     FileEntry,
     Manifest,
-    read_manifest,
     write_manifest,
 )
+from raymm.storage.rank_calls import call_ranks, call_ranks_behind
 from raymm.storage.step_folders import (
     CHECKPOINTS,
     TORN,
     drop,
     folder_name,
     is_torn,
+    remove_torn,
     step_folders,
     verified_manifest,
 )
-
-# Parameters that an error names.
-NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -104,6 +98,7 @@ class CheckpointStore:
         self.check_owner = check_owner
         self._before_commit = before_commit
         self._corrupt: set[StorageFolder] = set()
+        self._behind: BackgroundSave | None = None
         self.run: dict[str, Any] = {}
         self.current: Path | str | None = None
 
@@ -172,7 +167,7 @@ class CheckpointStore:
         for folder in folders:
             with writing(folder):
                 if is_torn(folder):
-                    folder.remove()
+                    remove_torn(folder)
                     removed.append(f"{folder}, which was never committed")
                     continue
                 for name in folder.files():
@@ -191,19 +186,107 @@ class CheckpointStore:
             NotFiniteError: a parameter, or what the optimizer keeps of one, is not finite. Nothing
                 is written or dropped then.
         """
-        step = parallel.steps_taken
-        folder = self._root / folder_name(step)
-        with writing(folder):
-            if folder.place == self.current and MANIFEST in folder.names():
-                return folder.place
-        self._check_finite(parallel)
+        self.finish()
+        folder = self._folder_of(parallel.steps_taken)
+        if self._is_current(folder):
+            return folder.place
+        if names := parallel.not_finite_tensors():
+            raise self._not_finite(parallel.steps_taken, names)
         self.check_owner()
+        return self._put(parallel.steps_taken, parallel.plan, trainer, lambda: call_ranks(
+            parallel.group, "save", folder.location, parallel.reloadable()
+        ))
+
+    def start(self, parallel: ParallelModule, trainer: dict[str, Any]) -> None:
+        """:meth:`save`, but steps may go on once the state is copied to host memory, which is when
+        this returns. Waits for the one before it, which :meth:`finish` returns first: at most one
+        is under way.
+
+        Raises:
+            RunFileError, NotFiniteError: of the one before it.
+            RankFailedError: a rank died.
+        """
+        self.finish()
+        step, plan, group = parallel.steps_taken, parallel.plan, parallel.group
+        folder = self._folder_of(step)
+        if self._is_current(folder):
+            return
+        self.check_owner()
+        group.call("copy_state", parallel.reloadable())
+
+        def write() -> list[dict[str, WrittenShard]]:
+            parts = call_ranks_behind(group, "write_copy", folder.location)
+            if names := list(dict.fromkeys(name for part in parts for name in part.not_finite)):
+                raise self._not_finite(step, names)
+            return [part.shards for part in parts]
+
+        self._behind = BackgroundSave(
+            step, lambda check: self._put(step, plan, trainer, write, check)
+        )
+
+    @property
+    def under_way(self) -> int | None:
+        """Of which step a checkpoint is being written; None if there is none, or it has ended."""
+        return None if self._behind is None or self._behind.ended else self._behind.step
+
+    def ended(self) -> Saved | None:
+        """What was started, if it is committed by now, once; does not wait.
+
+        Raises:
+            RunFileError, NotFiniteError: it could not be saved, as of :meth:`save`.
+            RankFailedError: a rank died meanwhile.
+        """
+        return None if self.under_way is not None else self.finish()
+
+    def finish(self) -> Saved | None:
+        """Wait for what was started; None if there is none. Raises as :meth:`ended`."""
+        if self._behind is None:
+            return None
+        try:
+            saved = self._behind.result()
+        except Exception:  # no KeyboardInterrupt: then it is still under way
+            self._behind = None
+            raise
+        self._behind = None
+        return saved
+
+    def abandon(self) -> None:
+        """What was started is not to be committed any more; what it has left is removed at the next
+        start."""
+        if self._behind is not None:
+            self._behind.abandon()
+            self._behind = None
+
+    def _folder_of(self, step: int) -> StorageFolder:
+        return self._root / folder_name(step)
+
+    def _is_current(self, folder: StorageFolder) -> bool:
+        with writing(folder):
+            return folder.place == self.current and MANIFEST in folder.names()
+
+    def _put(
+        self, step: int, plan: Any, trainer: dict[str, Any],
+        write: Callable[[], list[dict[str, WrittenShard]]],
+        check: Callable[[], None] = lambda: None,
+    ) -> Path | str:
+        """Have the shards written, and commit them.
+
+        Args:
+            step, plan, trainer: of the state.
+            write: has all ranks write theirs; returns what is in them.
+            check: raises if the checkpoint is not to be made valid any more.
+        """
+        folder = self._folder_of(step)
         try:
             self._make_room(folder)
             with writing(folder):
                 folder.create()
                 folder.replace(TORN, b"")
-            self._write(parallel, folder, trainer)
+            shards = write()
+            self._before_commit()
+            self.check_owner()
+            check()
+            write_manifest(folder.place, self._manifest(step, plan, trainer, shards))
             with writing(folder):
                 folder.unlink(TORN)
         except (RunFileError, ShardError) as error:
@@ -211,6 +294,9 @@ class CheckpointStore:
             raise RunFileError(
                 f"the checkpoint of step {step} could not be saved: {error}; {stays}"
             ) from None
+        except NotFiniteError:
+            self._what_stays(folder)
+            raise
         self.current = folder.place
         self._remove_old(step)
         return folder.place
@@ -219,22 +305,21 @@ class CheckpointStore:
         """After a save that failed; removes what it has written, which may be what fills the disk.
         """
         with suppress(OSError):
-            failed.remove()
+            remove_torn(failed)
         try:
             before = [folder for folder in self._committed() if folder not in self._corrupt]
         except OSError:
             return "those before it stay"
         return f"{before[-1]} stays" if before else "there is none before it"
 
-    def _check_finite(self, parallel: ParallelModule) -> None:
-        if names := parallel.not_finite_tensors():
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            raise NotFiniteError(
-                f"no checkpoint of step {parallel.steps_taken} was written: not finite are "
-                f"{', '.join(names[:MAX_NAMED])}{more}. The last checkpoint is "
-                f"{self.latest() or 'none'}. A lower optimizer.lr, or optimizer.max_grad_norm, may "
-                "help"
-            )
+    def _not_finite(self, step: int, names: list[str]) -> NotFiniteError:
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return NotFiniteError(
+            f"no checkpoint of step {step} was written: not finite are "
+            f"{', '.join(names[:MAX_NAMED])}{more}. The last checkpoint is "
+            f"{self.latest() or 'none'}. A lower optimizer.lr, or optimizer.max_grad_norm, may "
+            "help"
+        )
 
     def _make_room(self, folder: StorageFolder) -> None:
         """Remove a torn checkpoint that is in the way; set another one aside."""
@@ -243,7 +328,7 @@ class CheckpointStore:
             if folder.name not in names:
                 return
             if is_torn(folder):
-                folder.remove()
+                remove_torn(folder)
                 return
             number, aside = 1, f"set-aside-{folder.name}"
             while aside in names:
@@ -252,30 +337,22 @@ class CheckpointStore:
             folder.rename(aside)
             self._corrupt.discard(folder)
 
-    def _write(
-        self, parallel: ParallelModule, folder: StorageFolder, trainer: dict[str, Any]
-    ) -> None:
-        try:
-            shards = parallel.group.call("save", folder.location, parallel.reloadable())
-        except RankFailedError as error:
-            if (reason := _shard_error(error)) is not None:
-                raise reason from None
-            raise
+    def _manifest(
+        self, step: int, plan: Any, trainer: dict[str, Any],
+        shards: Sequence[Mapping[str, WrittenShard]],
+    ) -> Manifest:
         written = {file: shard for part in shards for file, shard in part.items()}
-        manifest = Manifest(
-            step=parallel.steps_taken,
+        return Manifest(
+            step=step,
             index={name: file for file, shard in written.items() for name in shard.names},
             files={
                 file: FileEntry(size=shard.file.size, xxh3_128=shard.file.checksum)
                 for file, shard in written.items()
             },
-            plan=plan_to_dict(parallel.plan),
+            plan=plan_to_dict(plan),
             run=self.run,
             trainer=trainer,
         )
-        self._before_commit()
-        self.check_owner()
-        write_manifest(folder.place, manifest)
 
     def _remove_old(self, step: int) -> None:
         """Of the checkpoints up to the one that was just saved, keep the newest. Later ones are
@@ -285,91 +362,3 @@ class CheckpointStore:
         upto = counted.index(self._root / folder_name(step)) + 1
         for old in counted[:upto][: -self._keep]:
             drop(old)
-
-
-def _shard_error(error: RankFailedError) -> ShardError | None:
-    """What a rank said of a shard, if that is why it failed."""
-    reason = getattr(error.__cause__, "cause", None)
-    return reason if isinstance(reason, ShardError) else None
-
-
-def restore(parallel: ParallelModule, folder: Path | str) -> Manifest:
-    """Load a checkpoint into running processes, of either style. Each process verifies the files
-    that it reads from.
-
-    Raises:
-        CheckpointError: if it is damaged, lacks trainable parameters of the model, has something
-            that the model lacks or does not train any more, has other shapes or dtypes, or if
-            some are not finite.
-    """
-    manifest = read_manifest(folder)
-    try:
-        loaded = parallel.group.call(
-            "load", str(folder), manifest.index, manifest.shards, manifest.step
-        )
-    except RankFailedError as error:
-        if (reason := _shard_error(error)) is not None:
-            raise CheckpointError(f"{folder}: {reason}") from None
-        raise
-    _check_both_ways(
-        folder, {name for part in loaded for name in part.lacking},
-        stored_names(manifest.index) - {name for part in loaded for name in part.taken},
-    )
-    if names := parallel.not_finite_tensors():
-        raise CheckpointError(
-            f"{folder} has tensors that are not finite: {', '.join(names[:MAX_NAMED])}"
-        )
-    parallel.restore_step(manifest.step)
-    return manifest
-
-
-def load_into_model(model: MultimodalModule, folder: Path | str) -> Manifest:
-    """Load a checkpoint's weights into a model in this process (all of it is materialized).
-
-    Raises:
-        CheckpointError: as from :func:`restore`.
-    """
-    manifest = read_manifest(folder)
-    model.materialize()
-    parts = {name: model.encoders[name] for name in model.encoder_names}
-    parts[LANGUAGE_MODEL] = model.language_model
-    stored = StoredTensors(folder, manifest.index, manifest.shards)
-    left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
-    lacking: set[str] = set()
-    for name, part in parts.items():
-        own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
-        try:
-            tensors = stored.read(dict.fromkeys(own))
-            copy_tensors(tensors, own.items())
-        except ShardError as error:
-            raise CheckpointError(f"{folder}: {error}") from None
-        trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
-        lacking |= trainable - set(tensors)
-        left -= set(tensors)
-    _check_both_ways(folder, lacking, left)
-    return manifest
-
-
-def _check_both_ways(folder: Path | str, lacking: set[str], left: set[str]) -> None:
-    """
-    Args:
-        lacking: trainable parameters of the model that the checkpoint lacks.
-        left: what the checkpoint has, and no part of the model has taken.
-    """
-    if lacking:
-        raise CheckpointError(
-            f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: {_few(lacking)}"
-        )
-    if left:
-        state = {name for name in left if name.startswith("optimizer/")}
-        lost = left - state or state
-        what = "tensor(s) that this model lacks"
-        if lost == state:
-            what = "tensor(s) of an optimizer of parameters that this model does not train"
-        raise CheckpointError(
-            f"{folder} has {len(lost)} {what}, which would be lost: {_few(lost)}"
-        )
-
-
-def _few(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")

@@ -20,7 +20,8 @@ from raymm.files.output import Output
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.skipped_step import MAX_NAMED
-from raymm.storage.checkpoint import CheckpointStore, load_into_model
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.loading import load_into_model
 from raymm.storage.manifest import CheckpointError
 
 

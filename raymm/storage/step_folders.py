@@ -50,7 +50,20 @@ def is_torn(folder: StorageFolder) -> bool:
         names = folder.names()
     except NotADirectoryError:
         return False
-    return MANIFEST not in names and (TORN in names or not names)
+    marked = TORN in names or all(n.startswith(".") and n.endswith(PARTIAL) for n in names)
+    return MANIFEST not in names and marked
+
+
+def remove_torn(folder: StorageFolder) -> None:
+    """Remove one that is torn, the mark that says so last.
+
+    Raises:
+        OSError: something of it cannot be removed.
+    """
+    for name in folder.files():
+        if name != TORN:
+            folder.unlink(name)
+    folder.remove()
 
 
 def drop(folder: StorageFolder) -> None:
@@ -63,7 +76,7 @@ def drop(folder: StorageFolder) -> None:
         folder.replace(TORN, b"")
         folder.unlink(MANIFEST)
     with suppress(OSError):  # what stays is removed at the next start
-        folder.remove()
+        remove_torn(folder)
 
 
 def verified_manifest(folder: StorageFolder) -> Manifest:

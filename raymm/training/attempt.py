@@ -21,7 +21,8 @@ from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData
 from raymm.runtime.drain_notices import DrainObserver
 from raymm.runtime.parallel_module import ParallelModule
-from raymm.storage.checkpoint import Checkpoint, CheckpointStore, restore
+from raymm.storage.checkpoint import Checkpoint, CheckpointStore
+from raymm.storage.loading import restore
 from raymm.training.execution import Execution
 from raymm.training.failure_policy import Cause
 from raymm.training.restarts import Attempted

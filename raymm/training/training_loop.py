@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from raymm.callbacks.callback import SavedCheckpoint
 from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
@@ -23,6 +22,7 @@ from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOut
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStep
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.execution import StepObserver
+from raymm.training.run_checkpoints import RunCheckpoints
 from raymm.training.stop_request import StopRequest
 
 # Skipped samples that a run reports one by one; all are counted.
@@ -146,7 +146,10 @@ class TrainingLoop:
         self._in_a_row = steps_not_applied(metrics.rows, at_the_end=True)
         self._owed = False  # a checkpoint
         self._stop = stop
-        self._first = self._saved = parallel.steps_taken
+        self._first = parallel.steps_taken
+        self._checkpoints = RunCheckpoints(
+            store, parallel, callbacks, progress.line, run.asynchronous_checkpoints
+        )
         self._read = self._first  # steps whose results are there
         self._position: Any = None
         self._unevaluated: int | None = None  # a step whose evaluation was left out
@@ -162,13 +165,20 @@ class TrainingLoop:
                 would not be finite.
         """
         with self._stop.deferred():
-            self._take_steps(state)
-            return self._stopped()
+            try:
+                self._take_steps(state)
+                return self._stopped()
+            except Exception:
+                self._checkpoints.settle()
+                raise
+            except BaseException:
+                self._checkpoints.abandon()
+                raise
 
     @property
     def unsaved_steps(self) -> int:
         """Steps after the last checkpoint, those under way included."""
-        return self._parallel.steps_taken - self._saved
+        return self._parallel.steps_taken - self._checkpoints.saved
 
     @property
     def step_under_way(self) -> int:
@@ -193,21 +203,16 @@ class TrainingLoop:
                     self._evaluate(step)
                 self._owed |= step % self._run.checkpoint_every == 0
                 if step == last or self._owed and not self._in_a_row:
-                    self._save()
-                    if step < last:
-                        self._after_save()
+                    save = self._checkpoints.take if step < last else self._checkpoints.take_now
+                    save(self._position)
+                    self._owed = False
                 self._last_read = time.perf_counter()
             else:
                 self._drain(self._run.steps_in_flight - 1)
+            if self._checkpoints.look() and step < last:
+                self._after_save()
         self._drain(0)
-
-    def _save(self) -> None:
-        start = time.perf_counter()
-        folder = self._store.save(self._parallel, {"data": self._position})
-        self._saved, self._owed = self._parallel.steps_taken, False
-        self._callbacks.checkpoint(
-            SavedCheckpoint(self._saved, folder, time.perf_counter() - start)
-        )
+        self._checkpoints.finish()
 
     def _stopped(self) -> str | None:
         """What became of a run that was asked to stop; saves what is not saved."""
@@ -215,7 +220,7 @@ class TrainingLoop:
         if reason is None or step == last and self._unevaluated is None:
             return None
         if self.unsaved_steps:
-            self._save()
+            self._checkpoints.take_now(self._position)
         latest = self._store.current
         if step == self._first:
             saved = f"the last checkpoint is {latest}" if latest else "there is nothing to save"

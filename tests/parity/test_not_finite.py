@@ -18,7 +18,8 @@ from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStepWarning
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.storage.checkpoint import CheckpointError, CheckpointStore, restore
+from raymm.storage.checkpoint import CheckpointError, CheckpointStore
+from raymm.storage.loading import restore
 
 UNCLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=None)
 # Pixels that are finite themselves, and what the traps below make of them.

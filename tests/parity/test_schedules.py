@@ -18,7 +18,8 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
-from raymm.storage.checkpoint import CheckpointStore, restore
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.loading import restore
 
 # What is frozen: of vision, its 2 blocks; its projector; all 4 blocks of the language model.
 TRAINING = {

@@ -11,7 +11,8 @@ import raymm as public
 from raymm.config.sections import ConfigError
 from raymm.costs.named_devices import device_called
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from tiny_run import checkpoint_tensors, curve, start
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.storage.location import storage_folder
 from raymm.files import bucket_owner
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 from raymm.storage.run_folder import RunFolder
 
 PATIENCE_S = 240.0

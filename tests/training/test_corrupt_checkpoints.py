@@ -21,8 +21,15 @@ from raymm.files.run_files import RunFileError, append
 from raymm.files.run_owner import OwnerLostError
 from raymm.layout.plan_data import plan_from_dict
 from raymm.monitor.metrics import read_metrics
-from raymm.storage.checkpoint import MANIFEST, CheckpointStore, read_manifest
-from raymm.storage.manifest import CheckpointError, Manifest, _checksum, write_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    _checksum,
+    read_manifest,
+    write_manifest,
+)
 from raymm.training.trainer import Trainer
 
 MUTATIONS = 200

@@ -13,7 +13,8 @@ from raymm.cli.main import EXIT_START_AGAIN, main
 from raymm.monitor.metrics import MetricsLog
 from raymm.runtime import drain_notices
 from raymm.runtime.drain_notices import DrainObserver, draining_nodes, notice
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 
 
 def test_ray_still_says_which_nodes_end(ray_cluster):

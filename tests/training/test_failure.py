@@ -19,7 +19,8 @@ from processes import (
 from tiny_run import curve, heldout_rows, start
 
 from raymm.monitor.metrics import read_metrics
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 
 PATIENCE_S = 240.0
 # Where the layout does not matter: every process imports torch, which takes seconds.

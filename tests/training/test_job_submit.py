@@ -16,7 +16,8 @@ from processes import end_group, wait_until
 from tiny_run import HERE, REPOSITORY, change, child_environment, curve, settings, write_config
 
 from raymm.monitor.metrics import read_metrics
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 from raymm.training.stop_request import JOB_STOP_VARIABLE
 
 PATIENCE_S = 240.0

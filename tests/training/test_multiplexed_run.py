@@ -22,7 +22,8 @@ from transformers import LlamaConfig, SiglipVisionConfig
 import raymm as public
 from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 
 PATIENCE_S = 240.0
 

@@ -11,7 +11,8 @@ from watching_callbacks import CALLS
 
 from raymm.cli.main import EXIT_REPEATS, EXIT_RUN_FAILED, EXIT_USER_ERROR
 from raymm.monitor.metrics import read_metrics
-from raymm.storage.checkpoint import CheckpointStore, restore
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.loading import restore
 from raymm.training import attempt
 
 KILL = "killing_callbacks:KillRanks"

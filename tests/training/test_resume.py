@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 from tiny_run import checkpoint_tensors, curve, heldout_rows
 
 from raymm.actors.optimizer.stored_tensors import StoredTensors
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 
 
 def assert_same_state(run, other):

@@ -9,7 +9,8 @@ from raymm.config.sections import load_config
 from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 
 PNG = b"\x89PNG\r\n"
 

@@ -11,7 +11,8 @@ from tiny_run import curve
 
 from raymm.cli.main import EXIT_START_AGAIN
 from raymm.monitor.metrics import MetricsLog
-from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 from raymm.training.failure_policy import Cause
 from raymm.training.stop_request import (
     SAME_SIGNAL_S,
@@ -118,7 +119,7 @@ def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
 
 def test_while_it_saves_and_a_second_signal(train, tmp_path):
     """The first lets it finish what it writes; a second one, later, does not."""
-    code, text, steps, latest = train(CheckpointStore, "save", lambda *_: me())
+    code, text, steps, latest = train(CheckpointStore, "start", lambda *_: me())
     assert code == TERMINATED and steps == read_manifest(latest).step == 4
     assert f"stopped by SIGTERM after step 4 of 6: all of it is in {latest}" in text
 

@@ -34,7 +34,8 @@ from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.scheduler.program.program import Op
-from raymm.storage.checkpoint import CheckpointStore, restore
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.loading import restore
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
 # norm makes clipping bite.

@@ -1,0 +1,97 @@
+"""Checkpoints read back: into processes that run, or into a model of this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raymm.actors.optimizer.checkpoint_shards import ShardError, copy_tensors, stored_names
+from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.parallel_module import ParallelModule
+from raymm.runtime.skipped_step import MAX_NAMED
+from raymm.storage.manifest import CheckpointError, Manifest, read_manifest
+from raymm.storage.rank_calls import call_ranks
+
+# Parameters that an error names.
+NAMES_SHOWN = 5
+
+
+def restore(parallel: ParallelModule, folder: Path | str) -> Manifest:
+    """Load a checkpoint into running processes, of either style. Each process verifies the files
+    that it reads from.
+
+    Raises:
+        CheckpointError: if it is damaged, lacks trainable parameters of the model, has something
+            that the model lacks or does not train any more, has other shapes or dtypes, or if
+            some are not finite.
+    """
+    manifest = read_manifest(folder)
+    try:
+        loaded = call_ranks(
+            parallel.group, "load", str(folder), manifest.index, manifest.shards, manifest.step
+        )
+    except ShardError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    _check_both_ways(
+        folder, {name for part in loaded for name in part.lacking},
+        stored_names(manifest.index) - {name for part in loaded for name in part.taken},
+    )
+    if names := parallel.not_finite_tensors():
+        raise CheckpointError(
+            f"{folder} has tensors that are not finite: {', '.join(names[:MAX_NAMED])}"
+        )
+    parallel.restore_step(manifest.step)
+    return manifest
+
+
+def load_into_model(model: MultimodalModule, folder: Path | str) -> Manifest:
+    """Load a checkpoint's weights into a model in this process (all of it is materialized).
+
+    Raises:
+        CheckpointError: as from :func:`restore`.
+    """
+    manifest = read_manifest(folder)
+    model.materialize()
+    parts = {name: model.encoders[name] for name in model.encoder_names}
+    parts[LANGUAGE_MODEL] = model.language_model
+    stored = StoredTensors(folder, manifest.index, manifest.shards)
+    left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
+    lacking: set[str] = set()
+    for name, part in parts.items():
+        own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
+        try:
+            tensors = stored.read(dict.fromkeys(own))
+            copy_tensors(tensors, own.items())
+        except ShardError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
+        lacking |= trainable - set(tensors)
+        left -= set(tensors)
+    _check_both_ways(folder, lacking, left)
+    return manifest
+
+
+def _check_both_ways(folder: Path | str, lacking: set[str], left: set[str]) -> None:
+    """
+    Args:
+        lacking: trainable parameters of the model that the checkpoint lacks.
+        left: what the checkpoint has, and no part of the model has taken.
+    """
+    if lacking:
+        raise CheckpointError(
+            f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: {_few(lacking)}"
+        )
+    if left:
+        state = {name for name in left if name.startswith("optimizer/")}
+        lost = left - state or state
+        what = "tensor(s) that this model lacks"
+        if lost == state:
+            what = "tensor(s) of an optimizer of parameters that this model does not train"
+        raise CheckpointError(
+            f"{folder} has {len(lost)} {what}, which would be lost: {_few(lost)}"
+        )
+
+
+def _few(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")

@@ -1,0 +1,61 @@
+"""What ranks are asked to do with shards of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raymm.actors.faults.failure import first_line
+from raymm.actors.optimizer.checkpoint_shards import ShardError
+from raymm.actors.rank.rank_group import LISTEN_S
+from raymm.errors import RankFailedError
+
+
+def call_ranks(group: Any, method: str, *args: Any) -> list[Any]:
+    """Results by rank.
+
+    Args:
+        group: of the ranks.
+        method: of them.
+        *args: the same for all.
+
+    Raises:
+        ShardError: what a rank said of a shard, if that is why it failed.
+        RankFailedError: a rank died, or raised something else.
+    """
+    try:
+        return group.call(method, *args)
+    except RankFailedError as error:
+        reason = getattr(error.__cause__, "cause", None)
+        if isinstance(reason, ShardError):
+            raise reason from None
+        raise
+
+
+def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
+    """:func:`call_ranks` of a method that has a thread of its own, in a thread of the driver's:
+    steps go on meanwhile. Whoever waits for these looks after the ranks; nothing is asked of them
+    here, or ended, whatever happens. Takes as long as they live.
+
+    Args:
+        group, method: as there.
+        *args: the same for all.
+
+    Raises:
+        ShardError: what a rank said of a shard, once all have ended with theirs.
+        RankFailedError: a rank died, or raised something else, or all have ended.
+    """
+    try:
+        refs = pending = group.start(method, *args)
+        while pending:
+            group.check_running()
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=LISTEN_S)
+        return ray.get(refs)
+    except RayTaskError as error:
+        if isinstance(error.cause, ShardError):
+            raise error.cause from None
+        raise RankFailedError(str(error)) from error
+    except (RayError, RuntimeError) as error:
+        raise RankFailedError(first_line(error)) from error

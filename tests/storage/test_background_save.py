@@ -1,0 +1,170 @@
+"""Checkpoints that are written while steps go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from killed_saves import Running, newest_step, write_copies
+
+from raymm.actors.optimizer.checkpoint_shards import ShardError
+from raymm.errors import RankFailedError
+from raymm.files.run_files import RunFileError
+from raymm.runtime.skipped_step import NotFiniteError
+from raymm.storage import checkpoint
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.training.run_checkpoints import RunCheckpoints
+
+KILLS = 12
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """What ranks write, when they may."""
+    may_write = threading.Event()
+
+    def write(group: Running, method: str, folder: str) -> list:
+        assert may_write.wait(60)
+        return write_copies(group, method, folder)
+
+    monkeypatch.setattr(checkpoint, "call_ranks_behind", write)
+    yield may_write
+    may_write.set()
+
+
+def test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole(tmp_path):
+    """Before every operation on files, and at random moments."""
+    script = Path(__file__).with_name("killed_saves.py")
+    ended = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run"), str(KILLS)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    result = json.loads(ended.stdout.splitlines()[-1])
+    steps = result["at_operations"]
+    committed = steps.index(2)  # from there on it is the new one
+    assert len(steps) > 15 and steps == [1] * committed + [2] * (len(steps) - committed)
+    assert committed > 8 and len(steps) - committed > 4
+    for status, step in result["at_moments"]:
+        assert status in (0, -signal.SIGKILL) and step in ((2,) if status == 0 else (1, 2))
+
+
+def test_steps_go_on_and_what_was_copied_is_saved(ranks, tmp_path):
+    store = CheckpointStore(tmp_path)
+    running = Running(1)
+    store.start(running, {"data": 1})
+    assert store.under_way == 1 and store.ended() is None and store.latest() is None
+    for tensor in running.tensors:
+        tensor.fill_(7.0)
+    ranks.set()
+    saved = store.finish()
+    assert saved is not None and saved.step == 1 and saved.folder == store.current
+    assert store.under_way is None and store.finish() is None
+    assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits(
+    ranks, tmp_path, asynchronous
+):
+    """A save of either kind waits for the one that is being written."""
+    said, told = [], []
+
+    class Callbacks:
+        def checkpoint(self, saved):
+            told.append(saved.step)
+
+    class Ranks(Running):
+        def not_finite_tensors(self):
+            return []
+
+        def call(self, method, *args):
+            if method == "copy_state":
+                return super().call(method, *args)
+            super().call("copy_state", frozenset())
+            return [part.shards for part in write_copies(self, "write_copy", args[0])]
+
+    def say(line):
+        said.append(line)
+        assert (store.under_way, told) in ((1, []), (2, [1]))
+        ranks.set()
+
+    store, running = CheckpointStore(tmp_path), Ranks(1)
+    checkpoints = RunCheckpoints(store, running, Callbacks(), say, True)
+    checkpoints.take(1)
+    running.steps_taken = 2
+    running.tensors = Running(2).tensors
+    assert not checkpoints.look() and checkpoints.saved == 1  # as of the run's beginning
+    (checkpoints.take if asynchronous else checkpoints.take_now)(2)
+    checkpoints.finish()
+    assert said[0] == "waiting for the checkpoint of step 1, which is still being written"
+    assert told == [1, 2] and checkpoints.saved == 2 and checkpoints.look()
+    assert not checkpoints.look() and newest_step(tmp_path) == 2
+
+
+def test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost(
+    ranks, tmp_path, monkeypatch
+):
+    ranks.set()
+    store = CheckpointStore(tmp_path)
+    store.start(Running(1), {"data": 1})
+    store.finish()
+
+    def full(group, method, folder):
+        write_copies(group, method, folder)
+        raise ShardError(f"cannot write {folder}/model-rank1.safetensors: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "call_ranks_behind", full)
+    store.start(Running(2), {"data": 2})
+    with pytest.raises(RunFileError, match="step 2 could not be saved: cannot write .*step-00000002"
+                       "/model-rank1.safetensors: No space left on device; .*00000001 stays"):
+        store.finish()
+    assert store.remove_leftovers() == []
+    assert store.finish() is None and newest_step(tmp_path) == 1
+
+
+def test_what_is_not_finite_is_not_committed(ranks, tmp_path):
+    ranks.set()
+    store, running = CheckpointStore(tmp_path), Running(1)
+    running.tensors[1][3] = torch.nan
+    store.start(running, {})
+    with pytest.raises(NotFiniteError, match=r"step 1 was written: not finite are llm/x1 \(1 of"):
+        store.finish()
+    assert store.committed() == [] and store.remove_leftovers() == []
+
+
+def test_what_nobody_waits_for_is_not_committed(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr("raymm.storage.background_save.GIVE_UP_S", 0.01)
+    store = CheckpointStore(tmp_path)
+    store.start(Running(1), {})
+    behind = store._behind
+    store.abandon()
+    assert store.finish() is None
+    ranks.set()
+    behind._thread.join(60)
+    assert store.committed() == [] and len(store.remove_leftovers()) == 1
+
+
+def test_who_has_lost_a_rank_is_told_by_the_group(tmp_path, monkeypatch):
+    """Which looks who died, and why; the thread that writes does not."""
+    class Lost(Running):
+        def pids(self):
+            raise RankFailedError("rank 1 died: killed")
+
+    def lost(group, method, folder):
+        raise RankFailedError("The actor died")
+
+    monkeypatch.setattr(checkpoint, "call_ranks_behind", lost)
+    checkpoints = RunCheckpoints(
+        CheckpointStore(tmp_path), Lost(1), None, lambda line: None, True
+    )
+    checkpoints.take(1)
+    with pytest.raises(RankFailedError, match="rank 1 died: killed"):
+        checkpoints.finish()
+    assert CheckpointStore(tmp_path).newest() is None
