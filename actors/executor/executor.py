@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,7 +16,7 @@ from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.executor.stage_actions import Action, StageActions, Surroundings
 from raymm.actors.executor.step_clock import StepClock, step_clock
-from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
 from raymm.actors.executor.step_state import StepState
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.message import Message, StageModule
@@ -31,9 +32,8 @@ from raymm.scheduler.program.program import COMPUTE, Instruction, Op
 
 
 class _Timed(NamedTuple):
-    """Tasks that have run, each between two marks of the step's clock."""
+    """Marks of the step's clock, between which tasks have run."""
 
-    tasks: list[Task]
     starts: list[Any]
     ends: list[Any]
 
@@ -53,12 +53,24 @@ class _Part(NamedTuple):
     action: Action | None
     group: dict[str, list[tuple[Task, Action]]]
 
+    @property
+    def tasks(self) -> list[Task]:
+        """All, in the order in which their times are noted."""
+        if self.action is not None:
+            return [self.task]
+        return [task for tasks in self.group.values() for task, _ in tasks]
+
 
 class Prepared(NamedTuple):
-    """A program that a rank can run: what every task does, decided once."""
+    """A program that a rank can run: what every task does, decided once.
+
+    Attributes:
+        labels: of the tasks, as results have them.
+    """
 
     program: CompiledProgram
     parts: tuple[_Part, ...]
+    labels: bytes
 
 
 class Executor:
@@ -142,7 +154,11 @@ class Executor:
             self._part(group, begins)
             for group, begins in zip(program.groups, program.issues, strict=True)
         ]
-        return Prepared(program, tuple(parts))
+        labels = (
+            (task.op.value, task.stage, task.microbatch, task.peer, task.quota)
+            for part in parts for task in part.tasks
+        )
+        return Prepared(program, tuple(parts), pack_labels(list(labels)))
 
     def _part(self, group: Sequence[Task], issues: Sequence[Issue]) -> _Part:
         first = group[0]
@@ -210,7 +226,7 @@ class Executor:
         inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
-        program, parts = prepared
+        program, parts, labels = prepared
         step = StepState(program.messages, program.activations, inputs, meta)
         if meta.training:
             self._observer.begin()
@@ -224,7 +240,8 @@ class Executor:
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         enter, clock = self._whereabouts.enter, step_clock(self._device)
         mark = clock.mark
-        timed = _Timed([], [], [])
+        timed = _Timed([], [])
+        starts, ends = timed
         now = mark()
         for task, begins, action, group in parts:
             enter(task)
@@ -232,10 +249,9 @@ class Executor:
                 begin()
             if action is not None:
                 action(step)
-                timed.tasks.append(task)
-                timed.starts.append(now)
+                starts.append(now)
                 now = mark()
-                timed.ends.append(now)
+                ends.append(now)
             else:
                 self._run_concurrently(group, step, clock, timed)
                 now = mark()
@@ -244,13 +260,8 @@ class Executor:
             sender.end_step(self._timeout)
         result = step.result
         result.losses = {place: float(loss) for place, loss in step.losses.items()}
-        seconds, count = clock.seconds([*timed.starts, *timed.ends, now]), len(timed.tasks)
-        result.spans = [
-            (task.op.value, task.stage, task.microbatch, start, end, task.peer, task.quota)
-            for task, start, end in zip(
-                timed.tasks, seconds[:count], seconds[count : 2 * count], strict=True
-            )
-        ]
+        result.labels = labels
+        result.times = array("d", clock.seconds([*starts, *ends, now])[:-1]).tobytes()
         return result
 
     def _run_concurrently(
@@ -266,8 +277,8 @@ class Executor:
         assert self._colocation is not None  # which makes groups
         quotas = {module: tasks[0][0].quota for module, tasks in group.items()}
         outputs = self._colocation.run(works, quotas)
-        for output in outputs.values():
-            for all_of, own in zip(timed, output.get()[0], strict=True):
+        for module in group:
+            for all_of, own in zip(timed, outputs[module].get()[0], strict=True):
                 all_of.extend(own)
         for task in (task for tasks in group.values() for task, _ in tasks):
             if task.last and self._reduction is not None:
@@ -281,9 +292,8 @@ class Executor:
             return [message for message in there if message is not None]
 
         def run(*_: Any) -> tuple[_Timed, list[Message]]:
-            timed = _Timed([], [], [])
-            for task, action in tasks:
-                timed.tasks.append(task)
+            timed = _Timed([], [])
+            for _, action in tasks:
                 timed.starts.append(clock.mark())
                 action(step)
                 timed.ends.append(clock.mark())

@@ -29,6 +29,15 @@ class Layout(NamedTuple):
         side = tuple([(n, t.shape, t.dtype) for n, t in message.side.items()])
         return cls(tensors, side, message.names)
 
+    def is_of(self, message: Message) -> bool:
+        """Whether a message has it; in less time than it takes to make the message's own."""
+        if len(message.tensors) != len(self.tensors) or message.names != self.names:
+            return False
+        for tensor, (shape, dtype) in zip(message.tensors, self.tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                return False
+        return not (message.side or self.side) or self == Layout.of(message)
+
     @property
     def side_bytes(self) -> int:
         """Of all side entries, one after another."""

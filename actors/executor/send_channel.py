@@ -98,6 +98,7 @@ class SendChannel:
         self._layouts: Layouts[_Outgoing] = Layouts(self._outgoing)
         self._due: deque[Due[_Outgoing]] = deque()
         self._gradient_route = lru_cache(MOST_LAYOUTS)(self._outgoing) if gradients else None
+        self._last: _Outgoing | None = None  # of those
         # Messages whose tensors are kept, oldest first, of which the first so many were sent
         # before the step that ended last.
         self._under_way: deque[Sent] = deque()
@@ -140,33 +141,35 @@ class SendChannel:
                 self._let_go(None)
         sent: Sent = []
         self._under_way.append(sent)
-        layout = Layout.of(message)
         if self._gradient_route is not None:
-            route = self._gradient_route(layout)
+            route = self._last
+            if route is None or not route.layout.is_of(message):
+                route = self._last = self._gradient_route(Layout.of(message))
         else:
             key, route, expected = self._due.popleft()
             if expected:
                 assert route is not None
-                self._send_expected(key, route, layout, message, sent)
+                self._send_expected(key, route, message, sent)
                 return
             if route is None and (route := self._layouts.described(key)) is None:
+                layout = Layout.of(message)
                 route = self._layouts.describe(key, layout)
                 self._describe(layout, sent)
-            if route.layout != layout:
+            if not route.layout.is_of(message):
                 raise ChannelError(
                     f"a message with the metadata {key!r} had the layout {route.layout} and now "
-                    f"has {layout}; what a stage returns must depend on the shapes of its inputs "
-                    "only"
+                    f"has {Layout.of(message)}; what a stage returns must depend on the shapes of "
+                    "its inputs only"
                 )
         self._send_tensors(route, message.tensors, sent)
         if message.side:
             self._send_to_host(pack(message.side), sent)
 
     def _send_expected(
-        self, key: object, route: _Outgoing, layout: Layout, message: Message, sent: Sent
+        self, key: object, route: _Outgoing, message: Message, sent: Sent
     ) -> None:
         """A message that both ends expect to have a layout."""
-        if route.layout == layout:
+        if route.layout.is_of(message):
             self._layouts.confirm(key)
             self._send_tensors(route, message.tensors, sent)
             side = [pack(message.side)] if message.side else []
@@ -179,6 +182,7 @@ class SendChannel:
         self._send_tensors(route, void, sent)
         not_so = torch.ones(route.layout.side_bytes + 1, dtype=torch.uint8, device="cpu")
         self._send_to_host(not_so, sent)
+        layout = Layout.of(message)
         self._describe(layout, sent, aside=True)
         route = self._layouts.describe(key, layout)
         self._send_tensors(route, [on_host(t) for t in message.tensors], sent, aside=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from raymm.actors.optimizer.finite import Place
@@ -57,14 +60,19 @@ class StepMeta(NamedTuple):
         return self.offsets[microbatch].get(module) if self.offsets else None
 
 
+SpanLabel = tuple[str, StageId, int, StageId, float]
+"""Op, stage, microbatch, peer and quota of a task."""
+
+
 @dataclass
 class StepResult:
     """One rank's outcome of a step.
 
     Attributes:
         losses: by stage that computes one, and microbatch, its share of the loss.
-        spans: op, stage, microbatch, start, end, peer and quota; times are seconds on this
-            host's wall clock.
+        labels: of the tasks that ran (:func:`pack_labels`), the same in every step of a program.
+        times: when they began, all of them, and when they ended: seconds on this host's wall
+            clock, float64.
         peak_bytes: the most memory that the process held meanwhile
             (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
         grad_norm, learning_rate: of the update, if the step ends in one that is applied.
@@ -72,13 +80,37 @@ class StepResult:
     """
 
     losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
-    spans: list[tuple[str, StageId, int, float, float, StageId, float]] = field(
-        default_factory=list
-    )
+    labels: bytes = b""
+    times: bytes = b""
     grad_norm: float | None = None
     learning_rate: float | None = None
     peak_bytes: int = 0
     not_finite: list[Place] | None = None
+
+    @property
+    def spans(self) -> list[tuple[str, StageId, int, float, float, StageId, float]]:
+        """Op, stage, microbatch, start, end, peer and quota of every task."""
+        labels, seconds = _labels(self.labels), array("d", self.times)
+        return [
+            (op, stage, microbatch, start, end, peer, quota)
+            for (op, stage, microbatch, peer, quota), start, end in zip(
+                labels, seconds[: len(labels)], seconds[len(labels) :], strict=True
+            )
+        ]
+
+
+def pack_labels(labels: Sequence[SpanLabel]) -> bytes:
+    """What of a result's spans does not change from step to step; pickled once.
+
+    Args:
+        labels: of the tasks, in the order in which their times are given.
+    """
+    return pickle.dumps(list(labels), pickle.HIGHEST_PROTOCOL)
+
+
+@lru_cache(maxsize=1024)
+def _labels(packed: bytes) -> list[SpanLabel]:
+    return pickle.loads(packed) if packed else []
 
 
 def measured_timeline(results: Sequence[StepResult]) -> Timeline:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
 # Sets the peak of resident memory back to what is resident now (proc(5)).
-_PEAK = "5"
+_PEAK = b"5"
 
 
 class PeakMemory:
@@ -25,26 +25,39 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0 if device.type == "cuda" else _resident("VmRSS")
+        self._status = self._clear = -1
+        if device.type != "cuda":
+            # Left open: to look for the files by name takes longer than to read them.
+            self._status, self._clear = _opened(_STATUS, os.O_RDONLY), _opened(_CLEAR, os.O_WRONLY)
+        self._before = self._resident(b"VmRSS:")
+
+    def __del__(self) -> None:
+        for file in (self._status, self._clear):
+            if file >= 0:
+                os.close(file)
 
     def restart(self) -> None:
         """The peak starts from what is held now."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        with suppress(OSError):  # then it is the peak of the process's life
-            _CLEAR.write_text(_PEAK)
+        elif self._clear >= 0:  # else it is the peak of the process's life
+            with suppress(OSError):
+                os.pwrite(self._clear, _PEAK, 0)
 
     def bytes(self) -> int:
         """The peak."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return max(0, _resident("VmHWM") - self._before)
+        return max(0, self._resident(b"VmHWM:") - self._before)
+
+    def _resident(self, name: bytes) -> int:
+        if self._status < 0:
+            return 0
+        _, _, value = os.pread(self._status, 8192, 0).partition(name)
+        return int(value.split(None, 1)[0]) * 1024 if value else 0
 
 
-def _resident(name: str) -> int:
+def _opened(path: str, flags: int) -> int:
     with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return 0
+        return os.open(path, flags | os.O_CLOEXEC)
+    return -1

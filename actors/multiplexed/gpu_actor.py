@@ -43,7 +43,7 @@ from raymm.actors.quota import (
 )
 from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
 from raymm.actors.rank.meeting_store import EVERYONE
-from raymm.actors.rank.recent_programs import remember
+from raymm.actors.rank.step_calls import remember
 from raymm.kernels.choice.choice import KERNEL_CHOICE
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.multiplex.instructions import Part, Slot, said

@@ -15,9 +15,9 @@ from raymm.actors.multiplexed.iteration_meta import (
     IterationResult,
 )
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
-from raymm.actors.rank.rank_group import RankGroup, StepHandle
+from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.actors.rank.recent_programs import remember
+from raymm.actors.rank.step_calls import StepHandle, remember
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
 
 # What one GPU's part reads: its samples of entries of the batch, or a reference to them.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,8 +52,8 @@ class Place(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """A tensor's sum per row, which is not finite where one of the row's values is not; the rest as
-    given to :meth:`FiniteObserver.saw`. A place is made of it only if somebody asks."""
+    """A tensor, as given to :meth:`FiniteObserver.saw`. A place is made of it only if somebody
+    asks."""
 
     kind: Literal["output", "gradient"]
     stage: StageId
@@ -61,7 +62,26 @@ class _Note(NamedTuple):
     of: StageId
     rows: tuple[int, int] | None
     count: int
-    sums: torch.Tensor
+
+
+_Noted = tuple[_Note, torch.Tensor]
+"""With a sum per row, which is not finite where one of the row's values is not."""
+
+
+class _Batch:
+    """Notes of a batch that is over, whose sums are one after another in one tensor: many small
+    ones that live on would lie between buffers of later batches, which then take new memory."""
+
+    def __init__(self, noted: Sequence[_Noted]) -> None:
+        self.notes = [note for note, _ in noted]
+        self._shapes = [sums.shape for _, sums in noted]
+        self._sums = torch.cat([sums.view(-1) for _, sums in noted])
+
+    def noted(self) -> list[_Noted]:
+        """As it was."""
+        parts = self._sums.split([shape.numel() for shape in self._shapes])
+        sums = (part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        return list(zip(self.notes, sums, strict=True))
 
 
 class FiniteObserver:
@@ -79,7 +99,9 @@ class FiniteObserver:
             part for module in modules for part in module.modules() if isinstance(part, _NormBase)
         ]
         self._statistics: list[tuple[_NormBase, str, torch.Tensor]] | None = None
-        self._notes: deque[_Note] = deque(maxlen=MAX_NOTES)
+        self._past: deque[_Batch] = deque()
+        self._kept = 0  # notes of those
+        self._noted: deque[_Noted] = deque(maxlen=MAX_NOTES)  # of the batch that is under way
         self._losses: list[torch.Tensor] = []
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._batches = 0
@@ -88,12 +110,22 @@ class FiniteObserver:
         """A batch begins whose gradients count for the next update."""
         self._batches += 1
         self.losses()
+        self._end_batch()
         if self._statistics is None:
             self._statistics = [
                 (norm, name, buffer.clone())
                 for norm in self._norms if norm.training
                 for name, buffer in norm._buffers.items() if buffer is not None
             ]
+
+    def _end_batch(self) -> None:
+        if not self._noted:
+            return
+        self._past.append(_Batch(self._noted))
+        self._kept += len(self._noted)
+        self._noted.clear()
+        while self._kept > MAX_NOTES and len(self._past) > 1:
+            self._kept -= len(self._past.popleft().notes)
 
     def loss(self, value: torch.Tensor) -> None:
         """A microbatch's loss, of any shape, counts for the next update."""
@@ -131,13 +163,14 @@ class FiniteObserver:
         for tensor in tensors:
             if tensor.is_floating_point():
                 sums = _row_sums(tensor)
-                note = _Note(kind, stage, batch, microbatch, of or stage, rows, count, sums)
-                self._notes.append(note)
+                note = _Note(kind, stage, batch, microbatch, of or stage, rows, count)
+                self._noted.append((note, sums))
 
     def places(self) -> list[Place]:
         """What was not finite since the last update. Waits for the device."""
         places = []
-        for kind, stage, batch, microbatch, of, rows, count, sums in self._notes:
+        noted = [*chain.from_iterable(batch.noted() for batch in self._past), *self._noted]
+        for (kind, stage, batch, microbatch, of, rows, count), sums in noted:
             bad = (~torch.isfinite(sums)).cpu()
             if bad.any():
                 size = len(sums) if sums.dim() else 0
@@ -156,7 +189,9 @@ class FiniteObserver:
 
     def clear(self) -> None:
         """What was seen so far counts for nothing any more."""
-        self._notes.clear()
+        self._past.clear()
+        self._kept = 0
+        self._noted.clear()
         self._losses.clear()
         self._zero = torch.zeros_like(self._zero)
         self._statistics = None

@@ -29,7 +29,7 @@ from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.rank.connections import Connections
 from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
 from raymm.actors.rank.rank_spec import RankSpec
-from raymm.actors.rank.recent_programs import remember
+from raymm.actors.rank.step_calls import pack_result, remember, unpack_call
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.kernels.choice.choice import KERNEL_CHOICE
@@ -219,6 +219,16 @@ class RankActor(SavingActor, MeetingActor):
         result = self._finished(self._executor.run(program, per_stage, meta))
         result.peak_bytes = self._memory.bytes()
         return result
+
+    def run_packed_step(self, call: bytes, layout: bytes, *inputs: dict[str, Any]) -> bytes:
+        """:meth:`run_step` (:mod:`raymm.actors.rank.step_calls`).
+
+        Args:
+            call: key and metadata.
+            layout: of the inputs.
+            *inputs: as of :meth:`run_step`.
+        """
+        return pack_result(self.run_step(*unpack_call(call, layout), *inputs))
 
     @task("the optimizer's step")
     def run_optimizer_ops(self, ops: Sequence[Op]) -> StepResult:

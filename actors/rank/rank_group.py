@@ -7,11 +7,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cluster_observer import ClusterObserver
@@ -26,7 +26,7 @@ from raymm.actors.placement.placement import ONLY_RANKS, Placement, PlacementOpt
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_places import ProcessSpec, RankPlace, lost_node_error
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
-from raymm.actors.rank.recent_programs import remember
+from raymm.actors.rank.step_calls import StepHandle, pack_calls, remember, unpack_result
 from raymm.errors import RankFailedError, RankRaisedError, RunFailedError
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.issue_order import Issue
@@ -36,19 +36,6 @@ from raymm.scheduler.program.program import Op, Program
 START_TIMEOUT_S = 600.0
 # Seconds between two looks at anything but results, while there are none.
 LISTEN_S = 1.0
-
-Result = TypeVar("Result")  # what a rank reports of a step
-
-
-class StepHandle(Generic[Result]):
-    """A submitted step. ``result()`` waits for it."""
-
-    def __init__(self, group: RankGroup, refs: list[ray.ObjectRef]) -> None:
-        self._group, self._refs = group, refs
-
-    def result(self) -> list[Result]:
-        """Every rank's result, by rank. Raises as :meth:`RankGroup.wait`."""
-        return self._group.wait(self._refs)
 
 
 class RankGroup:
@@ -223,12 +210,13 @@ class RankGroup:
             RuntimeError: the processes have ended.
         """
         self.check_running()
-        refs = []
+        calls = pack_calls(key, meta, inputs)
         with self._order:
-            for actor, rows in zip(self._actors, inputs, strict=True):
-                layout = [(stage, microbatch) for stage, microbatch, _ in rows]
-                refs.append(actor.run_step.remote(key, meta, layout, *(data for *_, data in rows)))
-        return StepHandle(self, refs)
+            refs = [
+                actor.run_packed_step.remote(*call)
+                for actor, call in zip(self._actors, calls, strict=True)
+            ]
+        return StepHandle(self, refs, unpack_result)
 
     def run_optimizer_ops(self, ops: Sequence[Op]) -> list[StepResult]:
         """Run collective ops on all ranks."""
@@ -259,22 +247,35 @@ class RankGroup:
         due = time.monotonic() + patience
         while pending:
             self.check_cluster()
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=LISTEN_S)
+            try:
+                # All at once; ends early where one of them failed.
+                rest = ray.get([*pending], timeout=LISTEN_S)
+                results.update(zip(pending.values(), rest, strict=True))
+                break
+            except GetTimeoutError:
+                ready, _ = ray.wait([*pending], num_returns=len(pending), timeout=0)
+            except RayError:
+                ready, _ = ray.wait([*pending], num_returns=1, timeout=LISTEN_S)
             if not ready:
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._check_progress(pending, timeout)
                 continue
             due = time.monotonic() + patience
-            rank = pending.pop(ready[0])
-            try:
-                results[rank] = ray.get(ready[0])
-            except RayActorError as error:
-                self._died(rank, error)
-            except RayTaskError as error:
-                self._raised(rank, error, pending)
-            except RayError as error:  # its input was lost with the data worker that held it
-                self._fail(f"{self._name(rank)} failed: {first_line(error)}", error)
+            for ref in ready:
+                rank = pending.pop(ref)
+                results[rank] = self._fetch(rank, ref, pending)
         return [results[rank] for rank in ranks]
+
+    def _fetch(self, rank: int, ref: ray.ObjectRef, pending: Mapping[Any, int]) -> Any:
+        """The result of a rank's call that has ended, while others are pending."""
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            self._died(rank, error)
+        except RayTaskError as error:
+            self._raised(rank, error, pending)
+        except RayError as error:  # its input was lost with the data worker that held it
+            self._fail(f"{self._name(rank)} failed: {first_line(error)}", error)
 
     def check_cluster(self, error: RayActorError | None = None) -> None:
         """

@@ -11,7 +11,7 @@ import torch
 from raymm.actors.multiplexed.gpu_actor import GpuSpec
 from raymm.actors.multiplexed.iteration_meta import IterationResult
 from raymm.actors.multiplexed.node import NodeSpec
-from raymm.actors.rank.recent_programs import remember
+from raymm.actors.rank.step_calls import remember
 from raymm.runtime.options import RuntimeOptions
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.module_graph import ModuleGraph

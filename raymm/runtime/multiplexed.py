@@ -17,7 +17,7 @@ from raymm.actors.multiplexed.iteration_meta import (
     IterationResult,
 )
 from raymm.actors.quota import Backend
-from raymm.actors.rank.rank_group import StepHandle
+from raymm.actors.rank.step_calls import StepHandle
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.in_memory import check_split
 from raymm.layout.stage_builders import reloadable_modules

@@ -13,7 +13,7 @@ import torch
 from raymm.actors.multiplexed.group import GpuGroup
 from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
 from raymm.actors.quota import Backend
-from raymm.actors.rank.rank_group import StepHandle
+from raymm.actors.rank.step_calls import StepHandle
 from raymm.actors.weights.source import LiveSource
 from raymm.batch.dag_check import DagCheck
 from raymm.model.module_dag import ModuleDag

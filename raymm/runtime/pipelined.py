@@ -17,8 +17,8 @@ import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta, StepResult, measured_timeline
 from raymm.actors.quota import Multiprocessors
-from raymm.actors.rank.rank_group import RankGroup, StepHandle
-from raymm.actors.rank.recent_programs import remember
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.rank.step_calls import StepHandle, remember
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta

@@ -1,0 +1,34 @@
+"""The peak of resident memory, read without a search for files in every step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from raymm.actors.memory import peak_memory
+from raymm.actors.memory.peak_memory import PeakMemory
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="says nothing of memory")
+def test_the_peak_is_of_what_was_held_since_the_start(monkeypatch) -> None:
+    memory = PeakMemory(CPU)
+    monkeypatch.setattr(os, "open", None)  # nothing is looked for any more
+    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    del held
+    assert 60 * MIB < memory.bytes() < 200 * MIB
+    memory.restart()
+    assert memory.bytes() < 40 * MIB
+
+
+def test_where_the_system_says_nothing_it_is_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(peak_memory, "_STATUS", "/nowhere/status")
+    monkeypatch.setattr(peak_memory, "_CLEAR", "/nowhere/clear")
+    memory = PeakMemory(CPU)
+    memory.restart()
+    assert memory.bytes() == 0
