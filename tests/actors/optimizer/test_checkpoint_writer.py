@@ -1,0 +1,76 @@
+"""Copies of what is saved, against what is saved at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from raymm.actors.optimizer.checkpoint_shards import ShardError
+from raymm.actors.optimizer.checkpoint_writer import Files, HostCopy, SavingActor
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+class Process(SavingActor):
+    """What has tensors to save."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+
+    @property
+    def _saved_device(self) -> torch.device:
+        return CPU
+
+    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
+        assert skip_frozen == {"vision"}
+        return self.files
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Scalars, empty ones, transposed ones, parts of others."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    whole = torch.randint(0, 100, [*shape, 2], generator=seed).to(draw(st.sampled_from(DTYPES)))
+    part = whole[..., 0]
+    return part.transpose(0, 1) if len(shape) > 1 and draw(st.booleans()) else part
+
+
+@given(st.lists(st.lists(tensors(), min_size=1, max_size=3), min_size=1, max_size=2), st.booleans())
+def test_a_copy_is_written_as_what_it_was_copied_from(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[list[torch.Tensor]], tied: bool
+) -> None:
+    """The same bytes in the same files, whatever becomes of the tensors in the meantime."""
+    files = {
+        f"part{n}-rank0.safetensors": {f"llm/{i}[0:0:4]": t for i, t in enumerate(part)}
+        for n, part in enumerate(parts)
+    }
+    if tied:  # two names of the same memory
+        files["part0-rank0.safetensors"]["llm/tied"] = parts[0][0]
+    process, frozen = Process(files), frozenset({"vision"})
+    folders = [tmp_path_factory.mktemp(name) for name in ("copied", "at-once")]
+    nbytes = process.copy_state(frozen)
+    assert nbytes == sum(t.nbytes for part in files.values() for t in part.values())
+    at_once = process.save(str(folders[1]), frozen)
+    for part in parts:
+        for tensor in part:
+            tensor.fill_(-1)
+    copied = process.write_copy(str(folders[0]))
+    assert copied.not_finite == [] and copied.shards == at_once
+    for file in files:
+        assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
+        assert set(load_file(folders[0] / file)) == set(files[file])
+    with pytest.raises(ShardError, match="nothing to write"):  # it is gone
+        process.write_copy(str(folders[0]))
+
+
+def test_what_is_not_finite_is_named_as_a_whole_and_nothing_is_written(tmp_path) -> None:
+    copy = HostCopy(CPU)
+    bad = torch.tensor([1.0, torch.inf, torch.nan])
+    copy.copy({"a.safetensors": {"llm/x[0:3:6]": bad, "llm/y": torch.ones(2)}})
+    assert copy.write(str(tmp_path)) == ({}, ["llm/x (2 of 3 values)"])
+    assert list(tmp_path.iterdir()) == []
