@@ -21,6 +21,10 @@ from raymm.scheduler.search.module_degrees import rank_text
 from raymm.scheduler.search.stage_search import SearchResult
 from raymm.scheduler.search.stage_space import StageSearchError
 
+# A search for a schedule's policy goes by time, within the memory that 1F1B takes: what is so far
+# over the limit before it is over it afterwards.
+HOPELESS = 1.05
+
 
 @dataclass(frozen=True)
 class Option:
@@ -80,6 +84,7 @@ class Proposal:
         refused: (label, reason) of plans that do not.
         bound: seconds that no schedule of the best plan undercuts.
         combinations, simulated: stage counts there were, and how many were simulated.
+        searched: layouts that were searched, each with what stages do to fit.
     """
 
     options: tuple[Option, ...]
@@ -87,6 +92,7 @@ class Proposal:
     bound: float
     combinations: int
     simulated: int
+    searched: frozenset[tuple[str, bool | str]] = frozenset()
 
     @property
     def best(self) -> Option:
@@ -127,6 +133,11 @@ def evaluate(plan: Plan, network: Network, layout: str = "") -> tuple[Option, st
         network: the links between its ranks.
         layout: what the option is called.
     """
+    if plan.schedule == "zero_bubble" and plan.policy is None and plan.memory_limit is not None:
+        step = forecast(plan, network.transfers(plan))
+        needs = memory_of(plan, step.activation_peaks)
+        if max(need.total for need in needs) > HOPELESS * plan.memory_limit:
+            return Option(layout, plan, step.seconds, needs), _too_full(plan, needs)
     plan, _ = refine(plan, network.delays(plan))
     step = forecast(plan, network.transfers(plan))
     needs = memory_of(plan, step.activation_peaks)
@@ -221,6 +232,9 @@ class Candidates:
     def fits(self, plan: Plan) -> bool:
         """Whether a plan fits in memory, for searches."""
         if plan.memory_limit is not None:
+            without = memory_of(plan, [0] * plan.num_ranks)  # at least, and soon said
+            if _too_full(plan, without) is not None:
+                return False
             needs = memory_of(plan, self._forecast(plan).activation_peaks)
             if _too_full(plan, needs) is not None:
                 return False

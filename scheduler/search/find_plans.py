@@ -17,6 +17,7 @@ from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 from raymm.scheduler.search.time_shared_plans import time_shared_plans
 
 Planner = Callable[[PlanProblem], Proposal]
+Searched = frozenset[tuple[str, bool | str]]
 # A plan that fills this share of a rank's memory may owe its cuts to it.
 TIGHT = 0.8
 
@@ -50,11 +51,12 @@ def find_plans(
     # Of plans without degrees too, so that degrees never keep a better plan from being found.
     candidates = [proposal.best, *itertools.islice(filter(_is_pipelines, proposal.options), 1)]
     if problem.recompute is None and any(_is_tight(o, problem.memory_limit) for o in candidates):
+        rest = planner or partial(_own, control=control, searched=proposal.searched)
         for again in (LAYERS, True):
             if control.should_stop():
                 break
             with suppress(StageSearchError):
-                proposal = _merged(proposal, find(replace(problem, recompute=again)))
+                proposal = _merged(proposal, rest(replace(problem, recompute=again)))
     return proposal
 
 
@@ -68,10 +70,12 @@ def space_of(problem: PlanProblem) -> StageSpace:
     )
 
 
-def _own(problem: PlanProblem, control: SearchControl) -> Proposal:
+def _own(
+    problem: PlanProblem, control: SearchControl, searched: Searched = frozenset()
+) -> Proposal:
     """raymm's planner, which takes turns on ranks where there are fewer than modules."""
     if has_rank_each(problem):
-        return propose(problem, control)
+        return propose(problem, control, searched)
     candidates = Candidates(problem.network, problem.schedules, control)
     control.searching("plans whose modules share ranks")
     for label, plan in time_shared_plans(space_of(problem), problem.ranks):
@@ -102,4 +106,5 @@ def _merged(first: Proposal, other: Proposal) -> Proposal:
         options, tuple(dict.fromkeys((*first.refused, *other.refused))),
         first.bound if options[0] is first.best else other.bound,
         first.combinations + other.combinations, first.simulated + other.simulated,
+        first.searched | other.searched,
     )

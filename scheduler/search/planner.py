@@ -10,7 +10,7 @@ degrees of tensor, context and data parallelism under which pipelines are faster
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -54,7 +54,10 @@ MANY_RANKS, GAP = 32, 0.005
 MOST_STAGES = 10_000
 
 
-def propose(problem: PlanProblem, control: SearchControl | None = None) -> Proposal:
+def propose(
+    problem: PlanProblem, control: SearchControl | None = None,
+    searched: Collection[tuple[str, bool | str]] = (),
+) -> Proposal:
     """Plan a model.
 
     Plans without degrees are judged even if degrees may be searched (unless 1 is not among the
@@ -64,6 +67,7 @@ def propose(problem: PlanProblem, control: SearchControl | None = None) -> Propo
     Args:
         problem: with a rank for each module.
         control: is told how far the search is, and asked whether to end it.
+        searched: what is left out, as it was searched before (:attr:`Proposal.searched`).
 
     Raises:
         StageSearchError: if nothing fits.
@@ -76,6 +80,7 @@ def propose(problem: PlanProblem, control: SearchControl | None = None) -> Propo
     left = (*problem.layouts, DEGREES) if degrees else tuple(problem.layouts)
     if degrees and not all(choices.may_be_alone for choices in degrees.values()):
         left = (DEGREES,)
+    done = set(searched)
     for again in RECOMPUTE if problem.recompute is None else (problem.recompute,):
         space = StageSpace(
             problem.graph, profile, problem.ranks, problem.num_microbatches,
@@ -83,10 +88,12 @@ def propose(problem: PlanProblem, control: SearchControl | None = None) -> Propo
             by_part=problem.ranks > MANY_RANKS,
         )
         within = partial(within_memory, adaptive=again == LAYERS)
-        left = _Planner(space, within, candidates, left, problem.chunks, degrees).run()
+        layouts = tuple(layout for layout in left if (layout, again) not in done)
+        left = _Planner(space, within, candidates, layouts, problem.chunks, degrees).run()
+        done |= {(layout, again) for layout in layouts}
         if not left or problem.memory_limit is None or candidates.control.should_stop():
             break
-    return candidates.proposal()
+    return replace(candidates.proposal(), searched=frozenset(done))
 
 
 class _Planner:
@@ -210,7 +217,7 @@ class _Planner:
 
     def _try_shared(self, layout: str) -> None:
         """Layouts in which modules share ranks: of those that fit the one that is fastest
-        under 1F1B, or else the fastest, to say why it does not fit."""
+        under 1F1B, or else the one that promises most, to say why it does not fit."""
         plans, reason = [], f"it needs at least 2 ranks; ranks is {self.space.ranks}"
         for make in self._makers(layout):
             try:
@@ -225,8 +232,12 @@ class _Planner:
         if not plans:
             self.candidates.refused.append((layout, "it is slower than what is known"))
             return
-        plans = [plan for plan in plans if self.candidates.fits(plan)] or plans
-        self.candidates.add_schedules(layout, min(plans, key=self.candidates.seconds))
+        fitting = [plan for plan in plans if self.candidates.fits(plan)]
+        best = (
+            min(fitting, key=self.candidates.seconds) if fitting
+            else min(plans, key=self.candidates.bound)
+        )
+        self.candidates.add_schedules(layout, best)
 
     def _makers(self, layout: str) -> list[Callable[[], Plan]]:
         space, ranks, sink = self.space, self.space.ranks, self.space.graph.sink

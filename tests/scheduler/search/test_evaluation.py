@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
-from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.plan.plan import Edge, Plan
+from raymm.scheduler.schedule.lower import lower, refine
 from raymm.scheduler.schedule.memory import rank_memory
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search import evaluation
 from raymm.scheduler.search.evaluation import Candidates, evaluate, step_timeline
 from raymm.scheduler.search.stage_space import StageSearchError
 from tests.scheduler.schedule.test_lower import any_plans, chain
@@ -53,6 +55,28 @@ def test_a_plan_fits_if_every_rank_does(plan: Plan, share: float) -> None:
     found.add("it", plan)
     assert len(found.options) + len(found.refused) == 1
     assert bool(found.options) == (evaluate(plan, Network())[1] is None)
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0, 5.0])
+def test_no_policy_is_searched_for_what_is_far_over_the_limit(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    plan = chain(3, 6, "zero_bubble")
+    free, _ = evaluate(plan, Network())
+    asked = []
+
+    def noting(plan: Plan, delays: Mapping[Edge, float]) -> tuple[Plan, float]:
+        asked.append(plan)
+        return refine(plan, delays)
+
+    monkeypatch.setattr(evaluation, "refine", noting)
+    limit = int(share * max(need.total for need in free.memory))
+    option, reason = evaluate(replace(plan, memory_limit=limit), Network())
+    assert (reason is None) == (share >= 1) == bool(asked)
+    if reason is None:
+        assert (option.seconds, option.memory) == (free.seconds, free.memory)
+    else:
+        assert "memory_limit" in reason and option.plan.policy is None
 
 
 def test_a_proposal_has_the_fastest_first_and_says_what_does_not_fit() -> None:

@@ -17,6 +17,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search import planner
 from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.options import PlanProblem
@@ -171,6 +172,28 @@ def test_the_planner_keeps_what_there_is_room_for() -> None:
     with pytest.raises(StageSearchError):
         best(1000, False)
     assert best(1000, None).seconds < 0.85 * best(1000, True).seconds
+
+
+@pytest.mark.parametrize("limit", [900, 1000, 1100, 1300])
+def test_nothing_is_searched_twice(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Memory is tight: a second search has only what the first one left out, and is the better
+    for it by nothing."""
+    graph, profile = chain(16, (LayerOption("all", 1.0, 10),))
+    problem = PlanProblem(graph, profile, 4, 16, limit)
+    searched = []
+    run = planner._Planner.run
+
+    def noting(self: planner._Planner) -> tuple[str, ...]:
+        searched.extend((layout, self._memory_text) for layout in self.layouts)
+        return run(self)
+
+    monkeypatch.setattr(planner._Planner, "run", noting)
+    found = find_plans(problem)
+    assert len(set(searched)) == len(searched) and len(found.searched) == len(searched)
+    every = [propose(replace(problem, recompute=again)) for again in ("layers", True)]
+    assert found.best.seconds <= min(one.best.seconds for one in every)
+    plans = [(option.label, option.plan) for option in found.options]
+    assert len({label for label, _ in plans}) == len(plans)
 
 
 def test_cuts_know_what_is_made_again() -> None:
