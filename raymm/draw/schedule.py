@@ -45,6 +45,8 @@ BUBBLES = 0.85  # right of the panels
 MIN_WIDTH, MAX_WIDTH = 8.0, 20.0  # of the panels, without the margins
 BOX = 0.17  # how wide the median compute box should at least be
 LABEL_SIZE, CAPTION_SIZE = 8.5, 10.0
+LEGEND_SIZE = 8
+LEGEND_BESIDE = 0.55  # inches of an entry beside its text
 LABEL_STAGES = 3  # more stages on a rank than this are counted, not named
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
@@ -92,7 +94,6 @@ def draw_timelines(
     places = places_by_order(on_rank)
     hues = module_hues(s.stage.module for _, t in timelines for s in t.compute())
     looks = {module: op_looks(hue) for module, hue in hues.items()}
-    handles, columns = _legend(timelines, looks, stepped=any(s.rise for s in places.values()))
     rows = [max(timeline.num_ranks, 1) for _, timeline in timelines]
     row = _row_height(rows)
     label_size = min(LABEL_SIZE, row * 72 * 0.8)
@@ -100,10 +101,11 @@ def draw_timelines(
 
     ruler = new_figure(1, 1)
     left = 0.25 + max([text_width(ruler, name, label_size) for name in names.values()] or [0.0])
-    captioned = [text_width(ruler, caption, CAPTION_SIZE) for caption in captions]
-    body = max(_body(timelines), *(inches + 0.2 for inches in captioned))
+    body = max(_body(timelines), *(0.2 + text_width(ruler, c, CAPTION_SIZE) for c in captions))
     scale = _scale(timelines, body)
     digits = number_size(timelines, scale)
+    stepped = any(s.rise for s in places.values())
+    handles, columns = _in_width(_legend(timelines, looks, stepped), body + BUBBLES)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12 if handles else 0.0
     head = HEAD if title else 0.08
     width = left + body + BUBBLES
@@ -198,8 +200,8 @@ def _legend(
     timelines: Sequence[tuple[str, Timeline]],
     looks: Mapping[str, Mapping[Op, Look]],
     stepped: bool,
-) -> tuple[list[Patch], int]:
-    """Legend entries, column by column (a column is a module), and the number of columns."""
+) -> list[list[Patch]]:
+    """Legend entries by column, as many in each; a column is a module."""
     spans = [span for _, timeline in timelines for span in timeline.spans]
     used = {(span.stage.module, span.op) for span in spans if span.op in COMPUTE}
     blank = Patch(alpha=0.0, label="")
@@ -220,14 +222,27 @@ def _legend(
     if other:
         columns.append(other)
     height = max((len(column) for column in columns), default=0)
-    handles = [h for column in columns for h in [*column, *[blank] * (height - len(column))]]
-    return handles, max(len(columns), 1)
+    return [[*column, *[blank] * (height - len(column))] for column in columns]
+
+
+def _in_width(columns: list[list[Patch]], width: float) -> tuple[list[Patch], int]:
+    """Entries column by column, and how many columns there are, such that they are not wider than
+    so many inches: what does not fit beside the others stands below them."""
+    if not columns:
+        return [], 1
+    ruler = new_figure(1, 1)
+    widest = max(text_width(ruler, str(h.get_label()), LEGEND_SIZE) for c in columns for h in c)
+    count = min(len(columns), max(1, int(width / (widest + LEGEND_BESIDE))))
+    blank = [Patch(alpha=0.0, label="")] * len(columns[0])
+    columns = [*columns, *[blank] * (-len(columns) % count)]
+    handles = [h for first in range(count) for column in columns[first::count] for h in column]
+    return handles, count
 
 
 def _draw_legend(figure: Figure, handles: list[Patch], columns: int, left: float) -> None:
     """Below the panels, ``left`` of the figure's width away from its side."""
     figure.legend(
-        handles=handles, ncols=columns, loc="lower left", fontsize=8, frameon=False,
+        handles=handles, ncols=columns, loc="lower left", fontsize=LEGEND_SIZE, frameon=False,
         bbox_to_anchor=(left, 0.02), borderaxespad=0.0, handlelength=1.8, labelspacing=0.45,
         columnspacing=1.6,
     )

@@ -59,23 +59,38 @@ def places_by_order(on_rank: Mapping[int, Sequence[StageId]]) -> BoxPlaces:
 
 
 def places_on_quotas(timeline: Timeline) -> BoxPlaces:
-    """Where the boxes of what runs on a quota stand; in order of first appearance."""
-    shares: dict[int, dict[str, float]] = {}
+    """Where the boxes of what runs on a quota stand: below those of modules that run at the same
+    time, in order of first appearance."""
+    of_rank: dict[int, list[Span]] = {}
     for span in timeline.compute():
         if span.quota < 1:
-            shares.setdefault(span.rank, {})[span.stage.module] = span.quota
+            of_rank.setdefault(span.rank, []).append(span)
     places = {}
-    for span in timeline.compute():
-        if span.quota < 1:
-            above = 0.0
-            for module, quota in shares[span.rank].items():
-                if module == span.stage.module:
-                    break
-                above += quota
+    for rank, spans in of_rank.items():
+        together = _concurrent_modules(spans)
+        quotas = {span.stage.module: span.quota for span in spans}
+        for span in spans:
+            modules = together[span.stage.module]
+            above = sum(quotas[m] for m in modules[: modules.index(span.stage.module)])
             rise = BOX_ROWS * (0.5 - above - span.quota / 2)
             place = BoxPlace(rise, BOX_ROWS * span.quota / 2)
-            places[span.rank, span.stage, span.quota] = place
+            places[rank, span.stage, span.quota] = place
     return places
+
+
+def _concurrent_modules(spans: Sequence[Span]) -> dict[str, list[str]]:
+    """By module, those that ever run at the same time as it, or as one that does; in order of
+    first appearance."""
+    together: dict[str, list[str]] = {}
+    end, running = 0.0, ""
+    for span in sorted(spans, key=lambda s: s.start):
+        own = together.setdefault(span.stage.module, [span.stage.module])
+        if span.start < end and running not in own:
+            merged = [m for m in together if m in own or m in together[running]]
+            together.update(dict.fromkeys(merged, merged))
+        if span.end > end:
+            end, running = span.end, span.stage.module
+    return together
 
 
 def number_size(timelines: Sequence[tuple[str, Timeline]], scale: TimeScale) -> float:

@@ -18,6 +18,18 @@ TIMELINE = Timeline(
 )
 
 
+def test_modules_of_different_slots_stand_where_those_of_their_own_leave_room():
+    slots = (("a", 0.75, 0.0), ("b", 0.25, 0.0), ("c", 0.5, 2.0), ("d", 0.5, 2.5))
+    timeline = Timeline(tuple(
+        Span(0, "forward", StageId(module, 0), 0, start, start + 2.0, quota=quota)
+        for module, quota, start in slots
+    ), 1)  # fmt: skip
+    boxes = {stage.module: box for (_, stage, _), box in places_on_quotas(timeline).items()}
+    for upper, lower in ("ab", "cd"):
+        assert boxes[upper].rise + boxes[upper].half == approx(BOX_ROWS / 2)
+        assert boxes[lower].rise - boxes[lower].half == approx(-BOX_ROWS / 2)
+
+
 def test_boxes_on_quotas_stand_below_each_other_as_high_as_their_quota(tmp_path):
     found = places_on_quotas(TIMELINE)
     assert set(found) == {(0, StageId("vision", 0), 0.5), (0, StageId("audio", 0), 0.25)}
