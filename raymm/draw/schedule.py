@@ -91,9 +91,7 @@ def draw_timelines(
         raise ValueError("timelines is empty; at least one (label, timeline) pair is needed")
     on_rank = _stages_of_ranks(timelines)
     names = _row_names(on_rank, rank_names)
-    places = places_by_order(on_rank)
-    hues = module_hues(s.stage.module for _, t in timelines for s in t.compute())
-    looks = {module: op_looks(hue) for module, hue in hues.items()}
+    places, looks = places_by_order(on_rank), _looks(timelines)
     rows = [max(timeline.num_ranks, 1) for _, timeline in timelines]
     row = _row_height(rows)
     label_size = min(LABEL_SIZE, row * 72 * 0.8)
@@ -101,19 +99,20 @@ def draw_timelines(
 
     ruler = new_figure(1, 1)
     left = 0.25 + max([text_width(ruler, name, label_size) for name in names.values()] or [0.0])
-    body = max(_body(timelines), *(0.2 + text_width(ruler, c, CAPTION_SIZE) for c in captions))
+    captioned = [text_width(ruler, caption, CAPTION_SIZE) for caption in captions]
+    body = max(_body(timelines), *(inches + 0.2 for inches in captioned))
     scale = _scale(timelines, body)
     digits = number_size(timelines, scale)
-    stepped = any(s.rise for s in places.values())
-    handles, columns = _in_width(_legend(timelines, looks, stepped), body + BUBBLES)
+    entries = _legend(timelines, looks, any(place.rise for place in places.values()))
+    handles, columns = _in_width(entries, body + BUBBLES)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12 if handles else 0.0
     head = HEAD if title else 0.08
     width = left + body + BUBBLES
     height = head + sum(TITLE + row * n for n in rows) + AXIS + legend
     figure = new_figure(width, height)
     if title:
-        figure.text(0.12 / width, 1 - 0.28 / height, title, fontsize=12, weight="bold",
-                    color=TEXT, va="center")
+        figure.text(0.12 / width, 1 - 0.28 / height, title, fontsize=12, weight="bold", color=TEXT,
+                    va="center")
     top = height - head
     for index, ((_, timeline), count) in enumerate(zip(timelines, rows, strict=True)):
         bottom = top - TITLE - row * count
@@ -194,6 +193,12 @@ def _captions(timelines: Sequence[tuple[str, Timeline]], bubble: float | None) -
             caption += f", {abs(change):.1%} {direction} than {first_label}"
         captions.append(caption)
     return captions
+
+
+def _looks(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Mapping[Op, Look]]:
+    """Of every module that they have, per operation."""
+    hues = module_hues(s.stage.module for _, t in timelines for s in t.compute())
+    return {module: op_looks(hue) for module, hue in hues.items()}
 
 
 def _legend(
