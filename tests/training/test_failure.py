@@ -1,9 +1,12 @@
 """Ranks and drivers that are killed, and data that cannot be read, in the middle of a run."""
 
 import os
+import random
 import re
 import signal
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
 from ipaddress import ip_address
 
 import pytest
@@ -23,6 +26,7 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 
 PATIENCE_S = 240.0
+KILLS = 2
 # Where the layout does not matter: every process imports torch, which takes seconds.
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
 
@@ -124,6 +128,37 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
 
     code, text = raymm("train", make_config())
     assert code == 0 and "going on from" in text
+    assert curve(run.run) == curve(finished.path)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+def test_killed_while_it_writes_it_goes_on_from_a_whole_checkpoint(
+    finished, make_config, tmp_path, raymm
+):
+    """Every step saves behind the next one, and driver and ranks are killed at any moment."""
+    run = Interrupted(make_config({
+        "data.modalities.vision.processor": "run_processors:slow_image", "run.max_failures": 0,
+        "run.checkpoint_every": 1,
+    }), tmp_path)
+    draw, steps = random.Random(0), [0]
+    for _ in range(KILLS):
+        # The save after the second of these steps has waited for that after the first.
+        with run.running(more_steps=3) as driver:
+            started = descendants(driver.pid)
+            victims = [driver.pid, *ranks_of(driver.pid)]
+            draw.shuffle(victims)
+            time.sleep(draw.uniform(0, 0.3))
+            for victim in victims:
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+            driver.wait(PATIENCE_S)
+            wait_until(partial(all_gone, started), 30, "the end of all processes of the run")
+        found = CheckpointStore(run.run).newest()
+        assert found is not None and found.corrupt == () and found.manifest.step > steps[-1]
+        steps.append(found.manifest.step)
+    code, text = raymm("train", make_config())
+    assert code == 0 and f"going on from {found.folder}" in text
     assert curve(run.run) == curve(finished.path)
 
 
