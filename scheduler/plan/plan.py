@@ -74,8 +74,7 @@ class Plan:
                 self.profile.check(self.graph)
             except ProfileError as error:
                 raise PlanError(f"profile: {error}") from None
-        counts = {node.name: len(self.module_stages(node.name)) for node in self.graph.nodes}
-        check_policy(self.policy, counts)
+        check_policy(self.policy, {n.name: len(self.replicas(n.name)[0]) for n in self.graph.nodes})
         self._check_shared_ranks()
         self._check_processes()
         check_quotas(self.stages, self.schedule)

@@ -59,14 +59,18 @@ def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
     """
     Args:
         policy: of a plan, if it has one.
-        stages: of each of the plan's modules, in the graph's order.
+        stages: of a replica of each of the plan's modules, in the graph's order.
 
     Raises:
         PlanError: if the policy is of other stages.
     """
     if policy is None or not policy.ahead:
         return
-    if [len(module) for module in policy.ahead] != list(stages.values()):
+    # Files that were written before have numbers for all replicas, of which the first were used.
+    counts = [len(module) for module in policy.ahead]
+    if len(counts) != len(stages) or any(
+        not count or count % own for count, own in zip(counts, stages.values(), strict=True)
+    ):
         stages_text = ", ".join(f"{count} of {module}" for module, count in stages.items())
         raise PlanError(f"policy.ahead is {policy.ahead}; it must have numbers for {stages_text}")
 

@@ -219,7 +219,7 @@ def _tuned(
     most, draws = plan.num_microbatches, random.Random(0)
     ahead = [
         [most if chosen.beyond_depth else min(most, plan.warm_up[s.id]) for s in stages]
-        for stages in (plan.module_stages(node.name) for node in plan.graph.nodes)
+        for stages in (plan.replicas(node.name)[0] for node in plan.graph.nodes)
     ]
     for _ in range(rounds):
         if best.schedule.makespan <= bound * CLOSE:

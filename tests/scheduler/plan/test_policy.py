@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._tight_plans import tight_plans
+from raymm.scheduler.plan.equal_part import EqualPart
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
 from raymm.scheduler.program.check_program import check_program
@@ -96,6 +97,18 @@ def test_how_far_stages_run_ahead_is_searched_for() -> None:
     assert seconds < 0.98 * iteration_time(plan)
     assert refine(plan) == (settled, seconds)
     assert Plan.from_json(settled.to_json()) == settled
+
+
+def test_what_is_searched_for_on_a_part_is_of_all_replicas() -> None:
+    plan = list(tight_plans(45))[44]
+    settled, seconds = refine(plan)
+    whole = EqualPart.of(replace(settled, activation_limits=None), 3).whole()
+    assert whole.policy == settled.policy and len(whole.replicas("llm")) == 3
+    part = replace(settled, activation_limits=None)
+    assert iteration_time(whole) == pytest.approx(iteration_time(part))
+    again, _ = refine(replace(whole, policy=None))  # replicas hold what the first does
+    assert Plan.from_json(again.to_json()) == again
+    assert seconds > 0
 
 
 def test_a_policy_that_is_none_is_named() -> None:
