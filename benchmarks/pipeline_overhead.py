@@ -3,7 +3,9 @@
 A chain of four stages runs forward and backward in 1F1B order, in four processes per contender,
 all on this machine. Contenders take turns within a round, so that they meet the same machine,
 and each grid point's figure is the median over rounds of one step's wall time, seen from the
-driver: from dispatching the step until every stage has finished it.
+driver: from dispatching the step until every stage has finished it. Beside it stands the CPU time
+that a step takes of all its processes, the driver among them, which others' work on the machine
+disturbs less.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.table import Table
 
@@ -111,14 +114,27 @@ def take_steps(contender: Contender, most: int) -> list[float]:
     return times
 
 
+def cpu_ms(pids: list[int]) -> float:
+    """Milliseconds that all threads of processes have run so far; 0 where Linux does not say."""
+    nanoseconds = 0
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended
+                nanoseconds += int(thread.read_text().split()[0])
+    return nanoseconds / 1e6
+
+
 def measure(
     contenders: list[Contender], config: ChainConfig, rounds: int
-) -> dict[str, list[float]]:
-    """Milliseconds of every counted step of `config`, by contender, taken in turns."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds of every counted step of `config`, by contender, taken in turns; and CPU
+    milliseconds per step, of every turn."""
+    cpu: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
         with turn_of(contender):
             contender.setup(config)
             take_steps(contender, WARM_UP_STEPS)
+    pids = {contender.name: [os.getpid(), *contender.pids()] for contender in contenders}
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(rounds):
         # Starting with another contender each round, so that none always follows the same one.
@@ -127,11 +143,14 @@ def measure(
             if sum(times[contender.name]) > GRID_POINT_SECONDS * 1e3:
                 continue
             with turn_of(contender):
-                times[contender.name] += take_steps(contender, STEPS_PER_TURN)[1:]
+                before = cpu_ms(pids[contender.name])
+                taken = take_steps(contender, STEPS_PER_TURN)
+                cpu[contender.name].append((cpu_ms(pids[contender.name]) - before) / len(taken))
+                times[contender.name] += taken[1:]
     for contender in contenders:
         with turn_of(contender):
             compare(contender.name, contender.result(), config)
-    return times
+    return times, cpu
 
 
 def run_grid(contenders: list[Contender], options: argparse.Namespace) -> list[dict]:
@@ -146,19 +165,22 @@ def run_grid(contenders: list[Contender], options: argparse.Namespace) -> list[d
             check(contender, ChainConfig(message_bytes, microbatches, scaled=True))
         for compute_ms in COMPUTE_MS:
             config = ChainConfig(message_bytes, microbatches, burn_repeats[compute_ms])
-            times = measure(contenders, config, options.rounds)
+            times, cpu = measure(contenders, config, options.rounds)
             rows.append(
                 {
                     "compute_ms": compute_ms,
                     "message_bytes": message_bytes,
                     "microbatches": microbatches,
                     "median_ms": {n: round(statistics.median(t), 2) for n, t in times.items()},
+                    "cpu_ms": {n: round(statistics.median(t), 2) for n, t in cpu.items()},
                     "quartiles_ms": {n: quartiles(t) for n, t in times.items()},
                     "steps": {n: len(t) for n, t in times.items()},
                 }
             )
-            out.print(f"[dim]{rows[-1]['median_ms']}  ({compute_ms:g} ms compute, "
-                      f"{message_bytes // 1024} KB, {microbatches} microbatches)")
+            out.print(
+                f"[dim]{rows[-1]['median_ms']}, CPU {rows[-1]['cpu_ms']} ({compute_ms:g} ms "
+                f"compute, {message_bytes // 1024} KB, {microbatches} microbatches)"
+            )
     return rows
 
 
@@ -169,16 +191,18 @@ def quartiles(times: list[float]) -> list[float]:
 
 
 def worst_ratios(rows: list[dict]) -> dict[str, float]:
-    """The largest ratio of medians over the grid, for each pair in RATIOS that was measured."""
+    """The largest ratio of medians over the grid, for each pair in RATIOS that was measured; of
+    wall time, and of CPU time."""
     result = {}
-    for key, other in RATIOS.items():
-        ratios = [
-            row["median_ms"][RaymmContender.name] / row["median_ms"][other]
-            for row in rows
-            if {RaymmContender.name, other} <= row["median_ms"].keys()
-        ]
-        if ratios:
-            result[key] = round(max(ratios), 3)
+    for prefix, figure in (("", "median_ms"), ("cpu_", "cpu_ms")):
+        for key, other in RATIOS.items():
+            ratios = [
+                row[figure][RaymmContender.name] / row[figure][other]
+                for row in rows
+                if {RaymmContender.name, other} <= row[figure].keys() and row[figure][other]
+            ]
+            if ratios:
+                result[prefix + key] = round(max(ratios), 3)
     return result
 
 

@@ -27,10 +27,6 @@ class _GraphNodes:
         """The graph's output. Depends on all of the first stage's backwards: a step's end."""
         return True
 
-    def process(self) -> int:
-        """This actor's process id."""
-        return os.getpid()
-
 
 class TensorGraphWorker(_GraphNodes, TensorWorker):
     """Sends torch tensors."""
@@ -55,7 +51,6 @@ class CompiledGraphContender(ActorContender):
         super().__init__()
         self._graph: Any = None
         self._compiled_for: tuple[int, int] | None = None
-        self._processes: list[int] = []
 
     def setup(self, config: ChainConfig) -> None:
         wanted = config.message_bytes, config.microbatches
@@ -66,7 +61,6 @@ class CompiledGraphContender(ActorContender):
         # hangs (ray 2.60).
         self.close()
         super().setup(config)
-        self._processes = ray.get([actor.process.remote() for actor in self.actors])
         with InputNode() as trigger:
             hidden = dict.fromkeys(range(config.microbatches), trigger)
             for stage, direction, microbatch in global_one_f_one_b(config):
@@ -87,7 +81,7 @@ class CompiledGraphContender(ActorContender):
         ray.get(self._graph.execute(0), timeout=STEP_TIMEOUT_S)
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
+        for process in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
@@ -102,7 +96,6 @@ class CompiledGraphContender(ActorContender):
     def close(self) -> None:
         self.resume()  # a process is asked to end itself, which a stopped one cannot do
         super().close()
-        self._processes = []
         self._graph, self._compiled_for = None, None
 
 

@@ -1,6 +1,7 @@
 """What the benchmark asks of a contender, and the actors that most of them are made of."""
 
 import abc
+import os
 import time
 from typing import ClassVar
 
@@ -35,6 +36,10 @@ class Contender(abc.ABC):
     def close(self) -> None:
         """End the processes. Nothing happens where there are none."""
 
+    @abc.abstractmethod
+    def pids(self) -> list[int]:
+        """Of its processes, once it is set up."""
+
     def pause(self) -> None:  # noqa: B027
         """Called when others have their turn. For processes that poll when they wait."""
 
@@ -59,6 +64,10 @@ class Worker:
         """Build the stage of `config`."""
         raise NotImplementedError
 
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
     def facts(self) -> tuple[float, float]:
         """Loss sum (0 except on the last stage) and weight gradient of the last step."""
         raise NotImplementedError
@@ -71,16 +80,21 @@ class ActorContender(Contender):
 
     def __init__(self) -> None:
         self.actors: list[ray.actor.ActorHandle] = []
+        self._pids: list[int] = []
 
     def setup(self, config: ChainConfig) -> None:
         if not self.actors:
             actor = ray.remote(num_cpus=1)(self.worker_class)
             self.actors = [actor.remote(index) for index in range(config.stages)]
+            self._pids = ray.get([worker.pid.remote() for worker in self.actors])
             self.connect()
         ray.get([actor.configure.remote(config) for actor in self.actors])
 
     def connect(self) -> None:
         """Called once, when the actors have been made."""
+
+    def pids(self) -> list[int]:
+        return self._pids
 
     def result(self) -> ChainResult:
         losses, gradients = zip(*ray.get([a.facts.remote() for a in self.actors]), strict=True)
@@ -89,4 +103,4 @@ class ActorContender(Contender):
     def close(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
-        self.actors = []
+        self.actors, self._pids = [], []

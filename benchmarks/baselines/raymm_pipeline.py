@@ -93,6 +93,9 @@ class RaymmContender(Contender):
     def dispatch(self) -> None:
         self.results = self.group.submit(self.key, self.meta, self.inputs).result()
 
+    def pids(self) -> list[int]:
+        return [process["pid"] for process in self.group.pids()]
+
     def result(self) -> ChainResult:
         gradients: dict[int, torch.Tensor] = {}
         for part in self.group.call("gradients"):

@@ -10,7 +10,7 @@ from benchmarks.instruction_calls import MICROBATCHES, calls, middle_rank
 from raymm.actors.executor.step_meta import StepMeta
 
 # A receive is counted with the posting of a later one, a send with letting go of an earlier one.
-MOST = {"recv": 6, "forward": 9, "send": 8, "backward": 12}
+MOST = {"recv": 6, "forward": 9, "send": 7, "backward": 11}
 MOST_PER_STEP = 60
 
 
