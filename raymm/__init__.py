@@ -50,6 +50,8 @@ _PUBLIC = {
     "every": "raymm.model.dag_module",
     "ContrastiveLoss": "raymm.model.contrastive",
     "MultiplexedModule": "raymm.runtime.multiplexed_dag",
+    "PipelinedModule": "raymm.runtime.pipelined_dag",
+    "dag_plan": "raymm.runtime.specs",
     "MultiplexedParallelModule": "raymm.runtime.multiplexed",
     "PlannedMultiplexed": "raymm.planning.multiplexed",
     "PlanRequest": "raymm.planning.request",
@@ -85,8 +87,9 @@ if TYPE_CHECKING:
     from raymm.runtime.multiplexed_dag import MultiplexedModule
     from raymm.runtime.parallel_module import StepOutput
     from raymm.runtime.pipelined import MultimodalParallelModule
+    from raymm.runtime.pipelined_dag import PipelinedModule
     from raymm.runtime.skipped_step import NotFiniteError, SkippedStep, SkippedStepWarning
-    from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+    from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
     from raymm.scheduler.plan.plan import Plan, PlanError
     from raymm.scheduler.program.timeline import Timeline
     from raymm.storage.export import export_model

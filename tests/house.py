@@ -83,7 +83,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/weights": ("actors/modules",),
     "actors/sharding": ("kernels", "scheduler", "actors/modules", "actors/weights"),
     "actors/optimizer": ("kernels", "scheduler", "actors/storage", "actors/sharding"),
-    "actors/stages": ("kernels", "actors/modules", "actors/weights", "actors/sharding"),
+    "actors/stages": (
+        "kernels", "scheduler/graph", "actors/modules", "actors/weights", "actors/sharding",
+    ),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
         "actors/optimizer",
@@ -143,6 +145,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/layout", "raymm/data", "raymm/runtime", "raymm/config",
     ),
     "raymm/monitor": (
+        "actors/placement",
         "scheduler", "raymm/files", "raymm/data/readers", "raymm/data/sampling", "raymm/draw",
         "raymm/model", "raymm/data", "raymm/costs", "raymm/config", "raymm/planning",
     ),

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from raymm.actors.modules.node import NodeSpec
 from raymm.actors.multiplexed.messages import Messages
-from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.multiplexed.samples import KnownLayout
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.quota import ConcurrentModules, StreamPool

@@ -16,6 +16,7 @@ from torch import nn
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
+from raymm.actors.modules.node import NodeSpec
 from raymm.actors.modules.precision import cast_frozen
 from raymm.actors.multiplexed.checkpoint import files_to_save, load_shards
 from raymm.actors.multiplexed.device import Device, Mode
@@ -27,7 +28,6 @@ from raymm.actors.multiplexed.iteration_meta import (
     IterationResult,
 )
 from raymm.actors.multiplexed.messages import Messages
-from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.optimizer.checkpoint_shards import Loaded, ShardFile
 from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor
 from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
@@ -281,7 +281,7 @@ class GpuActor(SavingActor, MeetingActor):
             iterations: key of the program and what is to be known, of each.
             places: which iteration's which part each of ``entries`` is for.
             entries: what the parts' nodes read of the batch
-                (:meth:`raymm.actors.multiplexed.node.NodeSpec.own_entries`). Separate arguments,
+                (:meth:`raymm.actors.modules.node.NodeSpec.own_entries`). Separate arguments,
                 so that references among them are resolved before the call.
 
         Raises:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from raymm.actors.modules.node import Tensors
 from raymm.actors.multiplexed.messages import Flags
-from raymm.actors.multiplexed.node import Tensors
 from raymm.kernels.collectives.waiting import Waitable, wait
 from raymm.scheduler.graph.sample_ranges import Range
 

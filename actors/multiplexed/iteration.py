@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.modules.node import ONLY, NodeInputs, Tensors
 from raymm.actors.modules.seeds import derive_seed
 from raymm.actors.multiplexed.clock import RunClock
 from raymm.actors.multiplexed.device import Device
 from raymm.actors.multiplexed.iteration_meta import GpuProgram, IterationMeta, IterationResult
-from raymm.actors.multiplexed.node import ONLY, NodeInputs, Tensors
 from raymm.actors.multiplexed.routes import PartOutput, Routes
 from raymm.actors.multiplexed.samples import Layout
 from raymm.actors.quota import Work

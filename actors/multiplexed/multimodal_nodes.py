@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.message import Message, StageModule
-from raymm.actors.multiplexed.node import ONLY, Input, NodeInputs, NodeSpec, OutputError, Tensors
+from raymm.actors.modules.node import ONLY, Input, NodeInputs, NodeSpec, OutputError, Tensors
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.scheduler.graph.sample_ranges import Range

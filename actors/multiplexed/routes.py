@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from raymm.actors.modules.node import Tensors
 from raymm.actors.multiplexed.device import Device
 from raymm.actors.multiplexed.incoming import Incoming, flagged
 from raymm.actors.multiplexed.iteration_meta import GpuProgram, IterationMeta
 from raymm.actors.multiplexed.messages import Messages
-from raymm.actors.multiplexed.node import Tensors
 from raymm.actors.multiplexed.samples import LAYOUT_BYTES, KnownLayout, Layout, Samples, empty
 from raymm.actors.quota import Output
 from raymm.kernels.collectives.waiting import Waitable, wait

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from raymm.actors.multiplexed.node import OutputError, Tensors
+from raymm.actors.modules.node import OutputError, Tensors
 from raymm.kernels.collectives.waiting import Waitable, wait
 from raymm.scheduler.graph.sample_ranges import Range
 

@@ -14,7 +14,7 @@ what callbacks keep in a module of theirs, which copies have in common, is of an
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from raymm.actors.modules.blocks import block_list, hidden_state
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import Passage, prune
 from raymm.actors.modules.draws import module_draws
-from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.message import Message, MicrobatchContext, first_tensor
 from raymm.actors.probe.cut import (
     ProbeError,
     encoder_inputs,
@@ -46,6 +46,7 @@ _ROUNDING = 1e-3
 _CALLBACKS = ("preprocess", "postprocess_module", "postprocess_projector")
 _ONE_STAGE = "give it one stage (pp 1)"
 Inputs = Mapping[str, Any]
+Read = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,16 @@ class Cuts:
         return self.blocks or self.projector
 
 
-def probe_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs | None = None) -> EncoderSpec:
+def probe_chain(
+    spec: EncoderSpec, cuts: Cuts, example: Inputs | None = None, read: Read = first_tensor
+) -> EncoderSpec:
     """The spec with what its stages need to know where the chain is cut.
 
     Args:
         spec: of the whole chain.
         cuts: where it is cut.
         example: what a batch has for the encoder, before its preprocess callback; guessed if None.
+        read: what others read of what its module returns.
 
     Raises:
         ProbeError: an encoder that cannot be cut; callbacks that do not take the example, or read
@@ -73,16 +77,16 @@ def probe_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs | None = None) ->
     """
     if not cuts:
         return spec
-    return of_one_that_runs(spec.source, lambda model: _probe(spec, model, cuts, example))
+    return of_one_that_runs(spec.source, lambda model: _probe(spec, model, cuts, example, read))
 
 
 def _probe(
-    spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs | None
+    spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs | None, read: Read
 ) -> EncoderSpec:
     example = chain_example(spec, model, example)
     inputs = encoder_inputs(model, module_inputs(spec, example))
     if cuts.blocks:
-        cut, travels = _cut(spec, inputs)
+        cut, travels = _cut(spec, inputs, read)
         spec = replace(spec, cut=cut, travels=travels)
         spec = replace(spec, lost=_lost(spec, model, inputs))
     plain = all(isinstance(value, torch.Tensor) for value in inputs.values())
@@ -171,10 +175,10 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
     return dict(inputs)
 
 
-def _cut(spec: EncoderSpec, inputs: Inputs) -> tuple[Any, frozenset[str]]:
+def _cut(spec: EncoderSpec, inputs: Inputs, read: Read) -> tuple[Any, frozenset[str]]:
     """How the module is cut, and which floating-point inputs its own later stages read."""
     try:
-        return probe_encoder(spec.source, inputs), frozenset()
+        return probe_encoder(spec.source, inputs, read=read), frozenset()
     except ProbeError as error:
         first_error = error
     travels = frozenset(
@@ -182,12 +186,12 @@ def _cut(spec: EncoderSpec, inputs: Inputs) -> tuple[Any, frozenset[str]]:
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     )
     try:
-        cut = probe_encoder(spec.source, inputs, travels)
+        cut = probe_encoder(spec.source, inputs, travels, read)
     except ProbeError:
         raise first_error from None
     for name in sorted(travels):
         try:
-            cut = probe_encoder(spec.source, inputs, travels - {name})
+            cut = probe_encoder(spec.source, inputs, travels - {name}, read)
             travels -= {name}
         except ProbeError:
             pass

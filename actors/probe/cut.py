@@ -132,6 +132,7 @@ def probe_encoder(
     source: ModuleSource,
     inputs: Mapping[str, Any] | None = None,
     travels: Collection[str] = (),
+    read: Callable[[Any], torch.Tensor] = first_tensor,
 ) -> CutInfo:
     """:class:`CutInfo` of an encoder.
 
@@ -139,20 +140,22 @@ def probe_encoder(
         source: the encoder.
         inputs: example keyword arguments; guessed from the config when not given.
         travels: floating-point inputs whose values all stages have.
+        read: what others read of what its forward returns.
 
     Raises:
         ProbeError: as :func:`probe_language_model`; or it cannot be tried.
     """
-    return _probe(source, lambda model: _encoder_run(model, inputs, travels))
+    return _probe(source, lambda model: _encoder_run(model, inputs, travels, read))
 
 
 def _encoder_run(
-    model: nn.Module, inputs: Mapping[str, Any] | None, travels: Collection[str] = ()
+    model: nn.Module, inputs: Mapping[str, Any] | None, travels: Collection[str] = (),
+    read: Callable[[Any], torch.Tensor] = first_tensor,
 ) -> Run:
     example = encoder_inputs(model, inputs)
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
-        return first_tensor(stage(**(example if first else ghost_inputs(example, travels))))
+        return read(stage(**(example if first else ghost_inputs(example, travels))))
 
     return run
 

@@ -179,11 +179,19 @@ def _kinds(main: str, parameters: Mapping[str, Any]) -> list[_Kind]:
         return [_padded_patches]
     if main == "input_values":
         return [_spectrograms, _waveforms]
+    if main == "input_ids":
+        return [_token_ids]
     if "pixel" in main or "image" in main:
         return [_videos, _images]
     if any(word in main for word in ("feature", "mel", "audio", "spectrogram")):
         return [_spectrograms]
     return [_images, _spectrograms, _waveforms] if main != "hidden_states" else []
+
+
+def _token_ids(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
+    length = min(8, facts.number("max_position_embeddings", default=8))
+    most = facts.number("vocab_size", default=length)
+    yield torch.arange(length)[None] % most, {}
 
 
 def _images(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:

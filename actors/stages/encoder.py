@@ -251,7 +251,10 @@ class EncoderStage(StageModule):
                     f"{self.spec.name} returns the hidden states of all its blocks, of which "
                     "every process has a part; with cp above 1 its last one can be used"
                 )
-            hidden = token_features(self._after_module(inputs, side, output, context))
+            output = self._after_module(inputs, side, output, context)
+            if (message := self._whole_output(output, context)) is not None:
+                return message
+            hidden = token_features(output)
         else:
             assert received_hidden is not None  # from the module's last stage
             hidden = received_hidden
@@ -270,6 +273,10 @@ class EncoderStage(StageModule):
         if self._samples is not None:
             hidden = self._all_items(hidden, int(on_host(side[_ITEMS])), self._samples)
         return Message((hidden,), {})
+
+    def _whole_output(self, output: Any, context: MicrobatchContext) -> Message | None:
+        """What a module hands on that is no encoder with features; None of those."""
+        return None
 
     def _after_module(
         self, inputs: dict[str, Any], side: dict[str, torch.Tensor], output: Any,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.brief_error import brief
-from raymm.actors.multiplexed.node import OutputError, call
+from raymm.actors.modules.node import OutputError, call
 from raymm.actors.probe.example_inputs import in_words
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import BatchError, check_range, check_tensor, said

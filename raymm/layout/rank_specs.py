@@ -9,7 +9,13 @@ from raymm.actors.optimizer.optimizer import ParameterOwnership
 from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
-from raymm.layout.stage_builders import StageBuilders, reloadable_modules, stage_builders
+from raymm.layout.stage_builders import (
+    StageBuilders,
+    dag_stage_builders,
+    reloadable_modules,
+    stage_builders,
+)
+from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.process_grid import Process, Processes
@@ -33,7 +39,9 @@ class RankSpecs:
     ownership: tuple[ParameterOwnership, ...]
 
 
-def rank_specs(model: MultimodalModule, plan: Plan, **options: Any) -> RankSpecs:
+def rank_specs(
+    model: MultimodalModule | ModuleDag, plan: Plan, **options: Any
+) -> RankSpecs:
     """What the processes of a plan build themselves from. Needs neither Ray nor a process group.
 
     Args:
@@ -46,14 +54,16 @@ def rank_specs(model: MultimodalModule, plan: Plan, **options: Any) -> RankSpecs
         ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
         PlanError: if the model's sizes do not fit the plan's degrees.
     """
-    builders = stage_builders(model, plan)
+    if isinstance(model, ModuleDag):
+        builders, reloadable = dag_stage_builders(model, plan), model.reloadable()
+    else:
+        builders, reloadable = stage_builders(model, plan), reloadable_modules(model)
     processes = Processes(plan)
     ownership = parameter_ownership(processes, builders.owned, builders.shard_specs)
     connections = connection_plans(
         len(processes.all), [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges],
         processes.groups, reduction_groups(ownership),
     )  # fmt: skip
-    reloadable = reloadable_modules(model)
     edges: list[dict[Edge, None]] = [{} for _ in range(plan.num_ranks)]
     for edge in plan.stage_edges:
         for stage in edge:

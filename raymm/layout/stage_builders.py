@@ -15,6 +15,7 @@ from raymm.actors.probe.attention import probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
 from raymm.actors.probe.items import probe_shared_items
+from raymm.actors.probe.node import probe_node
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.recompute.recomputed_layers import recompute_layers
@@ -32,7 +33,9 @@ from raymm.actors.stages.language import (
     LanguageStage,
     language_stage_parameters,
 )
+from raymm.actors.stages.node import NodeStage, NodeStageSpec
 from raymm.actors.weights.source import LiveSource, set_mode
+from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.graph.module_graph import ModuleNode
@@ -40,6 +43,8 @@ from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import StageId
 
 Retry = Callable[[Mapping[str, Any]], None]
+AnySpec = EncoderSpec | LanguageSpec
+AnyStage = TypeVar("AnyStage", bound=EncoderStage | LanguageStage)
 
 
 def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
@@ -66,6 +71,28 @@ class StageBuilders:
     owned: dict[StageId, dict[str, int]]
     shard_specs: dict[str, ShardSpec]
     retries: dict[str, Retry] = field(default_factory=dict)
+
+    def add(
+        self, plan: Plan, module: str, spec: AnySpec,
+        names: Callable[[Any, int, int], list[str]], build: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        """All stages of a module.
+
+        Args:
+            plan: what runs where.
+            module: whose stages.
+            spec: of the whole module.
+            names: of the parameters that layers [lo, hi) of a spec own.
+            build: makes the stage of these layers, with what its blocks do with activations.
+        """
+        sizes = parameter_sizes(spec)
+        parts: dict[tuple, tuple[dict[str, int], Callable[[], Any]]] = {}
+        for stage in plan.module_stages(module):
+            (lo, hi), options = part = stage.layers, stage.layer_options
+            if part not in parts:  # replicas of the module have it in common
+                own = {name: sizes[name] for name in names(spec, lo, hi)}
+                parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
+            self.owned[stage.id], self.build[stage.id] = parts[part]
 
 
 @plain_torch()
@@ -103,14 +130,29 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         cuts = _cuts(plan, node)
         if kind is ModuleKind.ENCODER and (cuts or max(first.tp, first.cp) > 1):
             builders.retries[node.name] = partial(_try_inputs, spec, cuts, first, shard_spec)
-        sizes = parameter_sizes(spec)
-        parts: dict[tuple, tuple[dict[str, int], Callable[[], EncoderStage | LanguageStage]]] = {}
-        for stage in plan.module_stages(node.name):
-            (lo, hi), options = part = stage.layers, stage.layer_options
-            if part not in parts:  # replicas of the module have it in common
-                own = {name: sizes[name] for name in names(spec, lo, hi)}
-                parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
-            builders.owned[stage.id], builders.build[stage.id] = parts[part]
+        builders.add(plan, node.name, spec, names, build)
+    return builders
+
+
+@plain_torch()
+def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
+    """
+    Raises:
+        ProbeError: if a module cannot be cut as planned.
+        PlanError: if processes are to share samples, tokens or parameters of a module.
+    """
+    builders = StageBuilders({}, {}, {})
+    for node in plan.graph.nodes:
+        first = plan.replicas(node.name)[0][0]
+        for what, degree in first.degrees._asdict().items():
+            if degree > 1:
+                raise PlanError(
+                    f"{what} of {node.name!r} is {degree}; accepted of a module of a graph: 1"
+                )
+        spec, example = dag.stage_spec(node.name), dag.nodes[node.name].modality.example_inputs
+        spec = probe_node(spec, _cuts(plan, node), example, plan.graph.backward)
+        builders.shard_specs[node.name] = ShardSpec()
+        builders.add(plan, node.name, spec, encoder_stage_parameters, _build_node)
     return builders
 
 
@@ -256,13 +298,16 @@ def _build_encoder(
     return _recomputing(EncoderStage.build(spec, lo, hi), spec, lo, layer_options)
 
 
+def _build_node(
+    spec: NodeStageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> EncoderStage:
+    return _recomputing(NodeStage.build(spec, lo, hi), spec, lo, layer_options)
+
+
 def _build_language(
     spec: LanguageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
 ) -> LanguageStage:
     return _recomputing(LanguageStage.build(spec, lo, hi), spec, lo, layer_options)
-
-
-AnyStage = TypeVar("AnyStage", EncoderStage, LanguageStage)
 
 
 def _recomputing(

@@ -16,7 +16,7 @@ from transformers import (
     CLIPVisionModelWithProjection,
 )
 
-from raymm.actors.multiplexed.node import OutputError
+from raymm.actors.modules.node import OutputError
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
 

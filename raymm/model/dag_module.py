@@ -13,12 +13,14 @@ from torch import nn
 
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.modules.message import MicrobatchContext
-from raymm.actors.multiplexed.node import OWN, Input
+from raymm.actors.modules.node import OWN, Input, NodeSpec
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import LiveSource, on_meta, set_mode
 from raymm.model.encoder_trial import skeleton_chain
 from raymm.model.modality_module import ModalityModule, ModelError, check_weights
 from raymm.model.multimodal import light_encoder_spec
+from raymm.model.trainable_layers import any_trainable, trainable_blocks
 
 
 class Every(NamedTuple):
@@ -54,6 +56,8 @@ class DagModule:
             so is in training mode. Modules that do are issued one after another, not at the
             same time. One that draws in evaluation too (as of a variational encoder) must say so.
         model_class, seed: as of :class:`raymm.ModalityModule`.
+        example_inputs: what its forward takes, by keyword, to try how it can be cut; guessed if
+            None.
 
     Raises:
         ModelError: naming the argument and what is accepted.
@@ -73,6 +77,7 @@ class DagModule:
         draws: bool | None = None,
         model_class: Any = None,
         seed: int = 0,
+        example_inputs: dict[str, torch.Tensor] | None = None,
     ) -> None:
         if isinstance(reads, str):
             reads = (reads,)
@@ -102,7 +107,8 @@ class DagModule:
             self.modality = module
         else:
             self.modality = ModalityModule(
-                module, frozen=frozen, model_class=model_class, seed=seed
+                module, frozen=frozen, model_class=model_class, seed=seed,
+                example_inputs=example_inputs,
             )
         check_weights("a module of the graph", self.modality.source())
 
@@ -117,15 +123,33 @@ class DagModule:
 
     def builder(self, name: str) -> Callable[[], nn.Module]:
         """A picklable function that makes the module with its weights."""
-        source = self.modality.source()
         if not self.chain:
-            return source.build
-        modality = self.modality
+            return self.modality.source().build
+        return partial(_build_chain, self.stage_spec(name))
+
+    def stage_spec(self, name: str, node: NodeSpec | None = None) -> NodeStageSpec:
+        """What stages of it are built from.
+
+        Args:
+            name: of it.
+            node: what it reads and hands on.
+        """
+        modality, source = self.modality, self.modality.source()
+        blocks = num_blocks(source.skeleton())
+        if not self.chain:
+            return NodeStageSpec(
+                name, source, blocks, postprocess_module=self.postprocess, node=node
+            )
         projector = None if modality.projector is None else LiveSource.of(modality.projector)
-        return partial(_build_chain, EncoderSpec(
-            name, source, num_blocks(source.skeleton()), projector, modality.preprocess_callback,
+        return NodeStageSpec(
+            name, source, blocks, projector, modality.preprocess_callback,
             modality.postprocess_module_callback, modality.postprocess_projector_callback,
-        ))
+            node=node, chain=True,
+        )
+
+    def parameter_name(self, name: str) -> str:
+        """What :class:`raymm.ModuleDag` calls a parameter of it that stages call ``name``."""
+        return f"chain.{name}" if self.chain else name.removeprefix("module.")
 
     def skeleton(self, name: str) -> nn.Module:
         """The module on the meta device, with projector and callbacks."""
@@ -134,10 +158,12 @@ class DagModule:
         (spec,) = self.builder(name).args
         return _Chain(skeleton_chain(spec))
 
-    def trainable(self) -> bool:
-        """Whether anything in it is."""
-        parts = [self.modality.source().skeleton(), self.modality.projector]
-        return any(p.requires_grad for part in parts if part for p in part.parameters())
+    def layers(self) -> tuple[bool, ...]:
+        """Of every layer whether anything in it is trainable: its blocks, or all of it, if it has
+        none; then its projector."""
+        skeleton, projector = self.modality.source().skeleton(), self.modality.projector
+        flags = trainable_blocks(skeleton, num_blocks(skeleton))
+        return flags if projector is None else (*flags, any_trainable(projector))
 
     def materialize(self, name: str) -> nn.Module:
         """The module in this process."""
@@ -171,7 +197,8 @@ def _check_names(reads: Any, inputs: Any) -> None:
 
 
 class DagLoss(DagModule):
-    """A loss, or a decoder with a loss of its own: it returns (b,), the losses of its samples.
+    """A loss, or a decoder with a loss of its own: it returns (b,), the losses of its samples; one
+    that others read, by naming its outputs, a dictionary of those and of its losses, ``"loss"``.
 
     The model's loss is the sum over all of them of ``weight`` times the mean over the batch.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raymm.actors.modules.node import NodeSpec
 from raymm.actors.multiplexed.multimodal_nodes import encoder_node, language_node
-from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.weights.source import set_mode
 from raymm.model.modality_module import ModelError

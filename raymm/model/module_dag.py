@@ -1,6 +1,7 @@
 """Describing a model of several light modules as a graph: towers, backbones, decoders, losses.
 
-For models that run multiplexed (:mod:`raymm.runtime.multiplexed_dag`): CLIP, ImageBind, OFASys and
+For models that run pipelined (:mod:`raymm.runtime.pipelined_dag`) or multiplexed
+(:mod:`raymm.runtime.multiplexed_dag`): CLIP, ImageBind, OFASys and
 the like. Samples are in dimension 0 of everything that modules hand to each other::
 
     dag = ModuleDag({
@@ -22,8 +23,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from raymm.actors.multiplexed.node import ONLY, NodeSpec, call
+from raymm.actors.modules.node import ONLY, NodeSpec, call
 from raymm.actors.quota import check_no_shared_parameters
+from raymm.actors.stages.node import NodeStageSpec
+from raymm.actors.weights.source import LiveSource
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.modality_module import ModelError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -85,7 +88,13 @@ class ModuleDag(nn.Module):
                 raise ModelError(
                     f"{reader!r} reads output {output!r} of {name!r}; accepted: {', '.join(names)}"
                 )
-        if not read or None in (output for _, output in read):
+        if self.nodes[name].loss:
+            if whole := [reader for reader, output in read if output is None]:
+                raise ModelError(
+                    f"node {whole[0]!r} reads {name!r}, which is a loss; accepted: one of its "
+                    f"other outputs, '{name}.output'"
+                )
+        elif not read or None in (output for _, output in read):
             return names
         return tuple(dict.fromkeys(output for _, output in read if output is not None))
 
@@ -175,6 +184,21 @@ class ModuleDag(nn.Module):
                 losses[name] = outputs[name][ONLY].sum() * scales[name]
         return DagOutput(cast(torch.Tensor, sum(losses.values())), losses)
 
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights can be had again from where they came from."""
+        return frozenset(
+            name for name, node in self.nodes.items()
+            if not isinstance(node.modality.source(), LiveSource)
+        )
+
+    def stage_spec(self, name: str) -> NodeStageSpec:
+        """What stages of a module are built from.
+
+        Args:
+            name: of the module.
+        """
+        return self.nodes[name].stage_spec(name, self.reference_specs()[name])
+
     def reference_specs(self) -> dict[str, NodeSpec]:
         """:meth:`specs` without the weights."""
         return {
@@ -188,7 +212,7 @@ class ModuleDag(nn.Module):
 
 
 def _graph(nodes: Mapping[str, DagModule]) -> ModuleGraph:
-    """Every module is one layer."""
+    """Every module with its blocks."""
     reads = {
         (entry.producer, name): False
         for name, node in nodes.items() for entry in node.parsed_inputs()
@@ -200,16 +224,13 @@ def _graph(nodes: Mapping[str, DagModule]) -> ModuleGraph:
                 raise ModelError(
                     f"node {name!r} reads {entry.producer!r}; accepted: {', '.join(nodes)}"
                 )
-            if producer.loss:
-                raise ModelError(
-                    f"node {name!r} reads {entry.producer!r}, which is a loss; nothing reads a loss"
-                )
             reads[entry.producer, name] |= entry.every
     if not any(node.loss for node in nodes.values()):
         raise ModelError(f"none of {list(nodes)} is a loss; accepted: at least one")
     return ModuleGraph(
         tuple(
-            ModuleNode(name, (node.trainable(),), loss=node.loss) for name, node in nodes.items()
+            ModuleNode(name, node.layers(), node.modality.projector is not None, node.loss)
+            for name, node in nodes.items()
         ),
         tuple(reads), tuple(edge for edge, whole in reads.items() if whole),
     )

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import block_list, checkpoints_itself, find_blocks, num_blocks
+from raymm.actors.modules.blocks import checkpoints_itself, num_blocks
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import MergePolicy, Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
@@ -26,6 +26,7 @@ from raymm.kernels.mask.spans import MAX_KIND
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule, ModelError, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
+from raymm.model.trainable_layers import any_trainable, trainable_blocks
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 _RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "labels"})
@@ -291,27 +292,13 @@ def module_graph(model: MultimodalModule) -> ModuleGraph:
     nodes = []
     for name in model.encoder_names:
         spec = model.encoder_spec(name)
-        flags = _trainable_blocks(spec.source.skeleton(), spec.num_blocks)
+        flags = trainable_blocks(spec.source.skeleton(), spec.num_blocks)
         if spec.projector is not None:
-            flags += (_any_trainable(spec.projector.skeleton()),)
+            flags += (any_trainable(spec.projector.skeleton()),)
         nodes.append(ModuleNode(name, flags, spec.projector is not None))
     language = model.language_spec()
-    flags = _trainable_blocks(language.source.skeleton(), language.num_blocks)
+    flags = trainable_blocks(language.source.skeleton(), language.num_blocks)
     nodes.append(ModuleNode(LANGUAGE_MODEL, flags))
     return ModuleGraph(tuple(nodes), tuple((n, LANGUAGE_MODEL) for n in model.encoder_names))
 
 
-def _any_trainable(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
-
-
-def _trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
-    """Per block: is anything trainable in it? What is outside the blocks counts with the
-    first and the last block (one of them owns it, or both if it is tied)."""
-    path = find_blocks(module)
-    if path is None or count == 1:
-        return (_any_trainable(module),)
-    flags = [_any_trainable(block) for block in block_list(module, path)]
-    if any(p.requires_grad for n, p in module.named_parameters() if not n.startswith(path + ".")):
-        flags[0] = flags[-1] = True
-    return tuple(flags)

@@ -1,7 +1,7 @@
 """``python -m raymm.runtime.leave_node``: tell the cluster that this node is about to end, and wait
 until what runs on it has left. For the preStop hook of a pod: see ``deploy/``.
 
-The run that has ranks here hears of it (:mod:`raymm.runtime.drain_notices`), finishes its step,
+The run that has ranks here hears of it (:mod:`raymm.monitor.drain_notices`), finishes its step,
 saves and leaves; nothing new is placed here meanwhile; and when the node is empty, Ray ends it.
 """
 

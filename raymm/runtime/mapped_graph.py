@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from raymm.actors.modules.node import NodeSpec
 from raymm.actors.multiplexed.gpu_actor import GpuSpec
 from raymm.actors.multiplexed.iteration_meta import IterationResult
-from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.rank.step_calls import remember
 from raymm.runtime.options import RuntimeOptions
 from raymm.scheduler.graph.direction import Direction

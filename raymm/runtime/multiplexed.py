@@ -35,7 +35,7 @@ from raymm.runtime.mapped_graph import (
     timeline_of,
 )
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_name
+from raymm.runtime.parallel_module import MultimodalActors, StepOutput, parameter_name
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import rows_of
@@ -82,7 +82,7 @@ class PendingMultiplexedStep:
         )
 
 
-class MultiplexedParallelModule(ParallelModule):
+class MultiplexedParallelModule(MultimodalActors):
     """A :class:`MultimodalModule` on one Ray actor per GPU, whose modules share GPUs as a mapping
     says. The methods are those of :class:`raymm.MultimodalParallelModule`.
 

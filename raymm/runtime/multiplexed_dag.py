@@ -14,8 +14,8 @@ from raymm.actors.multiplexed.group import GpuGroup
 from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
 from raymm.actors.quota import Backend
 from raymm.actors.rank.step_calls import StepHandle
-from raymm.actors.weights.source import LiveSource
 from raymm.batch.dag_check import DagCheck
+from raymm.model.modality_module import ModelError
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.cluster import connect
 from raymm.runtime.mapped_graph import (
@@ -145,6 +145,12 @@ class MultiplexedModule:
         **options: Any,
     ) -> None:
         run = RuntimeOptions.of({"quota_backend": backend, **options}, without=("precision",))
+        for name in dag.graph.losses:
+            if readers := dag.graph.consumers(name):
+                raise ModelError(
+                    f"{readers[0]!r} reads {name!r}, which is a loss; a mapping runs graphs whose "
+                    "losses nobody reads, a plan any (raymm.PipelinedModule)"
+                )
         self.dag, self.mapping, self.lockstep = dag, mapping, lockstep
         self.options, self._step = run, 0
         self._check = DagCheck(dag)
@@ -175,10 +181,7 @@ class MultiplexedModule:
 
     def reloadable(self) -> frozenset[str]:
         """Nodes whose frozen weights no checkpoint need hold."""
-        return frozenset(
-            name for name, node in self.dag.nodes.items()
-            if not isinstance(node.modality.source(), LiveSource)
-        )
+        return self.dag.reloadable()
 
     @property
     def group(self) -> GpuGroup:

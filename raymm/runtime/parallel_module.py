@@ -83,7 +83,7 @@ class PendingOutput(Protocol):
 
 
 class ParallelModule(ABC):
-    """A :class:`MultimodalModule` on Ray actors.
+    """A model on Ray actors.
 
     Args:
         model: the description.
@@ -96,10 +96,6 @@ class ParallelModule(ABC):
         microbatches: that a batch in memory is split into.
         skipped: of the last :meth:`train_step` or ``optimizer.step()``, why it was not applied;
             None if it was.
-
-    Raises:
-        ProbeError: a module that returns what training would drop.
-        ModelError: heads that kernels on a GPU cannot compute.
     """
 
     plan: Any
@@ -107,14 +103,8 @@ class ParallelModule(ABC):
     microbatches: int
     skipped: SkippedStep | None = None
 
-    def __init__(self, model: MultimodalModule, options: RuntimeOptions) -> None:
+    def __init__(self, model: Any, options: RuntimeOptions) -> None:
         self.model, self.options = model, options
-        masked = model.mask is not None or model.packing
-        check_head_dims(model, options, [LANGUAGE_MODEL] if masked else [])
-        self._encoders = model.encoder_names
-        self._check = BatchCheck(model, options.autocast)
-        self._tried = TriedInputs(model)
-        check_loss(model)
         self._step = 0
         self._batches: list[Sequence[MicrobatchMeta]] = []
         self._accumulated = 0  # batches, since the last update
@@ -128,10 +118,6 @@ class ParallelModule(ABC):
     def steps_taken(self) -> int:
         """Optimizer steps so far."""
         return self._step
-
-    def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights no checkpoint need hold."""
-        return reloadable_modules(self.model)
 
     def restore_step(self, step: int) -> None:
         """Say how many optimizer steps the loaded state has taken."""
@@ -167,31 +153,22 @@ class ParallelModule(ABC):
         """Loss only: no gradients."""
         return self.submit(self.prepare(batch), forward_only=True).result()
 
-    @plain_torch()
-    def prepare(
-        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-        """Microbatches as parts per reader, with their metadata.
+    @abstractmethod
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights no checkpoint need hold."""
+
+    @abstractmethod
+    def prepare(self, batch: Any) -> Any:
+        """A step's microbatches as :meth:`submit` takes them.
 
         Raises:
             BatchError: see :meth:`execute`.
         """
-        microbatches = self._check.microbatches(batch, self.microbatches)
-        arranged = [self._arranged(microbatch) for microbatch in microbatches]
-        return describe_microbatches(arranged, self._encoders)
-
-    def sample_check(self) -> SampleCheck:
-        """What data workers ask of every sample: errors that :meth:`execute` would raise."""
-        return self._check.of_samples()
-
-    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
-        """A complete microbatch in the order that the style wants."""
-        return microbatch
 
     @abstractmethod
     def submit(
         self,
-        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        prepared: Any,
         update: bool = False,
         forward_only: bool = False,
         keep: Any = None,
@@ -292,6 +269,55 @@ class ParallelModule(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+class MultimodalActors(ParallelModule):
+    """A :class:`MultimodalModule` on Ray actors.
+
+    Args:
+        model: the description.
+        options: how it runs.
+
+    Raises:
+        ProbeError: a module that returns what training would drop.
+        ModelError: heads that kernels on a GPU cannot compute.
+    """
+
+    model: MultimodalModule
+
+    def __init__(self, model: MultimodalModule, options: RuntimeOptions) -> None:
+        super().__init__(model, options)
+        masked = model.mask is not None or model.packing
+        check_head_dims(model, options, [LANGUAGE_MODEL] if masked else [])
+        self._encoders = model.encoder_names
+        self._check = BatchCheck(model, options.autocast)
+        self._tried = TriedInputs(model)
+        check_loss(model)
+
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights no checkpoint need hold."""
+        return reloadable_modules(self.model)
+
+    @plain_torch()
+    def prepare(
+        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+        """Microbatches as parts per reader, with their metadata.
+
+        Raises:
+            BatchError: see :meth:`execute`.
+        """
+        microbatches = self._check.microbatches(batch, self.microbatches)
+        arranged = [self._arranged(microbatch) for microbatch in microbatches]
+        return describe_microbatches(arranged, self._encoders)
+
+    def sample_check(self) -> SampleCheck:
+        """What data workers ask of every sample: errors that :meth:`execute` would raise."""
+        return self._check.of_samples()
+
+    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        """A complete microbatch in the order that the style wants."""
+        return microbatch
 
 
 class ParallelOptimizer:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
+from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.costs.recomputation import OPTIONS
-from raymm.scheduler.graph.module_graph import ModuleNode
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.plan.plan_error import check_number
 from raymm.scheduler.plan.rank_quotas import check_quota
@@ -205,27 +206,65 @@ class MultimodalParallelSpec:
             )
         specs = {n: self.encoder_specs.get(n, ParallelSpec()) for n in model.encoder_names}
         specs[LANGUAGE_MODEL] = self.language_model_spec
-        cut = make_plan(
-            graph,
-            {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
-            self.num_microbatches, self.schedule, recompute=self.recompute,
-        )
-        taken = {rank for spec in specs.values() for rank in spec.ranks or ()}
-        free = iter(rank for rank in range(10**6) if rank not in taken)
-        stages: list[Stage] = []
-        for name, spec in specs.items():
-            options = _layer_options(graph.node(name), spec)
-            stages += (
-                replace(stage, layer_options=options[slice(*stage.layers)])
-                for stage in _placed(cut.module_stages(name), spec, free)
-            )
-        return replace(cut, stages=_with_quotas(stages, specs), shared_ranks=None)
+        return plan_of(graph, specs, self.num_microbatches, self.schedule, self.recompute)
 
     def apply(self, model: MultimodalModule, **options):
         """Start the model on the connected Ray cluster; returns a
         :class:`raymm.runtime.pipelined.MultimodalParallelModule`. Options are its keyword
         arguments."""
         return MultimodalParallelModule(model, self.plan(model), **options)
+
+
+def dag_plan(
+    dag: ModuleDag, specs: Mapping[str, ParallelSpec] | None = None, num_microbatches: int = 1,
+    schedule: str = "1f1b", recompute: bool = False,
+) -> Plan:
+    """A plan for a graph of modules.
+
+    Args:
+        dag: the graph.
+        specs: layouts by module; one rank of its own where not given.
+        num_microbatches, schedule, recompute: as of :class:`MultimodalParallelSpec`.
+
+    Raises:
+        PlanError: if the specs do not fit the graph.
+    """
+    layouts = dict(specs or {})
+    if unknown := sorted(layouts.keys() - dag.nodes.keys()):
+        raise PlanError(f"specs name {unknown}; the graph's modules are {', '.join(dag.nodes)}")
+    checked = MultimodalParallelSpec(layouts, ParallelSpec(), num_microbatches, schedule, recompute)
+    every = {name: layouts.get(name, ParallelSpec()) for name in dag.nodes}
+    return plan_of(dag.graph, every, checked.num_microbatches, schedule, recompute)
+
+
+def plan_of(
+    graph: ModuleGraph, specs: Mapping[str, ParallelSpec], num_microbatches: int, schedule: str,
+    recompute: bool,
+) -> Plan:
+    """The plan of modules that are laid out.
+
+    Args:
+        graph: the modules.
+        specs: of each of them.
+        num_microbatches, schedule, recompute: as of :class:`MultimodalParallelSpec`.
+
+    Raises:
+        PlanError: if the specs do not fit the graph.
+    """
+    cut = make_plan(
+        graph, {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
+        num_microbatches, schedule, recompute=recompute,
+    )
+    taken = {rank for spec in specs.values() for rank in spec.ranks or ()}
+    free = iter(rank for rank in range(10**6) if rank not in taken)
+    stages: list[Stage] = []
+    for name, spec in specs.items():
+        options = _layer_options(graph.node(name), spec)
+        stages += (
+            replace(stage, layer_options=options[slice(*stage.layers)])
+            for stage in _placed(cut.module_stages(name), spec, free)
+        )
+    return replace(cut, stages=_with_quotas(stages, specs), shared_ranks=None)
 
 
 def _placed(

@@ -14,13 +14,13 @@ from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
 from raymm.data import DataWorkerError
 from raymm.model.multimodal import MultimodalModule
+from raymm.monitor.drain_notices import DrainObserver
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog
 from raymm.monitor.observed_run import ObservedRun
 from raymm.monitor.progress import RunProgress
 from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData
-from raymm.runtime.drain_notices import DrainObserver
-from raymm.runtime.parallel_module import ParallelModule
+from raymm.runtime.parallel_module import MultimodalActors
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.training.execution import Execution
@@ -68,7 +68,7 @@ class Attempt:
     saved: Callable[[], None]
     loop: TrainingLoop | None = None
 
-    def take_steps(self, parallel: ParallelModule, execution: Execution) -> Result:
+    def take_steps(self, parallel: MultimodalActors, execution: Execution) -> Result:
         """Take them, until all are taken or somebody asks to stop.
 
         Raises:

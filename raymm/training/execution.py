@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
-from raymm.runtime.parallel_module import ParallelModule
+from raymm.runtime.parallel_module import MultimodalActors
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
 from raymm.training.multiplexed_execution import MultiplexedExecution
@@ -72,7 +72,7 @@ class Execution(Protocol):
         """What runs, in words: the first line is continued by the trainer."""
         ...
 
-    def start(self, model: MultimodalModule, **options: Any) -> ParallelModule:
+    def start(self, model: MultimodalModule, **options: Any) -> MultimodalActors:
         """Start the processes."""
         ...
 

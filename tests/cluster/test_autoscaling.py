@@ -21,7 +21,7 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.planning.planned_run import request_for_cluster
 from raymm.planning.request import PlanRequest
 from raymm.runtime.cluster import pick_device
-from raymm.runtime.drain_notices import DrainObserver
+from raymm.monitor.drain_notices import DrainObserver
 import threading
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")

@@ -10,7 +10,7 @@ import transformers as hf
 from multiplex_models import ImageBind, MeanSquare, Tower, Unified, imagebind_batch, unified_batch
 from torch import nn
 
-from raymm.actors.multiplexed.node import OutputError
+from raymm.actors.modules.node import OutputError
 from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.modality_module import ModalityModule, ModelError
@@ -195,7 +195,7 @@ def loss(**options) -> dict[str, DagModule]:
         (lambda: {"l": DagLoss(ModalityModule(Tower(2, 2)), frozen=True)}, "given twice"),
         (lambda: loss(inputs={"y": "b"}), "'l' reads 'b'; accepted: l"),
         (lambda: {"a": DagModule(Tower(2, 2), reads="x")}, r"none of \['a'\] is a loss"),
-        (lambda: {**loss(), "m": DagLoss(MeanSquare(), inputs={"x": "l"})}, "nothing reads a loss"),
+        (lambda: {**loss(), "m": DagLoss(MeanSquare(), inputs={"x": "l"})}, "is a loss; accepted"),
     ],
 )
 def test_descriptions_that_make_no_sense_are_refused(nodes, message):

@@ -10,9 +10,9 @@ from tiny_run import STEPS, curve
 
 from raymm.actors.placement import node_types
 from raymm.cli.main import EXIT_START_AGAIN, main
+from raymm.monitor import drain_notices
+from raymm.monitor.drain_notices import DrainObserver, draining_nodes, notice
 from raymm.monitor.metrics import MetricsLog
-from raymm.runtime import drain_notices
-from raymm.runtime.drain_notices import DrainObserver, draining_nodes, notice
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 

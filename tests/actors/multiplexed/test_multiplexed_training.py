@@ -26,7 +26,7 @@ from multiplex_models import (
 from torch import nn
 
 import raymm
-from raymm.actors.multiplexed.node import OutputError
+from raymm.actors.modules.node import OutputError
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.errors import RankFailedError
 from raymm.model.contrastive import clip_dag

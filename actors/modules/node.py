@@ -1,12 +1,13 @@
-"""A node of a multiplexed model: a module, what it reads, what it hands on.
+"""A node of a graph of modules: a module, what it reads, what it hands on.
 
-The same call in one process (the reference) and in a GPU's process. Samples are in dimension 0
+The same call in one process (the reference) and in those of a run. Samples are in dimension 0
 of every tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from raymm.scheduler.graph.sample_ranges import Range
 ONLY = ""
 # The keyword by which a module that reads every sample is told which are its own.
 OWN = "own"
+# What a loss that others read returns its samples' losses as.
+LOSS = "loss"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,7 +84,8 @@ class NodeSpec:
         inputs: what other nodes make.
         outputs: names to hand on of those that the module returns; all if empty.
         postprocess: ``f(arguments, output) -> output`` after the module.
-        loss: it returns losses (b,), one per sample of its own.
+        loss: it returns losses (b,), one per sample of its own; one that has ``outputs``, which
+            others read, as :data:`LOSS`.
         draws: whether it draws random numbers; None: if it is in training mode.
     """
 
@@ -132,17 +136,44 @@ def call(
         OutputError: an output that is not there, is no tensor, or has not ``own.size`` samples; an
             input that was changed in place.
     """
+    arguments = arguments_of(spec, entries, inputs, every, own)
+    with inputs_left_alone(spec, arguments):
+        output = module(**arguments)
+        if spec.postprocess is not None:
+            output = spec.postprocess(arguments, output)
+    return outputs_of(spec, output, own.size)
+
+
+def arguments_of(
+    spec: NodeSpec,
+    entries: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensors],
+    every: Mapping[str, Tensors],
+    own: Range,
+) -> dict[str, Any]:
+    """A module's keyword arguments. Arguments as of :func:`call`.
+
+    Raises:
+        OutputError: it reads an output that is not there.
+    """
     arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
     for use in spec.inputs:
         tensors = (every if use.every else inputs)[use.producer]
         arguments[use.keyword] = _chosen(spec.name, use, tensors)
-    read = [(o.keyword, t) for o in spec.inputs for t in tensors_in(arguments[o.keyword])]
     if any(use.every for use in spec.inputs):
         arguments[OWN] = slice(own.lo, own.hi)
+    return arguments
+
+
+@contextmanager
+def inputs_left_alone(spec: NodeSpec, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """
+    Raises:
+        OutputError: an input was changed in place meanwhile.
+    """
+    read = [(o.keyword, t) for o in spec.inputs for t in tensors_in(arguments[o.keyword])]
     before = [_version(tensor) for _, tensor in read]
-    output = module(**arguments)
-    if spec.postprocess is not None:
-        output = spec.postprocess(arguments, output)
+    yield
     for (keyword, tensor), version in zip(read, before, strict=True):
         # Others read the same memory: what they see would depend on who is first.
         if _version(tensor) != version:
@@ -150,18 +181,31 @@ def call(
                 f"{spec.name!r} changes its input {keyword!r} in place; accepted: modules that "
                 "leave what they read as it is (inplace=False)"
             )
+
+
+def outputs_of(spec: NodeSpec, output: Any, samples: int | None = None) -> Tensors:
+    """What a node hands on of what its module returned, by name; losses (b,) under :data:`ONLY`.
+
+    Args:
+        spec: of the node.
+        output: of its module, after ``postprocess``.
+        samples: how many there are; None if it is not known.
+
+    Raises:
+        OutputError: as of :func:`call`.
+    """
     outputs = _named(spec, output)
     for name, tensor in outputs.items():
-        if not tensor.dim() or tensor.shape[0] != own.size:
+        if not tensor.dim() or samples not in (None, tensor.shape[0]):
             raise OutputError(
                 f"output {name or 'tensor'!r} of {spec.name!r} has shape {tuple(tensor.shape)} for "
-                f"{own.size} samples; accepted: samples in dimension 0"
+                f"{samples} samples; accepted: samples in dimension 0"
             )
-    if spec.loss and (list(outputs) != [ONLY] or outputs[ONLY].dim() != 1):
+    if spec.loss and (list(outputs) != [ONLY, *spec.outputs] or outputs[ONLY].dim() != 1):
         shapes = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
         raise OutputError(
             f"loss {spec.name!r} returns {shapes}; accepted: one tensor of shape "
-            f"({own.size},), the losses of its samples"
+            f"({'b' if samples is None else samples},), the losses of its samples"
         )
     return outputs
 
@@ -202,7 +246,9 @@ def _named(spec: NodeSpec, output: Any) -> Tensors:
         raise OutputError(
             f"{spec.name!r} does not return {missing}; accepted as outputs: {', '.join(outputs)}"
         )
-    if spec.outputs:
+    if spec.loss and LOSS in outputs:
+        outputs = {ONLY: outputs[LOSS], **{name: outputs[name] for name in spec.outputs}}
+    elif spec.outputs:
         outputs = {name: outputs[name] for name in spec.outputs}
     for name, value in outputs.items():
         if not isinstance(value, torch.Tensor):

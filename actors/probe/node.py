@@ -1,0 +1,87 @@
+"""The probe of a module of a graph: whole and cut, as that of a chain
+(:mod:`raymm.actors.probe.callbacks`), by all that it hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from raymm.actors.modules.node import OWN, outputs_of
+from raymm.actors.probe.callbacks import Cuts, probe_chain
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.stages.encoder import EncoderSpec
+from raymm.actors.stages.node import NodeStageSpec
+from raymm.actors.stages.stage_inputs import fields
+
+_ONE_STAGE = "give it one stage (pp 1)"
+
+
+def probe_node(
+    spec: NodeStageSpec, cuts: Cuts, example: Mapping[str, Any] | None = None,
+    with_gradient: Collection[str] = (),
+) -> NodeStageSpec:
+    """The spec with what its stages need to know where the module is cut.
+
+    Args:
+        spec: of the whole module.
+        cuts: where it is cut.
+        example: its keyword arguments; guessed if None.
+        with_gradient: modules whose outputs have a gradient.
+
+    Raises:
+        ProbeError: it cannot be cut; or later stages read what other modules make, of which only
+            its first stage has the gradient.
+    """
+    node = spec.node
+    if not cuts or node is None:
+        return spec
+    if whole := [use.producer for use in node.inputs if use.every]:
+        raise ProbeError(
+            f"{spec.name!r} reads every() of {whole[0]!r}, and is told its {OWN!r} samples, which "
+            f"later stages are not; {_ONE_STAGE}"
+        )
+    if spec.chain:
+        if node.postprocess is not None:
+            raise ProbeError(
+                f"{spec.name!r} is cut, and the postprocess of its DagModule reads what its first "
+                "stage has; give the ModalityModule a callback instead"
+            )
+        probed = probe_chain(spec, cuts, example)
+    else:
+        # A chain whose features are all that the module hands on, one after the other.
+        plain = EncoderSpec(
+            spec.name, spec.source, spec.num_blocks,
+            postprocess_module=partial(_handed_on, spec),
+        )
+        names = () if node.postprocess or node.loss else node.outputs
+        probed = probe_chain(plain, cuts, example, partial(_flat_fields, names))
+    producer_of = {use.keyword: use.producer for use in node.inputs}
+    for keyword in sorted(probed.travels & producer_of.keys()):
+        if producer_of[keyword] in with_gradient:
+            raise ProbeError(
+                f"later stages of {spec.name!r} read {keyword!r} of {producer_of[keyword]!r}, "
+                f"and its gradient would come from the first stage only; {_ONE_STAGE}"
+            )
+    return replace(spec, cut=probed.cut, travels=probed.travels, lost=probed.lost)
+
+
+def _handed_on(spec: NodeStageSpec, inputs: dict[str, Any], output: Any) -> torch.Tensor:
+    assert spec.node is not None
+    if spec.node.postprocess is not None:
+        output = spec.node.postprocess(inputs, output)
+    return _flat(outputs_of(spec.node, output).values())
+
+
+def _flat_fields(names: Collection[str], output: Any) -> torch.Tensor:
+    """Of a module's output what has these names; all floating-point tensors if there are none."""
+    by_name = fields(output)
+    return _flat(by_name[name] for name in names or by_name if name in by_name)
+
+
+def _flat(values: Iterable[Any]) -> torch.Tensor:
+    tensors = [t for t in values if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,0 +1,139 @@
+"""Stages of a module of a graph: whole, or some of its blocks.
+
+What the module reads of others, and of the batch, its first stage has; its last one hands on what
+it returns, by names, and has its loss, if it computes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.node import (
+    ONLY,
+    NodeSpec,
+    Tensors,
+    arguments_of,
+    inputs_left_alone,
+    outputs_of,
+)
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.kernels.host_copies import to_device
+from raymm.scheduler.graph.sample_ranges import Range
+
+
+@dataclass(frozen=True)
+class NodeStageSpec(EncoderSpec):
+    """A module of a graph as data that a rank can build its part from.
+
+    Attributes:
+        node: what it reads and hands on.
+        chain: it is an encoder with projector and callbacks, and hands on their features;
+            otherwise what the module returns.
+    """
+
+    node: NodeSpec | None = None
+    chain: bool = False
+
+
+class NodeStage(EncoderStage):
+    """Layers [lo, hi) of a module of a graph.
+
+    Args:
+        spec: of the whole module.
+        lo, hi, module, projector: as of :class:`EncoderStage`.
+    """
+
+    spec: NodeStageSpec
+
+    @property
+    def node(self) -> NodeSpec:
+        """What the module reads and hands on."""
+        assert self.spec.node is not None  # of every module of a graph
+        return self.spec.node
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether it may draw random numbers in training."""
+        draws = self.node.draws
+        return super().may_draw if draws is None else draws
+
+    def run(
+        self,
+        inputs: dict[str, Any] | None,
+        received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        """Run one microbatch.
+
+        Args:
+            inputs: entries of the batch, of the module's first stage.
+            received: messages of the modules that it reads, by name, or of the stage before.
+            context: of the microbatch; with the scale of its loss.
+
+        Raises:
+            OutputError: what it reads or returns does not fit its description.
+        """
+        if not self.first:
+            return self._ended(super().run(None, received, context), None, {}, context)
+        arguments, samples = self._arguments(inputs or {}, received)
+        with inputs_left_alone(self.node, arguments):
+            message = super().run(arguments, {}, context)
+            return self._ended(message, samples, arguments, context)
+
+    def _arguments(
+        self, entries: dict[str, Any], received: Mapping[str, Message]
+    ) -> tuple[dict[str, Any], int]:
+        there = [*entries.values(), *(t for m in received.values() for t in m.tensors)]
+        device = next(t.device for t in there if isinstance(t, torch.Tensor))
+        outputs = {name: _by_name(message, device) for name, message in received.items()}
+        sizes = [t.shape[0] for tensors in outputs.values() for t in tensors.values()]
+        samples = next((len(value) for value in entries.values()), None) or sizes[0]
+        own = Range(0, samples)
+        return arguments_of(self.node, entries, outputs, outputs, own), samples
+
+    def _ended(
+        self, message: Message, samples: int | None, arguments: dict[str, Any],
+        context: MicrobatchContext,
+    ) -> Message:  # fmt: skip
+        """What the module's last stage hands on of a chain's features."""
+        if self._cut or not self.spec.chain:
+            return message
+        output: Any = message.tensors[0]
+        if self.node.postprocess is not None:
+            output = self.node.postprocess(arguments, output)
+        return self._message(outputs_of(self.node, output, samples), context)
+
+    def _whole_output(self, output: Any, context: MicrobatchContext) -> Message | None:
+        if self.spec.chain:
+            return None
+        return self._message(outputs_of(self.node, output), context)
+
+    def _message(self, outputs: Tensors, context: MicrobatchContext) -> Message:
+        """Floating-point tensors by name, the others beside them."""
+        loss = None
+        if self.node.loss:
+            losses = outputs.pop(ONLY)
+            loss = losses.sum() * context.scales.get(self.spec.name, 1.0)
+        named = {n: t for n, t in outputs.items() if t.is_floating_point()}
+        side = {n: t for n, t in outputs.items() if n not in named}
+        return Message(tuple(named.values()), side, tuple(named), loss)
+
+
+def _by_name(message: Message, device: torch.device) -> Tensors:
+    """What a module handed on, in its order."""
+    named = dict(zip(message.names, message.tensors, strict=True))
+    if not message.side:
+        return named
+    named |= {name: to_device(value, device) for name, value in message.side.items()}
+    return dict(sorted(named.items(), key=_place))
+
+
+def _place(item: tuple[str, torch.Tensor]) -> tuple[int, str]:
+    """Entries of a tuple are named by their numbers."""
+    name, _ = item
+    return (int(name), "") if name.isdigit() else (0, name)

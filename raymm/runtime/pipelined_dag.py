@@ -1,0 +1,136 @@
+"""A graph of modules on Ray actors, pipelined: modules in stages on ranks of their own or shared
+ones, microbatches through them, replicas of any module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raymm.actors.executor.step_meta import LayoutKey, StepMeta
+from raymm.batch.dag_check import DagCheck
+from raymm.layout.plan_check import differences
+from raymm.model.batch_rules import BatchError
+from raymm.model.module_dag import ModuleDag
+from raymm.runtime.options import RuntimeOptions
+from raymm.runtime.plan_module import PendingStep, PlannedModule
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.stage import StageId
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class PipelinedModule(PlannedModule):
+    """A :class:`ModuleDag` on the actors of a :class:`Plan`
+    (:func:`raymm.runtime.specs.dag_plan` makes one).
+
+    Means over samples are over all of a step's, however many microbatches it has; what compares
+    all samples (:func:`raymm.every`) compares those of a microbatch. Gradients are those of one
+    process that adds up the microbatches' losses.
+
+    :class:`raymm.storage.checkpoint.CheckpointStore` saves it,
+    :func:`raymm.storage.loading.restore` loads it, also under another plan.
+
+    Args:
+        dag: the model. Live weights are sent to the ranks that own them.
+        plan: what runs where.
+        **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
+
+    Raises:
+        TypeError, ValueError: an option that is none, or cannot be.
+        PlanError: before any actor starts, for a plan of another graph, or that shares out
+            samples, tokens or parameters of a module among processes.
+        ProbeError: before any actor starts, if a module cannot be cut as planned; by name.
+        ClusterError: if the cluster is too small.
+        ModelError: if weights are not finite.
+    """
+
+    model: ModuleDag
+
+    def __init__(self, dag: ModuleDag, plan: Plan, **options: Any) -> None:
+        super().__init__(dag, RuntimeOptions.of(options))
+        if texts := differences(plan.graph, dag.graph):
+            raise PlanError(f"the plan is not of this graph: {'; '.join(texts)}")
+        if plan.splits_samples:
+            raise PlanError(
+                "replicas of a module deal out samples; accepted of a graph of modules: "
+                "microbatches"
+            )
+        self._check = DagCheck(dag)
+        self._start(plan)
+
+    def _full_name(self, stage: StageId, name: str) -> str:
+        return f"{stage.module}.{self.model.nodes[stage.module].parameter_name(name)}"
+
+    def reloadable(self) -> frozenset[str]:
+        return self.model.reloadable()
+
+    def prepare(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
+        """A step's microbatches, of which the plan has so many at most.
+
+        Args:
+            batch: entries (samples, ...), which are split into microbatches of as many samples
+                each; or microbatches.
+
+        Raises:
+            BatchError, ModelError: a batch that does not fit.
+        """
+        most = self.plan.num_microbatches
+        if isinstance(batch, Mapping):
+            self._check.check(batch)
+            batches = _split(batch, self.model.batch_size(batch), most)
+        else:
+            batches = list(batch)
+            if not 1 <= len(batches) <= most:
+                raise BatchError(
+                    f"a step has {len(batches)} microbatches; accepted: 1 to {most}, the plan's"
+                )
+        for microbatch in batches:
+            self._check.check(microbatch)
+        return batches
+
+    def submit(
+        self, prepared: Sequence[Batch], update: bool = False, forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingStep:  # fmt: skip
+        nodes = self.model.nodes
+        inputs = [
+            (name, index, {entry: microbatch[entry] for entry in node.reads.values()})
+            for index, microbatch in enumerate(prepared)
+            for name, node in nodes.items() if node.reads
+        ]
+        step = StepMeta(
+            step=self._step, label_tokens=0, keys=tuple(map(_layout_key, prepared)),
+            training=not forward_only, scales=self.model.scales(*prepared),
+        )
+        return self._submitted(
+            [nodes] * len(prepared), inputs, step, update=update, keep=keep
+        )
+
+    def close(self) -> None:
+        """End all processes."""
+        self.shutdown()
+
+
+def _split(batch: Batch, samples: int, parts: int) -> list[Batch]:
+    """Consecutive samples, in parts of one size."""
+    if samples % parts:
+        raise BatchError(
+            f"a batch of {samples} samples does not divide into {parts} microbatches; accepted: a "
+            "multiple, or a list of microbatches"
+        )
+    size = samples // parts
+    # Copies: views would bring the whole batch along.
+    return [
+        {name: value[lo : lo + size].clone() for name, value in batch.items()}
+        for lo in range(0, samples, size)
+    ]
+
+
+def _layout_key(batch: Batch) -> LayoutKey:
+    """What the shapes of everything that modules hand on follow from."""
+    shapes = sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items())
+    structure = [(name, len(shape), dtype) for name, shape, dtype in shapes]
+    sizes = tuple(size for _, shape, _ in shapes for size in shape)
+    return LayoutKey(hash(repr(shapes)), hash(repr(structure)), sizes)

@@ -1,0 +1,331 @@
+"""What models have in common that run under a plan, whatever they are: the processes, programs and
+messages of their steps.
+
+A step's program is lowered for exactly the modules that each microbatch has input for: one without
+images has no vision instruction anywhere, and whether a stage has a backward is decided per
+microbatch. Steps of several threads reach all ranks in one order.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from raymm.actors.executor.step_meta import StepMeta, StepResult, measured_timeline
+from raymm.actors.quota import Multiprocessors
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.rank.step_calls import StepHandle, remember
+from raymm.costs.named_devices import cluster_device
+from raymm.costs.scaling_estimates import MULTIPROCESSORS
+from raymm.data import MicrobatchMeta
+from raymm.layout.parameter_owners import place_of, reduction_groups
+from raymm.layout.plan_check import check_fits, check_grants
+from raymm.layout.rank_specs import RankSpecs, rank_specs
+from raymm.runtime.cluster import connect
+from raymm.runtime.parallel_module import ParallelModule, StepOutput
+from raymm.runtime.skipped_step import SkippedStep, skipped_step
+from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.process_grid import Process, Processes
+from raymm.scheduler.plan.rank_nodes import on_nodes, straddling
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.check_program import ProgramReport, check_program
+from raymm.scheduler.program.issue_order import shared_gradients
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.stage_costs import op_seconds
+
+
+class PendingStep:
+    """A step under way. :meth:`result` waits for it.
+
+    Args:
+        handle: of the ranks' calls.
+        label_tokens: of the step, which its loss was divided by.
+        keep: owners of the inputs, which must outlive the step.
+        processes: of the run, by number.
+        skipped: makes the report of a step that was not applied, from the norm and the ranks'
+            results.
+    """
+
+    def __init__(
+        self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process],
+        skipped: Callable[[float | None, Sequence[StepResult]], SkippedStep | None],
+    ) -> None:  # fmt: skip
+        self._handle = handle
+        self._skipped = skipped
+        self._label_tokens = label_tokens
+        self._keep = keep  # whoever owns the input references must outlive the step
+        self._processes = processes
+
+    def result(self) -> StepOutput:
+        """The step's output.
+
+        Raises:
+            RankFailedError: if a rank died or raised.
+        """
+        results = self._handle.result()
+        pairs = list(zip(self._processes, results, strict=True))
+        # Processes that share a microbatch have each their part of the loss, those that share
+        # every token's work all the same.
+        parts = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]
+        losses: dict[str, float] = {}
+        for (stage, _), value in sorted(parts, key=lambda part: (part[0][0].module, part[0][1])):
+            losses[stage.module] = losses.get(stage.module, 0.0) + value
+        rates = [r.learning_rate for r in results if r.learning_rate is not None]
+        peaks: dict[int, int] = {}
+        for process, result in pairs:
+            peaks[process.rank] = max(peaks.get(process.rank, 0), result.peak_bytes)
+        loss = sum(losses.values())
+        return StepOutput(
+            loss=loss,
+            label_tokens=self._label_tokens,
+            # A rank's first process stands for it.
+            timeline=measured_timeline([r for p, r in pairs if p.fsdp == p.cp == p.tp == 0]),
+            grad_norm=_grad_norm(results),
+            learning_rate=rates[0] if rates else None,
+            peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
+            skipped=self._skipped(loss, results),
+            losses=losses,
+        )
+
+
+class PlannedModule(ParallelModule):
+    """A model on the actors of a plan.
+
+    Attributes:
+        plan: what runs where.
+        parameter_ownership: per process, what it has of parameters that others have too.
+    """
+
+    def _start(self, plan: Plan) -> RankSpecs:
+        """Start the plan's processes; returns what they were built from.
+
+        Raises:
+            PlanError: before any actor starts, if a rank needs more memory than the plan's limit,
+                or has quotas that its device cannot set apart.
+            ProbeError: before any actor starts, if a module cannot be cut as planned.
+            ClusterError: if the cluster is too small.
+            ModelError: if weights are not finite.
+        """
+        run = self.options
+        check_fits(plan)
+        connect()
+        if any(stage.quota is not None for stage in plan.stages):
+            check_grants(plan, _multiprocessors(run.device))
+        self.plan = plan
+        self._programs: OrderedDict[tuple, str] = OrderedDict()
+        ranks = rank_specs(
+            self.model, plan, optimizer=run.optimizer, autocast=run.autocast,
+            exact_autocast=run.exact_autocast, device=run.device, threads=run.threads,
+            kernels=run.kernels, quota_backend=run.quota_backend, timeout_s=run.timeout_s,
+            nccl_timeout_s=run.nccl_timeout_s,
+        )  # fmt: skip
+        self._shard_specs = ranks.builders.shard_specs
+        self._processes = processes = ranks.processes
+        self.parameter_ownership = ranks.ownership
+        self._reduces = any(ownership.shared for ownership in ranks.ownership)
+        self._shared_gradients = shared_gradients(
+            (group.stages, {processes.all[process].rank for process in group.processes})
+            for group in reduction_groups(ranks.ownership)
+        )
+        degrees = tuple(map(plan.degrees, range(plan.num_ranks)))
+        self.group = RankGroup(
+            ranks.specs, process_labels(processes), run.reserved,
+            replace(run.placement, degrees=degrees),
+        )
+        if (astride := straddling(plan, self.group.placement.process_nodes)) is not None:
+            run.placement.say(astride)
+        self._check_weights()
+        return ranks
+
+    @property
+    def microbatches(self) -> int:
+        """That a batch in memory is split into: the plan's."""
+        return self.plan.num_microbatches
+
+    @abstractmethod
+    def _full_name(self, stage: StageId, name: str) -> str:
+        """What the model calls a parameter of a stage."""
+
+    def reschedule(self, plan: Plan) -> None:
+        """Go on under a plan with another schedule or recomputation; nothing is restarted.
+
+        Raises:
+            PlanError: if it puts other layers on a rank.
+        """
+        def places(plan: Plan) -> dict[StageId, tuple]:
+            return {s.id: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options, s.quota)
+                    for s in plan.stages}
+
+        if plan.graph != self.plan.graph or places(plan) != places(self.plan):
+            raise PlanError(
+                "stages of the new plan differ in layers or ranks from those that run; "
+                "start the model anew under it"
+            )
+        self.plan = plan
+        self._processes = Processes(plan)
+        self._programs.clear()
+
+    def _submitted(
+        self,
+        present: Sequence[Iterable[str]],
+        inputs: Iterable[tuple[str, int, Any]],
+        meta: StepMeta,
+        batches: Sequence[MicrobatchMeta] = (),
+        update: bool = False,
+        keep: Any = None,
+    ) -> PendingStep:
+        """Start a step.
+
+        Args:
+            present: per microbatch, the modules it has input for.
+            inputs: (module, microbatch, dict of tensors or a Ray reference to one).
+            meta: of the step, but for its number, seed and batch.
+            batches: what is known of the microbatches.
+            update: with the optimizer's step.
+            keep: held until the result was read.
+        """
+        ops = self._optimizer_ops() if update else ()
+        pattern = tuple(tuple(sorted(modules)) for modules in present)
+        key = self._program(pattern, ops, not meta.training)
+        of_process: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
+        for module, index, data in inputs:
+            stage = self._reader(module, index)
+            for number in self._processes.of_rank(stage.rank):
+                of_process[number].append((stage.id, index, data))
+        meta = meta._replace(step=self._step, seed=self.options.seed, batch=self._accumulated)
+        handle = self.group.submit(key, meta, of_process)
+        noted = self._note_batch(batches, update) if meta.training else ()
+        if update:
+            self._step += 1
+        skipped = partial(self._skipped_step, self._step, noted)
+        return PendingStep(handle, meta.label_tokens, keep, self._processes.all, skipped)
+
+    def _skipped_step(
+        self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,
+        results: Sequence[StepResult],
+    ) -> SkippedStep | None:  # fmt: skip
+        reports = [result.not_finite for result in results]
+        return skipped_step(
+            step, loss, _grad_norm(results), reports, self.plan.stage_edges,
+            batches if all(batches) else (),
+        )
+
+    def _reader(self, module: str, microbatch: int) -> Stage:
+        """The stage that gets a module's inputs of a microbatch."""
+        firsts = [replica[0] for replica in self.plan.replicas(module)]
+        return next(stage for stage in firsts if self.plan.runs(stage, microbatch))
+
+    @property
+    def _placed(self) -> Plan:
+        """The plan, with the links between processes where they are."""
+        return on_nodes(self.plan, self.group.placement.process_nodes)
+
+    def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
+        """The checked program of a step whose microbatches have these modalities."""
+        program = lower(self._placed, present)
+        self._prove(program)
+        return program.with_optimizer_ops(self._optimizer_ops() if update else ())
+
+    def _prove(self, program: Program) -> ProgramReport:
+        seconds = None if self.plan.profile is None else op_seconds(self._placed)
+        return check_program(program, self._shared_gradients, seconds)
+
+    def update(self) -> float | None:
+        results = self.group.run_optimizer_ops(self._optimizer_ops())
+        self._step += 1
+        skipped = self._skipped_step(self._step, self._take_batches(), None, results)
+        self._say_skipped(skipped)
+        return _grad_norm(results)
+
+    def _optimizer_ops(self) -> tuple[Op, ...]:
+        return (
+            OPTIMIZER_OPS
+            if self._reduces
+            else tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)
+        )
+
+    def _program(self, present: tuple, ops: tuple[Op, ...], forward_only: bool) -> str:
+        pattern = (present, ops, forward_only)
+        key = self._programs.get(pattern)
+        if key is None:
+            program = lower(self._placed, present, forward_only=forward_only)
+            proof = self._prove(program)
+            program = program.with_optimizer_ops(ops)
+            ranks = [process.rank for process in self._processes.all]
+            key = self.group.load_program(
+                Program(tuple(program.ranks[rank] for rank in ranks)),
+                [proof.issues[rank] for rank in ranks], proof.bound,
+            )
+        else:
+            self.group.touch_program(key)
+        remember(self._programs, pattern, key)
+        return key
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        named: dict[str, torch.Tensor | None] = {}
+        for number, part in enumerate(self.group.call("gradients")):
+            for (stage, name), tensor in part.items():
+                shard_spec = self._shard_specs[stage.module]
+                place = place_of(self._processes, number, shard_spec)
+                whole = shard_spec.sharers(name, place) == (place,)
+                if whole and shard_spec.is_replica(name, place):
+                    continue  # complete, and counted already
+                full = self._full_name(stage, name)
+                total = named.get(full)
+                named[full] = (
+                    total if tensor is None else self._add(total, stage, name, place, tensor)
+                )
+        return named
+
+    def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
+        named: dict[str, torch.Tensor] = {}
+        of_copies: dict[str, StageId] = {}
+        for number, part in enumerate(self.group.call("parameters", trainable_only)):
+            process = self._processes.all[number]
+            for (stage, name), tensor in part.items():
+                full = self._full_name(stage, name)
+                shard_spec = self._shard_specs[stage.module]
+                place = place_of(self._processes, number, shard_spec)
+                has_all = shard_spec.shards == 1 and process.cp > 0  # of what one before it has
+                if has_all or shard_spec.is_replica(name, place):
+                    continue
+                if of_copies.setdefault(full, stage) == stage:
+                    named[full] = self._add(named.get(full), stage, name, place, tensor)
+        return named
+
+    def _add(
+        self, total: torch.Tensor | None, stage: StageId, name: str, place: int,
+        tensor: torch.Tensor,
+    ) -> torch.Tensor:
+        shard_spec = self._shard_specs[stage.module]
+        count = max(shard_spec.shards, self.plan.by_id[stage].tp)
+        return shard_spec.add(total, name, place, count, tensor)
+
+
+def _grad_norm(results: Sequence[StepResult]) -> float | None:
+    """All processes have the same."""
+    return next((r.grad_norm for r in results if r.grad_norm is not None), None)
+
+
+def _multiprocessors(device: str) -> Multiprocessors:
+    """What a device of the connected cluster can set apart. Of a CPU, or a GPU that is not in
+    raymm's table: an H100's; a process that has another says so when it starts."""
+    return MULTIPROCESSORS.get(cluster_device(device)[0], Multiprocessors())
+
+
+def process_labels(processes: Processes) -> list[str]:
+    """Per process, the names of its stages, and which of their processes it is."""
+    labels = []
+    for process in processes.all:
+        stages = ", ".join(str(stage.id) for stage in processes.plan.rank_stages(process.rank))
+        degrees = processes.plan.degrees(process.rank)._asdict()
+        places = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
+        labels.append(f"{stages}, {', '.join(places)}" if places else stages)
+    return labels
