@@ -64,7 +64,7 @@ def run_language(bounds: list[int], group: Any = None) -> dict[str, Any]:
         between = []
         for stage in stages:
             message = stage.run(inputs, received, MicrobatchContext(20))
-            (sent,) = message.tensors
+            (sent,) = message.outputs
             leaf = sent.detach().requires_grad_()
             between.append((sent, leaf))
             received, inputs = {"before": Message((leaf,), message.side)}, None
