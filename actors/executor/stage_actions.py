@@ -16,7 +16,7 @@ from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.executor.step_state import Leaves, Received, StepState
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
-from raymm.actors.modules.message_samples import cut, joined, summed
+from raymm.actors.modules.message_samples import cut_message, joined, summed
 from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.scheduler.graph.sample_ranges import Range
@@ -174,9 +174,11 @@ class StageActions:
         drawn, meta = self.draws, step.meta
         if drawn is False:
             return self._stage.run(inputs, named, context)
+        # Replicas that share a microbatch's samples draw each their own.
+        first = context.samples[0].lo if context.samples else 0
         draws = module_draws(
-            meta.seed, meta.step, self._name.module, context.microbatch, self._random_share,
-            observed=drawn is None, batch=meta.batch,
+            meta.seed, meta.step, self._name.module, context.microbatch,
+            self._random_share or first, observed=drawn is None, batch=meta.batch,
         )
         draws.enter("stage")
         output = self._stage.run(inputs, named, context._replace(draws=draws))
@@ -206,8 +208,7 @@ class StageActions:
                 step.messages[target] = handed
             for target, samples in parts:
                 offsets = step.meta.offsets_of(microbatch, stage.module)
-                own = cut(tensors, task.samples, samples, offsets)
-                step.messages[target] = Message(own, output.side, output.names)
+                step.messages[target] = cut_message(handed, task.samples, samples, offsets)
 
         return hand_on
 
@@ -284,25 +285,22 @@ def _received_parts(
 ) -> tuple[Leaves, dict[str, Message]]:
     """What a stage computes gradients of, and its messages by producer, put together."""
     leaves: Leaves = []
-    parts: dict[str, list[tuple[tuple[Range, ...], tuple[torch.Tensor, ...]]]] = {}
-    latest: dict[str, Message] = {}
+    parts: dict[str, list[tuple[tuple[Range, ...], Message]]] = {}
     for producer, message in zip(task.producers, messages, strict=True):
         offsets = step.meta.offsets_of(task.microbatch, producer.stage.module)
-        own = cut(message.tensors, producer.samples, producer.reads, offsets)
+        message = cut_message(message, producer.samples, producer.reads, offsets)
         if with_grad and producer.needs_gradient:
-            own = tuple([t.detach().requires_grad_() for t in own])
+            own = tuple([t.detach().requires_grad_() for t in message.tensors])
             leaves.append(own)
-        parts.setdefault(producer.name, []).append((producer.reads, own))
-        latest[producer.name] = message  # replicas hand on the same names
+            message = message._replace(tensors=own)
+        parts.setdefault(producer.name, []).append((producer.reads, message))
     return leaves, {
-        name: latest[name]._replace(
-            tensors=joined([tensors for _, tensors in sorted(of, key=_first)])
-        )
+        name: joined([message for _, message in sorted(of, key=_first)])
         for name, of in parts.items()
     }
 
 
-def _first(part: tuple[tuple[Range, ...], Any]) -> Range:
+def _first(part: tuple[tuple[Range, ...], Message]) -> Range:
     return part[0][0]
 
 

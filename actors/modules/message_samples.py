@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from raymm.actors.modules.message import Message
 from raymm.errors import InternalError
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 
@@ -39,11 +40,34 @@ def _rows(tensor: torch.Tensor, places: Sequence[Range]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def joined(parts: Sequence[Tensors]) -> Tensors:
-    """Tensor by tensor, rows of samples that follow one another."""
-    if len(parts) == 1:
-        return parts[0]
-    return tuple([torch.cat(tensors) for tensors in zip(*parts, strict=True)])
+def cut_message(
+    message: Message, has: Samples, reads: Samples, offsets: Sequence[int] | None
+) -> Message:
+    """All that a message between modules has of some samples.
+
+    Args:
+        message: tensors (rows, ...).
+        has, reads, offsets: as of :func:`cut`.
+    """
+    if has == reads:
+        return message
+    side = cut(tuple(message.side.values()), has, reads, offsets)
+    return message._replace(
+        tensors=cut(message.tensors, has, reads, offsets),
+        side=dict(zip(message.side, side, strict=True)),
+    )
+
+
+def joined(parts: Sequence[Message]) -> Message:
+    """Messages of samples that follow one another, of replicas of a module, as one."""
+    first, *further = parts
+    if not further:
+        return first
+    tensors = zip(*(part.tensors for part in parts), strict=True)
+    return first._replace(
+        tensors=tuple([torch.cat(of_name) for of_name in tensors]),
+        side={name: torch.cat([part.side[name] for part in parts]) for name in first.side},
+    )
 
 
 def summed(

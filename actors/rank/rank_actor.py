@@ -139,6 +139,7 @@ class RankActor(SavingActor, MeetingActor):
             colocation=self._colocation,
             whereabouts=self.whereabouts,
             observer=self._optimizer.observer,
+            every=self._spec.every,
         )
         return {
             stage: sum(local_part(p).numel() for p in module.parameters())

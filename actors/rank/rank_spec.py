@@ -37,6 +37,7 @@ class RankSpec:
         rank, world_size: its number, and how many processes there are.
         builders: per stage name, a picklable function that builds the stage module.
         edges: data edges from and to its stages (stage names).
+        every: (producer, consumer) modules of which the second reads all samples.
         connections: what it connects with other processes.
         process_groups: the processes of its own rank, by what they share.
         shard_specs: per module, which shard of each parameter a process holds.
@@ -62,6 +63,7 @@ class RankSpec:
     world_size: int
     builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
     edges: tuple[Edge, ...]
+    every: tuple[tuple[str, str], ...] = ()
     connections: ConnectionPlan = field(default_factory=ConnectionPlan)
     process_groups: ProcessGroups = field(default_factory=ProcessGroups)
     shard_specs: dict[str, ShardSpec] = field(default_factory=dict)

@@ -80,21 +80,30 @@ class NodeStage(EncoderStage):
         """
         if not self.first:
             return self._ended(super().run(None, received, context), None, {}, context)
-        arguments, samples = self._arguments(inputs or {}, received)
+        arguments, samples = self._arguments(inputs or {}, received, context)
         with inputs_left_alone(self.node, arguments):
             message = super().run(arguments, {}, context)
             return self._ended(message, samples, arguments, context)
 
     def _arguments(
-        self, entries: dict[str, Any], received: Mapping[str, Message]
+        self, entries: dict[str, Any], received: Mapping[str, Message],
+        context: MicrobatchContext,
     ) -> tuple[dict[str, Any], int]:
         there = [*entries.values(), *(t for m in received.values() for t in m.tensors)]
         device = next(t.device for t in there if isinstance(t, torch.Tensor))
-        outputs = {name: _by_name(message, device) for name, message in received.items()}
-        sizes = [t.shape[0] for tensors in outputs.values() for t in tensors.values()]
-        samples = next((len(value) for value in entries.values()), None) or sizes[0]
-        own = Range(0, samples)
-        return arguments_of(self.node, entries, outputs, outputs, own), samples
+        every = {name: _by_name(message, device) for name, message in received.items()}
+        if not context.samples:
+            sizes = [t.shape[0] for tensors in every.values() for t in tensors.values()]
+            samples = next((len(value) for value in entries.values()), None) or sizes[0]
+            return arguments_of(self.node, entries, every, every, Range(0, samples)), samples
+        (own,) = context.samples
+        # What is read of every sample as well has more than the stage's own.
+        both = {entry.producer for entry in self.node.inputs if entry.every}
+        outputs = {
+            name: {n: t[slice(*own)] for n, t in tensors.items()} if name in both else tensors
+            for name, tensors in every.items()
+        }
+        return arguments_of(self.node, entries, outputs, every, own), own.size
 
     def _ended(
         self, message: Message, samples: int | None, arguments: dict[str, Any],

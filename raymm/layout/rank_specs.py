@@ -74,6 +74,7 @@ def rank_specs(
             world_size=len(processes.all),
             builders={s.id: builders.build[s.id] for s in plan.rank_stages(process.rank)},
             edges=tuple(edges[process.rank]),
+            every=plan.graph.every,
             connections=connections[number],
             process_groups=_process_groups(processes, process),
             shard_specs=builders.shard_specs,

@@ -73,14 +73,17 @@ class MultimodalParallelModule(PlannedModule, MultimodalActors):
     ) -> PendingStep:
         parts, meta = prepared
         self._tried.check(parts, meta)
-        inputs: list[tuple[str, int, Any]] = []
+        inputs: list[tuple[StageId, int, Any]] = []
         for index, (part, microbatch) in enumerate(zip(parts, meta, strict=True)):
             rows = {name: torch.tensor(i, device="cpu") for name, i in microbatch.items.items()}
-            inputs += [
-                (LANGUAGE_MODEL if name == "text" else name, index, data)
-                for name, data in part.items()
+            read = [
+                (LANGUAGE_MODEL if name == "text" else name, data) for name, data in part.items()
             ]
-            inputs.append((LANGUAGE_MODEL, index, {"sample_index": rows}))
+            inputs += [
+                (stage.id, index, data)
+                for module, data in (*read, (LANGUAGE_MODEL, {"sample_index": rows}))
+                for stage in self._readers(module, index)
+            ]
         step = StepMeta(
             step=self._step,
             label_tokens=sum(microbatch.label_tokens for microbatch in meta),

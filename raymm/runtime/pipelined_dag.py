@@ -3,7 +3,7 @@ ones, microbatches through them, replicas of any module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from raymm.model.batch_rules import BatchError
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.plan_module import PendingStep, PlannedModule
+from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.stage_samples import stage_samples
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -52,11 +54,6 @@ class PipelinedModule(PlannedModule):
         super().__init__(dag, RuntimeOptions.of(options))
         if texts := differences(plan.graph, dag.graph):
             raise PlanError(f"the plan is not of this graph: {'; '.join(texts)}")
-        if plan.splits_samples:
-            raise PlanError(
-                "replicas of a module deal out samples; accepted of a graph of modules: "
-                "microbatches"
-            )
         self._check = DagCheck(dag)
         self._start(plan)
 
@@ -95,22 +92,33 @@ class PipelinedModule(PlannedModule):
         keep: Any = None,
     ) -> PendingStep:  # fmt: skip
         nodes = self.model.nodes
+        sizes = [self.model.batch_size(microbatch) for microbatch in prepared]
         inputs = [
-            (name, index, {entry: microbatch[entry] for entry in node.reads.values()})
+            (stage.id, index, _entries(microbatch, node.reads.values(), samples))
             for index, microbatch in enumerate(prepared)
             for name, node in nodes.items() if node.reads
+            for stage in self._readers(name, index)
+            if (samples := stage_samples(self.plan, stage, sizes[index]))
         ]
         step = StepMeta(
             step=self._step, label_tokens=0, keys=tuple(map(_layout_key, prepared)),
             training=not forward_only, scales=self.model.scales(*prepared),
         )
         return self._submitted(
-            [nodes] * len(prepared), inputs, step, update=update, keep=keep
+            [nodes] * len(prepared), inputs, step, update=update, keep=keep, samples=sizes
         )
 
     def close(self) -> None:
         """End all processes."""
         self.shutdown()
+
+
+def _entries(batch: Batch, names: Iterable[str], samples: Range) -> dict[str, torch.Tensor]:
+    """What a stage reads of its samples."""
+    if samples.size == len(next(iter(batch.values()))):
+        return {name: batch[name] for name in names}
+    # Copies: views would bring the whole batch along.
+    return {name: batch[name][slice(*samples)].clone() for name in names}
 
 
 def _split(batch: Batch, samples: int, parts: int) -> list[Batch]:

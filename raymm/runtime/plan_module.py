@@ -35,6 +35,7 @@ from raymm.scheduler.plan.process_grid import Process, Processes
 from raymm.scheduler.plan.rank_nodes import on_nodes, straddling
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import ProgramReport, check_program
+from raymm.scheduler.program.check_samples import check_samples
 from raymm.scheduler.program.issue_order import shared_gradients
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.schedule.lower import lower
@@ -175,30 +176,32 @@ class PlannedModule(ParallelModule):
     def _submitted(
         self,
         present: Sequence[Iterable[str]],
-        inputs: Iterable[tuple[str, int, Any]],
+        inputs: Iterable[tuple[StageId, int, Any]],
         meta: StepMeta,
         batches: Sequence[MicrobatchMeta] = (),
         update: bool = False,
         keep: Any = None,
+        samples: Sequence[int] = (),
     ) -> PendingStep:
         """Start a step.
 
         Args:
             present: per microbatch, the modules it has input for.
-            inputs: (module, microbatch, dict of tensors or a Ray reference to one).
+            inputs: (stage that reads them, microbatch, dict of tensors or a Ray reference to one).
             meta: of the step, but for its number, seed and batch.
             batches: what is known of the microbatches.
             update: with the optimizer's step.
             keep: held until the result was read.
+            samples: of each microbatch, if the plan splits them.
         """
         ops = self._optimizer_ops() if update else ()
         pattern = tuple(tuple(sorted(modules)) for modules in present)
-        key = self._program(pattern, ops, not meta.training)
+        sizes = tuple(samples) if self.plan.splits_samples else ()
+        key = self._program(pattern, ops, not meta.training, sizes)
         of_process: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
-        for module, index, data in inputs:
-            stage = self._reader(module, index)
-            for number in self._processes.of_rank(stage.rank):
-                of_process[number].append((stage.id, index, data))
+        for stage, index, data in inputs:
+            for number in self._processes.of_rank(self.plan.by_id[stage].rank):
+                of_process[number].append((stage, index, data))
         meta = meta._replace(step=self._step, seed=self.options.seed, batch=self._accumulated)
         handle = self.group.submit(key, meta, of_process)
         noted = self._note_batch(batches, update) if meta.training else ()
@@ -217,24 +220,34 @@ class PlannedModule(ParallelModule):
             batches if all(batches) else (),
         )
 
-    def _reader(self, module: str, microbatch: int) -> Stage:
-        """The stage that gets a module's inputs of a microbatch."""
+    def _readers(self, module: str, microbatch: int) -> list[Stage]:
+        """The stages that get a module's inputs of a microbatch."""
         firsts = [replica[0] for replica in self.plan.replicas(module)]
-        return next(stage for stage in firsts if self.plan.runs(stage, microbatch))
+        return [stage for stage in firsts if self.plan.runs(stage, microbatch)]
 
     @property
     def _placed(self) -> Plan:
         """The plan, with the links between processes where they are."""
         return on_nodes(self.plan, self.group.placement.process_nodes)
 
-    def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
-        """The checked program of a step whose microbatches have these modalities."""
-        program = lower(self._placed, present)
-        self._prove(program)
+    def program(
+        self, present: Sequence[Sequence[str]], update: bool = True, samples: Sequence[int] = ()
+    ) -> Program:
+        """The checked program of a step.
+
+        Args:
+            present: per microbatch, the modalities that it has.
+            update: with the optimizer's step.
+            samples: of each microbatch, if the plan splits them.
+        """
+        program = lower(self._placed, present, samples=samples)
+        self._prove(program, samples)
         return program.with_optimizer_ops(self._optimizer_ops() if update else ())
 
-    def _prove(self, program: Program) -> ProgramReport:
+    def _prove(self, program: Program, samples: Sequence[int]) -> ProgramReport:
         seconds = None if self.plan.profile is None else op_seconds(self._placed)
+        if self.plan.splits_samples:
+            check_samples(self.plan, program, samples)
         return check_program(program, self._shared_gradients, seconds)
 
     def update(self) -> float | None:
@@ -251,12 +264,14 @@ class PlannedModule(ParallelModule):
             else tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)
         )
 
-    def _program(self, present: tuple, ops: tuple[Op, ...], forward_only: bool) -> str:
-        pattern = (present, ops, forward_only)
+    def _program(
+        self, present: tuple, ops: tuple[Op, ...], forward_only: bool, samples: tuple[int, ...]
+    ) -> str:
+        pattern = (present, ops, forward_only, samples)
         key = self._programs.get(pattern)
         if key is None:
-            program = lower(self._placed, present, forward_only=forward_only)
-            proof = self._prove(program)
+            program = lower(self._placed, present, forward_only=forward_only, samples=samples)
+            proof = self._prove(program, samples)
             program = program.with_optimizer_ops(ops)
             ranks = [process.rank for process in self._processes.all]
             key = self.group.load_program(
