@@ -16,7 +16,7 @@ profile replaces them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from raymm.errors import InputError
@@ -70,7 +70,10 @@ class Links:
 
     def between(self, processes: Iterable[int]) -> Link:
         """The slowest link that a group of processes needs."""
-        nodes = {self.node(process) for process in processes}
+        return self.among({self.node(process) for process in processes})
+
+    def among(self, nodes: Collection[int]) -> Link:
+        """The slowest link that processes on these nodes need."""
         return self.within_node if len(nodes) < 2 else self.across_nodes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +54,9 @@ def edge_transfers(
         raise ValueError(f"ranks_per_node is {ranks_per_node}; it must be at least 1")
     sizes = stage_costs(plan) if sizes is None else sizes
     links = Links(within_node, across_nodes, ranks_per_node)
+    nodes = [
+        frozenset(map(links.node, plan.rank_processes(rank))) for rank in range(plan.num_ranks)
+    ]
     transfers = {}
     for src, dst in plan.stage_edges:
         producer, consumer = plan.by_id[src], plan.by_id[dst]
@@ -62,27 +65,28 @@ def edge_transfers(
         for edge, ends in (
             ((src, dst), (producer, consumer)), ((dst, src), (consumer, producer)),
         ):
-            transfers[edge] = _transfer(plan, *ends, sizes[src].output_bytes, links)
+            transfers[edge] = _transfer(plan, *ends, sizes[src].output_bytes, links, nodes)
     return transfers
 
 
 def _transfer(
-    plan: Plan, sender: Stage, receiver: Stage, size: int, links: Links
+    plan: Plan, sender: Stage, receiver: Stage, size: int, links: Links,
+    nodes: Sequence[frozenset[int]],
 ) -> Transfer:
-    """One message of ``size`` bytes, all processes together."""
-    theirs, ours = plan.rank_processes(sender.rank), plan.rank_processes(receiver.rank)
-    link = links.within_node
-    if set(map(links.node, theirs)) != set(map(links.node, ours)):
+    """One message of ``size`` bytes, all processes together; nodes are those of each rank."""
+    theirs, ours = plan.processes(sender.rank), plan.processes(receiver.rank)
+    link, from_nodes, to_nodes = links.within_node, nodes[sender.rank], nodes[receiver.rank]
+    if from_nodes != to_nodes:
         link = links.across_nodes
-    seconds = size / min(len(theirs), len(ours)) / link.bandwidth
+    seconds = size / min(theirs, ours) / link.bandwidth
     if sender.module == receiver.module:  # every share of the tokens goes its own way
-        held = size * receiver.tp / len(ours)
-        gathered = gather_seconds(held, receiver.tp, links.between(ours))
+        held = size * receiver.tp / ours
+        gathered = gather_seconds(held, receiver.tp, links.among(to_nodes))
     else:
         back = receiver.module in plan.graph.producers(sender.module)
-        sharing = len(theirs) if back else len(theirs) // sender.tp
-        gathered = gather_seconds(size, sharing, links.between(theirs))
-        gathered += gather_seconds(size, len(ours), links.between(ours))
+        sharing = theirs if back else theirs // sender.tp
+        gathered = gather_seconds(size, sharing, links.among(from_nodes))
+        gathered += gather_seconds(size, ours, links.among(to_nodes))
     return Transfer(seconds, link.latency + gathered)
 
 
