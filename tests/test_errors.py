@@ -9,8 +9,8 @@ from tests import house
 
 # They leave a computation, or end a process as signals do: nothing is wrong.
 NO_ERRORS = {
-    "CutReached", "Interrupted", "RunInterruptedError", "RunTerminatedError", "TooManyStages",
-    "TooManyTransitions", "_Projected",
+    "CutReached", "Interrupted", "RunInterruptedError", "RunTerminatedError", "SaveAbandoned",
+    "TooManyStages", "TooManyTransitions", "_Projected",
 }
 
 

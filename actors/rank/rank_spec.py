@@ -37,7 +37,6 @@ class RankSpec:
         rank, world_size: its number, and how many processes there are.
         builders: per stage name, a picklable function that builds the stage module.
         edges: data edges from and to its stages (stage names).
-        every: (producer, consumer) modules of which the second reads all samples.
         connections: what it connects with other processes.
         process_groups: the processes of its own rank, by what they share.
         shard_specs: per module, which shard of each parameter a process holds.
@@ -57,13 +56,13 @@ class RankSpec:
             :func:`raymm.actors.executor.colocation.default_backend`.
         timeout_s: seconds any wait on another rank may take.
         nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None: twice as many.
+        every: (producer, consumer) modules of which the second reads all samples.
     """
 
     rank: int
     world_size: int
     builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
     edges: tuple[Edge, ...]
-    every: tuple[tuple[str, str], ...] = ()
     connections: ConnectionPlan = field(default_factory=ConnectionPlan)
     process_groups: ProcessGroups = field(default_factory=ProcessGroups)
     shard_specs: dict[str, ShardSpec] = field(default_factory=dict)
@@ -79,6 +78,7 @@ class RankSpec:
     quota_backend: Callable[[], Backend] | None = None
     timeout_s: float = 300.0
     nccl_timeout_s: float | None = None
+    every: tuple[tuple[str, str], ...] = ()
 
     @property
     def members(self) -> dict[int, Sequence[int]]:
