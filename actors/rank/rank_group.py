@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from raymm.actors.placement.placement import ONLY_RANKS, Placement, PlacementOpt
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_places import ProcessSpec, RankPlace, lost_node_error
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
-from raymm.actors.rank.step_calls import StepHandle, pack_calls, remember, unpack_result
+from raymm.actors.rank.step_calls import CallOrder, StepHandle, pack_calls, remember, unpack_result
 from raymm.errors import RankFailedError, RankRaisedError, RunFailedError
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.issue_order import Issue
@@ -76,7 +75,7 @@ class RankGroup:
         self._ended: str | None = None  # why nothing runs any more
         # Calls of several threads reach all ranks in the same order: else ranks would work on
         # different steps, whose messages are alike.
-        self._order = threading.Lock()
+        self._order = CallOrder()
         self.placement = Placement([resources.bundle()] * len(specs), placement)
         self._actors: list[Any] = []
         try:
@@ -186,10 +185,12 @@ class RankGroup:
         """
         self.check_running()
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
-        if key not in self._programs:
-            for actor, *lists in zip(self._actors, program.ranks, issues, strict=True):
-                actor.load_program.remote(key, *(list(map(tuple, part)) for part in lists), bound)
-        remember(self._programs, key, None)
+        with self._order:
+            if key not in self._programs:
+                for actor, *parts in zip(self._actors, program.ranks, issues, strict=True):
+                    lists = (list(map(tuple, part)) for part in parts)
+                    actor.load_program.remote(key, *lists, bound)
+            remember(self._programs, key, None)
         return key
 
     def touch_program(self, key: str) -> None:

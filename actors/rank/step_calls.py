@@ -8,6 +8,8 @@ several times as long.
 from __future__ import annotations
 
 import pickle
+import signal
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -76,6 +78,36 @@ class StepHandle(Generic[Result]):
         """
         sent = self._group.wait(self._refs)
         return sent if self._unpack is None else list(map(self._unpack, sent))
+
+
+class CallOrder:
+    """While this is entered, ranks are called: calls of several threads come in one order on all of
+    them, and an interruption (Ctrl-C) waits until all have theirs. A rank with a step that another
+    has not would wait for it in vain."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handler: Any = None
+        self._noted: tuple[Any, ...] | None = None
+
+    def __enter__(self) -> None:
+        # Only the main thread is interrupted, and only it may say by whom.
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.getsignal(signal.SIGINT)
+            if callable(self._handler):
+                signal.signal(signal.SIGINT, self._note)
+        self._lock.acquire()
+
+    def _note(self, *noted: Any) -> None:
+        self._noted = noted
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if threading.current_thread() is threading.main_thread() and callable(self._handler):
+            signal.signal(signal.SIGINT, self._handler)
+            noted, self._noted = self._noted, None
+            if noted is not None:
+                self._handler(*noted)
 
 
 def pack_calls(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import struct
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
 from raymm.actors.rank import rank_group
 from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.rank.step_calls import CallOrder
 from raymm.errors import RankRaisedError
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 
@@ -73,7 +75,7 @@ class FakeRay:
 def group(monkeypatch) -> RankGroup:
     made = object.__new__(RankGroup)
     made._actors = [Actor() for _ in range(RANKS)]
-    made._order, made._ended, made._observer = threading.Lock(), None, None
+    made._order, made._ended, made._observer = CallOrder(), None, None
     made._patience, made._labels, made._places = 9.0, ["llm.0"] * RANKS, [""] * RANKS
     made._addresses = {}
     monkeypatch.setattr(made, "shutdown", lambda: None)
@@ -93,6 +95,35 @@ def test_metadata_is_pickled_once_for_all_ranks(group) -> None:
     assert all(call[1:] == (b"",) for call in calls[1:])
     # Anything else Ray would pickle for every rank.
     assert all(isinstance(arg, bytes) for call in calls for arg in call[:2])
+
+
+def test_an_interruption_waits_until_all_ranks_have_their_call(group) -> None:
+    """A rank with a step that another has not would wait for it in vain."""
+    handler = signal.getsignal(signal.SIGINT)
+    second = group._actors[1]
+    called = second.remote
+
+    def interrupted(*args: Any) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return called(*args)
+
+    second.remote = interrupted
+    for times in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            group.submit("program", StepMeta(0, 1, ()), [[]] * RANKS)
+        assert [len(actor.calls) for actor in group._actors] == [times] * RANKS
+        assert signal.getsignal(signal.SIGINT) is handler
+    second.remote = called
+    group.submit("program", StepMeta(0, 1, ()), [[]] * RANKS)  # nothing is held
+    threads = [
+        threading.Thread(target=group.submit, args=("program", StepMeta(0, 1, ()), [[]] * RANKS))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert [len(actor.calls) for actor in group._actors] == [6] * RANKS
 
 
 def test_results_of_all_ranks_come_with_one_call(group, monkeypatch) -> None:
