@@ -29,6 +29,7 @@ from benchmarks import real_model
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks.paper_rows import ROWS, PaperRow, own_plan, scale_of, table_plan
 from benchmarks.sleeping_stages import Overheads, SleepingPipeline, op_seconds_measured
+from raymm.scheduler.graph.direction import posted_receives
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
@@ -39,6 +40,8 @@ from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 # Milliseconds of 1F + 1B of the slowest stage; what paper's rows are scaled to.
 BOTTLENECK_MS = 50.0
 QUICK_ROWS = ("VLM-S", "MMM")
+# Ranks are on CPUs.
+POSTED = posted_receives(in_order=False)
 PICTURE_ROW, PICTURE_RUN = "VLM-L", "aware zero_bubble trained"
 # Runs that are not compared with the paper's have this many microbatches.
 FEW_MICROBATCHES = 12
@@ -70,9 +73,10 @@ class Run:
         """Lower and predict."""
         program = full_program(plan)
         nominal = op_seconds(plan)
-        bare = simulate(program, nominal, overheads.message).makespan
+        bare = simulate(program, nominal, overheads.message, posted=POSTED).makespan
         costs = overheads.added_to(nominal, program)
-        return cls(name, plan, program, simulate(program, costs, overheads.latency), bare)
+        expected = simulate(program, costs, overheads.latency, posted=POSTED)
+        return cls(name, plan, program, expected, bare)
 
     @property
     def measured(self) -> float:

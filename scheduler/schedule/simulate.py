@@ -33,6 +33,7 @@ def simulate(
     transfers: Mapping[Edge, Transfer] | None = None,
     microbatch_costs: Mapping[tuple[StageId, Op, int], float] | None = None,
     group_seconds: GroupSeconds | None = None,
+    posted: int = 1,
 ) -> Timeline:
     """Run a program on paper.
 
@@ -50,6 +51,9 @@ def simulate(
         microbatch_costs: seconds per (stage, compute op, microbatch), before ``costs``.
         group_seconds: of instructions on quotas. Without it, a quota takes as many times more (an
             upper bound: a module that does not fill a device loses less).
+        posted: receives that an edge's receiver posts ahead
+            (:func:`~raymm.scheduler.graph.direction.posted_receives`); what has come into those
+            beyond the first is under way no longer, for its sender.
 
     Returns:
         Compute spans and the waits of messages. Collective instructions take no time.
@@ -59,7 +63,7 @@ def simulate(
     """
     seconds = _Seconds(costs, microbatch_costs or {}, group_seconds)
     arguments = seconds, Transfer(0.0, latency), transfers or {}
-    timeline, waiting = _simulate(program, *arguments, MESSAGE_BOUND)
+    timeline, waiting = _simulate(program, *arguments, MESSAGE_BOUND + posted - 1)
     if waiting is not None:
         timeline, waiting = _simulate(program, *arguments, sys.maxsize)
     if waiting is not None:
