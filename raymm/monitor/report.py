@@ -11,6 +11,7 @@ from typing import Any
 from raymm.config.build import write_json
 from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.planning.plan_view import rank_names
+from raymm.scheduler.graph.direction import posted_receives
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op, Program
@@ -27,11 +28,13 @@ class RunReport:
     Args:
         folder: the run's folder.
         plan: the run's plan.
+        device: of its ranks, ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan, device: str = "cpu") -> None:
         self._folder = folder
         self._plan = plan
+        self._posted = posted_receives(in_order=device != "cpu")
         self._recent: deque[tuple[int, Program, Timeline]] = deque(maxlen=COST_STEPS + 1)
 
     def add(self, step: int, program: Program, timeline: Timeline) -> None:
@@ -56,7 +59,7 @@ class RunReport:
             draw_loss(history, files["loss curve"])
         if self._recent:
             step, program, measured = self._recent[-1]
-            predicted = simulate(program, self._predicting_costs())
+            predicted = simulate(program, self._predicting_costs(), posted=self._posted)
             names = rank_names(self._plan)
             timelines = [("predicted", predicted), ("measured", measured)]
             files["schedule"] = folder / "schedule.png"

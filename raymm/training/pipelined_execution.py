@@ -83,7 +83,7 @@ class PipelinedObserver:
 
     def __init__(self, run: ObservedRun, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._report = RunReport(run.folder, plan)
+        self._report = RunReport(run.folder, plan, run.parallel.options.device)
         self._rebalancing = rebalancing(
             run.data, run.training.sampler, plan, run.model.packing, run.folder,
             run.parallel.steps_taken, run.say,
