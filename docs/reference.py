@@ -11,7 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.config.model_section import LoraSection
 from raymm.config.planning_options import PlanningOptions
 from raymm.config.sections import LayoutSection, OptimizerSection, PlanningSection, TrainConfig
 from raymm.data import DataConfig
@@ -31,7 +33,7 @@ leading `~` is the home folder. Files that are ready to run:
 # Classes whose fields of the same names say what a section's fields are.
 EXPLAINED_BY: dict[type[BaseModel], type] = {
     LayoutSection: ParallelSpec, OptimizerSection: OptimizerConfig,
-    PlanningSection: PlanningOptions, DataConfig: Limits,
+    PlanningSection: PlanningOptions, DataConfig: Limits, LoraSection: LoraConfig,
 }  # fmt: skip
 _ATTRIBUTES = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*?)(?=^    \w|\Z)", re.MULTILINE | re.DOTALL)

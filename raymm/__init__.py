@@ -15,6 +15,7 @@ from raymm.version import __version__
 _PUBLIC = {
     "ModalityModule": "raymm.model.modality_module",
     "MultimodalModule": "raymm.model.multimodal",
+    "LoraConfig": "raymm.actors.adapters.lora_config",
     "FactorySource": "raymm.actors.weights.source",
     "Prepend": "raymm.actors.modules.merge",
     "ReplaceTokens": "raymm.actors.modules.merge",
@@ -64,6 +65,7 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from raymm.actors.adapters.lora_config import LoraConfig
     from raymm.actors.modules.merge import Prepend, ReplaceTokens
     from raymm.actors.modules.projector import Projector
     from raymm.actors.optimizer.optimizer import OptimizerConfig

@@ -80,8 +80,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/modules": ("kernels", "scheduler", "actors/quota"),
     "actors/placement": ("scheduler/plan",),
     "actors/recompute": ("kernels", "scheduler", "actors/quota"),
-    "actors/weights": ("actors/modules",),
-    "actors/sharding": ("kernels", "scheduler", "actors/modules", "actors/weights"),
+    "actors/adapters": ("actors/modules",),
+    "actors/weights": ("actors/modules", "actors/adapters"),
+    "actors/sharding": (
+        "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/weights",
+    ),
     "actors/optimizer": ("kernels", "scheduler", "actors/storage", "actors/sharding"),
     "actors/stages": (
         "kernels", "scheduler/graph", "actors/modules", "actors/weights", "actors/sharding",

@@ -140,8 +140,10 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
     for name, _ in module.named_parameters():
         index = _in_blocks(name, info.blocks)
         if index is None:
+            # What was added to a layer since it was probed (an adapter) is where its weight is.
+            place = name if name in probed else f"{name.rpartition('.')[0]}.weight"
             # A parameter that no gradient ever reached still has to live somewhere.
-            owned = name in outer or (name not in probed and hi == total)
+            owned = place in outer or (place not in probed and hi == total)
         else:
             owned = lo <= index < hi
         if owned:

@@ -1,7 +1,5 @@
-"""Who holds what of a module's parameters, for tensor parallelism: a plan, made from its skeleton.
-
-Nothing here moves a tensor; :mod:`raymm.actors.sharding.tensor_shard` carries a plan out.
-"""
+"""Who holds what of a module's parameters, for tensor parallelism: a plan, made from its skeleton,
+which :mod:`raymm.actors.sharding.tensor_shard` carries out."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import NoReturn, cast
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, AdaptedLayer
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.tensor_heads import Heads, count_heads, local_attributes
@@ -29,7 +28,6 @@ from raymm.scheduler.plan.plan import PlanError
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
-
 COLUMN, ROW = "column", "row"
 GATHERED_COLUMN, SPLIT_ROW = "gathered_column", "split_row"
 EMBEDDING, EXPERTS = "embedding", "experts"
@@ -316,6 +314,16 @@ class _Planner:
         self.shards[f"{where}.weight"] = tuple(ParameterShard(dim, own) for own in ranges)
         if by_output and linear.bias is not None:
             self.shards[f"{where}.bias"] = tuple(ParameterShard(0, own) for own in ranges)
+        if isinstance(linear, AdaptedLayer):
+            self._shard_adapter(where, by_output, ranges)
+
+    def _shard_adapter(self, where: str, by_output: bool, ranges: Sequence[Ranges]) -> None:
+        """What gives a column's outputs is split, and what takes a row's inputs; the other matrix
+        is whole everywhere, and each process sees a part of its gradient."""
+        dims, whole = ({HIGH: 0, MAGNITUDE: 0}, LOW) if by_output else ({LOW: 1}, HIGH)
+        for name, dim in dims.items():
+            self.shards[f"{where}.{name}"] = tuple(ParameterShard(dim, own) for own in ranges)
+        self.partial.add(f"{where}.{whole}")
 
     def add_experts(self, experts: Experts) -> None:
         """Every process has a part of every expert."""

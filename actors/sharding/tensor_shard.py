@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from raymm.actors.adapters.lora import AdaptedConv1D, AdaptedLayer, AdaptedLinear
 from raymm.actors.sharding.tensor_heads import CONFIG
 from raymm.actors.sharding.tensor_plan import (
     COLUMN,
@@ -218,12 +219,44 @@ class _RowConv1D(_Row, Conv1D):
     pass
 
 
+class _AdaptedRow(AdaptedLayer):
+    """Mixed into a row with an adapter: both products are summed over the group at once."""
+
+    tensor_group: TensorGroup
+    tensor_sizes: tuple[int, ...] | None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.tensor_sizes is not None:
+            hidden = split_to_shards(hidden, self.tensor_group, self.tensor_sizes)
+        return super().forward(hidden)
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        return reduce_from_shards(part, self.tensor_group)
+
+    def summed_squares(self, part: torch.Tensor) -> torch.Tensor:
+        return reduce_from_shards(part, self.tensor_group)
+
+
+class _AdaptedRowLinear(_AdaptedRow, AdaptedLinear):
+    pass
+
+
+class _AdaptedRowConv1D(_AdaptedRow, AdaptedConv1D):
+    pass
+
+
+_ROWS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: _RowLinear, Conv1D: _RowConv1D, AdaptedLinear: _AdaptedRowLinear,
+    AdaptedConv1D: _AdaptedRowConv1D,
+}
+
+
 def _shard_row(
     child: nn.Module, shards: tuple[ParameterShard, ...], group: TensorGroup, split: bool = False
 ) -> None:
     _set_widths(child)
-    row = cast(_Row, child)
-    row.__class__ = _RowConv1D if isinstance(child, Conv1D) else _RowLinear
+    row = cast(Any, child)
+    row.__class__ = _ROWS[type(child)]
     row.tensor_group = group
     row.tensor_sizes = _sizes(shards) if split else None
 

@@ -12,6 +12,8 @@ from typing import TypeGuard, cast
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from raymm.actors.adapters.lora import AdaptedLayer
+
 QUERY_LEAVES = frozenset(
     {"q_proj", "query", "q", "to_q", "wq", "q_lin", "query_proj", "q_b_proj", "q_up_proj"}
 )
@@ -76,8 +78,9 @@ class Rules:
 
 def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is one whose matrix product can be sharded: exactly ``nn.Linear`` or
-    Hugging Face's ``Conv1D``, as a subclass may do something else."""
-    return type(module) in (nn.Linear, Conv1D)
+    Hugging Face's ``Conv1D``, or one of these with an adapter, as another subclass may do something
+    else."""
+    return type(module) in (nn.Linear, Conv1D) or isinstance(module, AdaptedLayer)
 
 
 def widths(module: nn.Module) -> tuple[int, int]:

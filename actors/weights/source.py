@@ -97,6 +97,11 @@ class ModuleSource(ABC):
         return self
 
     @property
+    def origin(self) -> ModuleSource:
+        """Where the module is from that others add to."""
+        return self
+
+    @property
     def config(self) -> PretrainedConfig | None:
         """The Hugging Face config, if there is one."""
         return getattr(self.skeleton(), "config", None)

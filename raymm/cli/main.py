@@ -122,6 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
     export.add_argument("--out", required=True, help="a new folder")
+    export.add_argument(
+        "--merge", action="store_true", help="adapters go into the weights, not into peft folders"
+    )
     export.set_defaults(run=_export)
     add_profile_arguments(profile)
     profile.set_defaults(run=run_profile)
@@ -165,7 +168,7 @@ def _export(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     folders = export_model(
         build_model(config), config.run.storage_path, args.out, config.data.tokenizer,
-        trust_remote_code=config.data.trust_remote_code,
+        trust_remote_code=config.data.trust_remote_code, merge=args.merge,
     )
     for folder in folders:
         print(f"wrote {folder}")

@@ -12,13 +12,17 @@ from raymm.actors.modules.merge import MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.weights.source import FactorySource, SourceError, import_object
 from raymm.config.example_section import example_tensors
 from raymm.config.model_config import model_config
+from raymm.config.model_section import (
+    EncoderSection,
+    SourceSection,
+    adapters_of,
+    frozen_flag,
+)
 from raymm.config.sections import (
     ConfigError,
     DegreeRange,
-    EncoderSection,
     LayoutSection,
     ParallelSection,
-    SourceSection,
     TrainConfig,
 )
 from raymm.data.samples.text import load_tokenizer
@@ -48,8 +52,10 @@ def build_model(config: TrainConfig) -> MultimodalModule:
             encoders[name] = ModalityModule(
                 _source_of(section, seed),
                 section.projector,
-                frozen=section.frozen,
-                projector_frozen=section.projector_frozen,
+                frozen=frozen_flag(section.train),
+                lora=adapters_of(section.train),
+                projector_frozen=frozen_flag(section.projector_train),
+                projector_lora=adapters_of(section.projector_train),
                 hidden_size=section.hidden_size,
                 model_class=section.model_class,
                 preprocess_callback=_callback("preprocess", section.preprocess),
@@ -68,7 +74,8 @@ def build_model(config: TrainConfig) -> MultimodalModule:
     section = config.model.language_model
     with _errors_name("model.language_model"):
         language_model = ModalityModule(
-            _source_of(section, seed), frozen=section.frozen, model_class=section.model_class,
+            _source_of(section, seed), frozen=frozen_flag(section.train),
+            lora=adapters_of(section.train), model_class=section.model_class,
             seed=seed, trust_remote_code=trust, missing_weights=section.missing_weights,
         )
         language_model.source(ModuleKind.LANGUAGE_MODEL)

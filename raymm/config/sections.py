@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.storage.location import check_location
-from raymm.config.example_section import ExampleSection
+from raymm.config.model_section import ModelSection
 from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
 from raymm.files.config_error import ConfigError, explain
@@ -31,100 +31,6 @@ from raymm.files.section import (
 
 # Threads of one process; torch aborts where the system cannot start as many.
 MOST_THREADS = 1024
-
-
-class SourceSection(Section):
-    """Where a module comes from: exactly one of ``path``, ``config``, ``factory``.
-
-    Attributes:
-        path: local folder that ``save_pretrained`` wrote.
-        config: Hugging Face config values with their ``model_type``; random weights.
-        factory: ``"package.module:function"`` that returns a plain ``nn.Module``.
-        kwargs: the factory's arguments.
-        weights: safetensors file with the factory module's state dict.
-        model_class: transformers class name, or its path within transformers, where config or
-            folder do not say which.
-        missing_weights: ``"fresh"`` draws weights that the folder lacks, or has in other shapes,
-            from ``run.seed``, as for the head of a new task; without it, such a folder is refused.
-        frozen: whether the module's weights stay as they are.
-    """
-
-    path: Text | None = None
-    config: dict[str, Any] | None = None
-    factory: Text | None = None
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    weights: Text | None = None
-    model_class: Text | None = None
-    missing_weights: Literal["fresh"] | None = None
-    frozen: bool = False
-
-    @model_validator(mode="after")
-    def _one_source(self) -> SourceSection:
-        kinds = [name for name in ("path", "config", "factory") if getattr(self, name) is not None]
-        if len(kinds) != 1:
-            raise ValueError(f"give exactly one of path, config, factory; got {kinds or 'none'}")
-        of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
-        if self.path is None:
-            of_others += ("missing_weights",)
-        for name in of_others:
-            if getattr(self, name):
-                raise ValueError(f"{name} is given, but a {kinds[0]} has none; leave it out")
-        return self
-
-
-class EncoderSection(SourceSection):
-    """An encoder and its projector. Callbacks are import paths, ``"package.module:function"``
-    (Cornstarch v1, Listing 2).
-
-    Attributes:
-        projector: ``"linear"``, or ``"mlp"`` (linear, GELU, linear); None for an encoder whose
-            output is as wide as the language model.
-        projector_frozen: whether the projector's weights stay as they are.
-        hidden_size: width of what the projector gets, where the encoder's config does not say.
-        preprocess: callback ``f(inputs) -> inputs`` before the encoder.
-        postprocess_module: callback ``f(inputs, output) -> output`` after the encoder.
-        postprocess_projector: callback ``f(inputs, output) -> output`` after the projector.
-        example_inputs: what a batch has for the encoder, by name, where it cannot be guessed from
-            the encoder's config: ``{pixel_values: {shape: [1, 3, 224, 224], dtype: float32}}``.
-    """
-
-    projector: Literal["linear", "mlp"] | None = "mlp"
-    projector_frozen: bool = False
-    hidden_size: Count | None = None
-    preprocess: Text | None = None
-    postprocess_module: Text | None = None
-    postprocess_projector: Text | None = None
-    example_inputs: dict[Text, ExampleSection] | None = None
-
-
-class ModelSection(Section):
-    """The model.
-
-    Attributes:
-        language_model: the language model.
-        encoders: by modality name, as in ``data.modalities``.
-        merge: ``"prepend"``, or a placeholder token per encoder
-            (``{vision: "<image>"}``), or the import path of a merge policy.
-        mask: which tokens of the merged sequence see which: ``"causal"``, ``"multimodal"``
-            (text is causal, an encoder's tokens see one another), ``"multimodal_isolated"``
-            (an item's tokens see their item), ``"causal_with_own_image"`` (causal, and an
-            item's tokens see all of it), or the import path of a mask policy; default: the
-            language model's own mask.
-        packing: run a microbatch's samples as one sequence without padding, each a document by
-            itself.
-        trust_remote_code: run Python files that folders of models, tokenizers and processors
-            bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
-        router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
-            routers; without it, such a model is refused.
-    """
-
-    language_model: SourceSection
-    encoders: dict[str, EncoderSection] = Field(default_factory=dict)
-    merge: Text | dict[str, Text] = "prepend"
-    mask: Text | None = None
-    packing: bool = False
-    trust_remote_code: bool = False
-    router_loss: Literal["ignore"] | None = None
 
 
 # The least is for the class that says which: ParallelSpec.

@@ -17,8 +17,12 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raymm.actors.adapters.lora import adapt
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.adapters.targets import find_targets
 from raymm.actors.modules.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, LiveSource, ModuleSource, set_mode
@@ -48,6 +52,9 @@ class ModalityModule(nn.Module):
             module as it is and makes any other trainable. A module with nothing trainable
             runs in eval mode.
         projector_frozen: the same for the projector.
+        lora: adapters of the module's linear layers; all else in it stays as it is. In place in a
+            live module.
+        projector_lora: the same for the projector.
         hidden_size: width of the encoder's output features, where the config does not say.
         model_class: transformers class name, or its path within transformers, where config or
             folder do not say which.
@@ -63,7 +70,7 @@ class ModalityModule(nn.Module):
             shapes, from ``seed``, as for the head of a new task; otherwise it is refused.
 
     Raises:
-        ModelError, SourceError: naming the argument and what is accepted.
+        ModelError, SourceError, AdapterError: naming the argument and what is accepted.
     """
 
     def __init__(
@@ -73,6 +80,8 @@ class ModalityModule(nn.Module):
         *,
         frozen: bool | None = None,
         projector_frozen: bool | None = None,
+        lora: LoraConfig | None = None,
+        projector_lora: LoraConfig | None = None,
         hidden_size: int | None = None,
         model_class: str | type[PreTrainedModel] | None = None,
         preprocess_callback: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
@@ -93,12 +102,14 @@ class ModalityModule(nn.Module):
             raise ModelError(
                 f"projector is {projector!r}; accepted: {', '.join(KINDS)}, an nn.Module, None"
             )
+        self._check_modes(frozen, lora, projector_frozen, projector_lora, projector)
         self.module: nn.Module | None = None
         self.projector: nn.Module | None = None
         self._description = None if isinstance(module, nn.Module) else module
         self._model_class = model_class
         self._frozen = frozen
         self._projector_frozen = projector_frozen
+        self.lora, self.projector_lora = lora, projector_lora
         self._projector_kind = projector if isinstance(projector, str) else None
         self._seed = seed
         self._hidden_size = hidden_size
@@ -112,17 +123,40 @@ class ModalityModule(nn.Module):
             self.module = module
             if frozen is not None:
                 module.requires_grad_(not frozen)
+            _adapted(module, lora, seed)
             set_mode(module)
         if isinstance(projector, nn.Module):
             self.projector = projector
             if projector_frozen is not None:
                 projector.requires_grad_(not projector_frozen)
+            _adapted(projector, projector_lora, seed)
+
+    @staticmethod
+    def _check_modes(
+        frozen: bool | None, lora: LoraConfig | None, projector_frozen: bool | None,
+        projector_lora: LoraConfig | None, projector: Any,
+    ) -> None:
+        for name, flag, adapters in (
+            ("frozen", frozen, lora), ("projector_frozen", projector_frozen, projector_lora)
+        ):
+            if adapters is not None and flag is not None:
+                raise ModelError(
+                    f"{name} is {flag!r}, and there are adapters, under which all else is frozen; "
+                    "leave it out"
+                )
+        if projector is None and projector_lora is not None:
+            raise ModelError("projector_lora is given, but projector is None; leave it out")
 
     def source(self, kind: ModuleKind = ModuleKind.ENCODER) -> ModuleSource:
         """Where ranks get this module from."""
-        description, frozen = self._description, self._frozen
         if self.module is not None:
             return LiveSource.of(self.module)
+        source = self._described(kind)
+        return source if self.lora is None else AdaptedSource.of(source, self.lora, self._seed)
+
+    def _described(self, kind: ModuleKind) -> ModuleSource:
+        """Where its weights are from that are not adapters'."""
+        description, frozen = self._description, self._frozen
         if isinstance(description, ModuleSource):
             return description if frozen is None else _with_frozen(description, frozen)
         if isinstance(description, PretrainedConfig):
@@ -152,6 +186,12 @@ class ModalityModule(nn.Module):
                 f"{auto.__name__} knows no model for {type(config).__name__}; give model_class"
             )
         return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
+
+    @property
+    def folder(self) -> str | None:
+        """The checkpoint folder that the module is from, if it is."""
+        described = self._description
+        return os.fspath(described) if isinstance(described, str | os.PathLike) else None
 
     def output_size(self, source: ModuleSource) -> int:
         """Width of the module's output features.
@@ -199,7 +239,7 @@ class ModalityModule(nn.Module):
             source = ConfigSource(
                 Projector, config, derive_seed(self._seed, name), self._projector_frozen
             )
-            self.projector = source.build()
+            self.projector = _adapted(source.build(), self.projector_lora, self._seed)
         if self.projector is None:
             if in_features != out_features:
                 raise ModelError(
@@ -210,7 +250,13 @@ class ModalityModule(nn.Module):
         _check_projector(name, self.projector, in_features, out_features)
 
     def freeze(self, module: bool = True, projector: bool = False) -> ModalityModule:
-        """Set what is frozen: the module, the projector."""
+        """Set what is frozen: the module, the projector.
+
+        Raises:
+            ModelError: one of them has adapters.
+        """
+        if self.lora is not None or self.projector_lora is not None:
+            raise ModelError("freeze is for modules without adapters, and this one has some")
         self._frozen = module
         self._projector_frozen = projector
         if self.module is not None:
@@ -224,6 +270,11 @@ class ModalityModule(nn.Module):
         if self.module is None:
             self.module = self.source(kind).build()
         return self.module
+
+
+def _adapted(module: nn.Module, lora: LoraConfig | None, seed: int) -> nn.Module:
+    """A live module, which gets its adapters if it is to have some."""
+    return module if lora is None else adapt(module, find_targets(module, lora), lora, seed)
 
 
 def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:

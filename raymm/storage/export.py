@@ -1,4 +1,4 @@
-"""Export: a run's trained modules as ordinary Hugging Face folders."""
+"""Export: a run's trained modules as ordinary Hugging Face folders, adapters as ``peft``'s."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from raymm.actors.adapters.lora import has_adapters, plain_copy
 from raymm.actors.optimizer.finite import not_finite
 from raymm.actors.storage.folder import PARTIAL
 from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.output import Output
+from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.skipped_step import MAX_NAMED
+from raymm.storage.adapter_folder import save_adapters
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model
 from raymm.storage.manifest import CheckpointError
@@ -29,6 +32,7 @@ def export_model(
     model: MultimodalModule, storage: str, output: str, tokenizer: str | None = None,
     say: Callable[[str], None] = print,
     trust_remote_code: bool = False,
+    merge: bool = False,
 ) -> list[Path]:
     """Write the modules of the newest checkpoint that is whole.
 
@@ -40,6 +44,10 @@ def export_model(
         tokenizer: folder of a tokenizer to put with the language model.
         say: is told of newer checkpoints that are corrupt.
         trust_remote_code: run Python files that the tokenizer's folder brings.
+        merge: write modules with adapters as ordinary ones, whose weights have what the adapters
+            add. Otherwise they become folders of ``peft``, which name the folder of the module
+            without adapters; of one that is of no folder that is written, too, as
+            ``{module}_base``.
 
     Returns:
         The folders written. Modules that Hugging Face has no class for are written as
@@ -63,7 +71,7 @@ def export_model(
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     with place.writing():
-        names = _save_modules(model, temporary)
+        names = _Writer(temporary, target, merge).write(model)
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code)
             loaded.save_pretrained(temporary / "language_model")
@@ -90,17 +98,45 @@ def _check_finite(model: MultimodalModule, checkpoint: Path | str) -> None:
         )
 
 
-def _save_modules(model: MultimodalModule, folder: Path) -> list[str]:
-    """Writes every module; returns the names of their folders."""
-    names = ["language_model"]
-    _save(model.language_model.materialize(ModuleKind.LANGUAGE_MODEL), folder / "language_model")
-    for name, encoder in model.encoders.items():
-        _save(encoder.materialize(), folder / f"{name}_encoder")
-        names.append(f"{name}_encoder")
-        if encoder.projector is not None:
-            _save(encoder.projector, folder / f"{name}_projector")
-            names.append(f"{name}_projector")
-    return names
+class _Writer:
+    """Writes modules.
+
+    Args:
+        folder: gets a folder for each.
+        final: what that is called in the end.
+        merge: whether adapters go into the weights.
+    """
+
+    def __init__(self, folder: Path, final: Path, merge: bool) -> None:
+        self._folder, self._final, self._merge = folder, final, merge
+        self._names: list[str] = []
+
+    def write(self, model: MultimodalModule) -> list[str]:
+        """Every module; returns the names of their folders."""
+        language = model.language_model
+        self._add("language_model", language.materialize(ModuleKind.LANGUAGE_MODEL), language)
+        for name, encoder in model.encoders.items():
+            self._add(f"{name}_encoder", encoder.materialize(), encoder)
+            if encoder.projector is not None:
+                self._add(f"{name}_projector", encoder.projector, None)
+        return self._names
+
+    def _add(self, name: str, module: nn.Module, part: ModalityModule | None) -> None:
+        """
+        Args:
+            part: whose module it is; None of a projector.
+        """
+        self._names.append(name)
+        if not has_adapters(module) or self._merge:
+            plain = plain_copy(module, merged=True) if has_adapters(module) else module
+            _save(plain, self._folder / name)
+            return
+        base = None if part is None else part.folder
+        if base is None:
+            self._names.append(f"{name}_base")
+            base = str(self._final / f"{name}_base")
+            _save(plain_copy(module, merged=False), self._folder / f"{name}_base")
+        save_adapters(module, self._folder / name, base, name == "language_model")
 
 
 def _of_its_class(module: PreTrainedModel) -> PreTrainedModel:

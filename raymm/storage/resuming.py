@@ -61,6 +61,7 @@ RULES = (
     Rule("model.parameters*", False, ""),
     Rule("model.*.code", True, "the function of that name does something else now, or holds it"),
     Rule("model.packing", True, "the same loss"),
+    Rule("model.*lora.dropout", True, "it holds from the next step on"),
     Rule("model.*.config.*drop*", True, "it holds from the next step on"),
     Rule("model.*.weights.times", True, "files were written again; what was read is the same"),
     Rule("model.*.weights*", False, "frozen weights, which no checkpoint has, would be others"),

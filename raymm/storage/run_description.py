@@ -116,6 +116,10 @@ def _of_module(
     where: str, part: ModalityModule, source: ModuleSource, skeleton: nn.Module
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
+    for name in ("lora", "projector_lora"):
+        if (lora := getattr(part, name)) is not None:
+            fields |= {f"{where}.{name}.{key}": value for key, value in vars(lora).items()}
+    source = source.origin
     config: Any = source.config
     values = _computed(config.to_dict()) if hasattr(config, "to_dict") else {}
     fields |= {f"{where}.config.{key}": value for key, value in values.items()}

@@ -13,7 +13,21 @@ BAD_SETTINGS = {
     "unknown key": (["run.step=3"], ["run.step: unknown key", "checkpoint_every", "steps"]),
     "unknown key of an encoder": (
         ["model.encoders.vision.freeze=true"],
-        ["model.encoders.vision.freeze: unknown key", "frozen", "projector"],
+        ["model.encoders.vision.freeze: unknown key", "train", "projector"],
+    ),
+    "no mode": (
+        ["model.encoders.vision.train=no"], ["model.encoders.vision.train", "frozen", "full"],
+    ),
+    "rank of an adapter": (
+        ["model.language_model.train={lora: {r: 0}}"], ["model.language_model.train", "lora.r"],
+    ),
+    "layer of an adapter": (
+        ["model.language_model.train={lora: {targets: [qproj]}}"],
+        ["model.language_model: targets has 'qproj'", "all-linear", "q_proj"],
+    ),
+    "layer of an adapter that is not linear": (
+        ["model.language_model.train={lora: {targets: [embed_tokens]}}"],
+        ["model.language_model: targets has 'embed_tokens'", "Embedding", "nn.Linear"],
     ),
     "unknown key of a layout": (
         ["parallel.language_model.stages=2"], ["parallel.language_model.stages", "pp", "ranks"],

@@ -18,7 +18,7 @@ from raymm.scheduler.costs.layer_costs import ProfileError, layer_work
 @pytest.fixture
 def profiled(raymm, make_config, tmp_path, ray_cluster):
     """Runs the command once and returns its config, output and table."""
-    config = make_config({"model.encoders.vision.frozen": True})
+    config = make_config({"model.encoders.vision.train": "frozen"})
     target = tmp_path / "new" / "profile.json"
     code, output = raymm(
         "profile", config, "--out", str(target), "--lengths", "16,48", "--repeats", "2"

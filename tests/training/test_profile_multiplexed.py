@@ -29,7 +29,7 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
     raymm, make_config, tmp_path, ray_cluster, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "200")
-    config = make_config({"model.encoders.vision.frozen": True})
+    config = make_config({"model.encoders.vision.train": "frozen"})
     target = tmp_path / "new" / "surfaces.json"
     code, text = raymm(
         "profile", "--multiplex", config, "--out", str(target), "--gpus", "4", "--repeats", "2"

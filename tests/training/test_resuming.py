@@ -110,7 +110,7 @@ REFUSED = {
         "tie_word_embeddings is False, was True",
     ),
     "frozen": (
-        {"model.encoders.vision.frozen": True}, None,
+        {"model.encoders.vision.train": "frozen"}, None,
         "frozen in the model, and float32 [16] trained in the checkpoint",
     ),
     "projector": (
@@ -262,7 +262,7 @@ def test_files_that_were_copied_elsewhere_are_the_same(described, folder, tmp_pa
 
 def test_frozen_weights_from_a_folder_are_compared(described, folder, tmp_path):
     """No checkpoint has them."""
-    frozen = {"model.encoders.vision.frozen": True}
+    frozen = {"model.encoders.vision.train": "frozen"}
     was = described(frozen)
     weights = folder / "siglip/model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -293,7 +293,7 @@ def test_large_files_are_sampled(tmp_path):
 def test_every_field_of_a_run_has_a_rule(described):
     from fnmatch import fnmatchcase
 
-    fields = described({"model.encoders.vision.frozen": True})
+    fields = described({"model.encoders.vision.train": "frozen"})
     patterns = [rule.fields for rule in RULES]
     assert [f for f in fields if not any(fnmatchcase(f, one) for one in patterns)] == []
 

@@ -1,0 +1,1 @@
+"""Low-rank adapters: which linear layers get them, and what these then compute."""

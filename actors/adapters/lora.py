@@ -1,0 +1,181 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021; DoRA, Liu et al. 2024) of linear layers, in place.
+
+A layer keeps its name, its weight and its bias; the adapter's parameters lie beside them. So what
+cuts, shards, counts, loads and saves a model by names needs no other names, and a product that
+processes share out with its adapter takes one sum over them, not two.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.modules.seeds import derive_seed
+
+LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+ADAPTER_NAMES = frozenset({LOW, HIGH, MAGNITUDE})
+"""Names of an adapter's parameters, as ``peft`` has them."""
+
+
+class AdaptedLayer(nn.Module):
+    """Mixed into a linear layer with ``weight`` W (out, in): W x + bias + s B A dropout(x), where
+    A is (r, in), B (out, r) and s ``alpha / r``.
+
+    With a magnitude m (DoRA), each row of W + s B A is scaled to the norm that m says; no gradient
+    goes through the norms it has (DoRA §4.3), and dropout is of the adapted part only, as in
+    ``peft``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude_vector: nn.Parameter | None
+    lora: LoraConfig
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        dropped = F.dropout(hidden, self.lora.dropout, self.training)
+        if self._parameters.get(MAGNITUDE) is None:
+            out = self.summed(self._product(hidden) + self._low_rank(dropped))
+        elif dropped is hidden or not (self.training and self.lora.dropout):
+            out = self._scale() * self.summed(self._product(hidden) + self._low_rank(hidden))
+        else:
+            adapted = self.summed(self._product(dropped) + self._low_rank(dropped))
+            base = self.summed(self._product(hidden - dropped))
+            out = base + self._scale() * adapted
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """A product with what this process has of the inputs, summed over those that have the
+        rest."""
+        return part
+
+    def summed_squares(self, part: torch.Tensor) -> torch.Tensor:
+        """As :meth:`summed`, of what needs no gradient."""
+        return part
+
+    def _matrix(self) -> torch.Tensor:
+        """W as (out, in)."""
+        return self.weight.T if isinstance(self, Conv1D) else self.weight
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self._matrix())
+
+    def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(hidden, self.lora_A), self.lora_B) * self.lora.scaling
+
+    def _scale(self) -> torch.Tensor:
+        """(out,), fp32: the magnitudes over the norms of the rows, which are constants."""
+        # As parameters are kept, not as copies for autocast that modules show.
+        own = cast(dict[str, torch.Tensor], self._parameters)
+        with torch.no_grad(), torch.autocast(own[LOW].device.type, enabled=False):
+            rows = self._matrix() + self.lora.scaling * (own[HIGH] @ own[LOW])
+            norms = self.summed_squares(rows.square().sum(dim=1)).sqrt()
+        return own[MAGNITUDE] / norms
+
+    def merged(self) -> torch.Tensor:
+        """The weight of a plain layer that computes the same without dropout, shaped as it is
+        kept."""
+        with torch.no_grad():
+            rows = self._matrix() + self.lora.scaling * (self.lora_B @ self.lora_A)
+            if self._parameters.get(MAGNITUDE) is not None:
+                rows = self._scale()[:, None] * rows
+            return rows.T.contiguous() if isinstance(self, Conv1D) else rows
+
+
+class AdaptedLinear(AdaptedLayer, nn.Linear):
+    """``nn.Linear`` with an adapter."""
+
+
+class AdaptedConv1D(AdaptedLayer, Conv1D):
+    """Hugging Face's ``Conv1D`` (a linear layer whose weight lies transposed) with an adapter."""
+
+
+_ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: AdaptedLinear, Conv1D: AdaptedConv1D,
+}
+_PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
+
+
+def adapt(module: nn.Module, targets: Iterable[str], config: LoraConfig, seed: int) -> nn.Module:
+    """Freeze a module and put adapters into its linear layers, in place.
+
+    Args:
+        module: whole, pruned to a stage, or a skeleton. Layers that a stage does not have, or has
+            no weights of, are left out.
+        targets: names of the layers (:func:`raymm.actors.adapters.targets.find_targets`).
+        config: of all adapters.
+        seed: initial values follow from it and the layer's name: A uniform as ``peft`` has it
+            (Kaiming with a = √5), B zeros, magnitudes the weights' norms.
+    """
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    for name in targets:
+        layer = _find(module, name)
+        if layer is not None and layer._parameters.get("weight") is not None:
+            _adapt_layer(layer, config, derive_seed(seed, "lora", name))
+    return module
+
+
+def _find(module: nn.Module, name: str) -> nn.Module | None:
+    for part in filter(None, name.split(".")):
+        child = module._modules.get(part)
+        if child is None:
+            return None
+        module = child
+    return module
+
+
+def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
+    weight = cast(nn.Parameter, layer.weight)
+    matrix = weight.T if isinstance(layer, Conv1D) else weight
+    out, inner = matrix.shape
+    low = torch.empty(config.r, inner, device=weight.device)
+    if not weight.is_meta:
+        bound = 1 / math.sqrt(inner)
+        low.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+    adapted = cast(Any, layer)
+    adapted.__class__ = _ADAPTED[type(layer)]
+    adapted.lora = config
+    adapted.lora_A = nn.Parameter(low)
+    adapted.lora_B = nn.Parameter(torch.zeros(out, config.r, device=weight.device))
+    magnitude = nn.Parameter(matrix.detach().norm(dim=1)) if config.dora else None
+    layer.register_parameter(MAGNITUDE, magnitude)
+
+
+def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
+    """A copy of a whole module without adapters.
+
+    Args:
+        module: on any device; left as it is.
+        merged: whether weights have what the adapters add to them.
+    """
+    module = copy.deepcopy(module)
+    for layer in module.modules():
+        if isinstance(layer, AdaptedLayer):
+            if merged:
+                layer.weight.data = layer.merged()
+            for name in ADAPTER_NAMES:
+                del layer._parameters[name]
+            del layer.lora
+            cast(Any, layer).__class__ = _PLAIN[type(layer)]
+    return module
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether any layer of a module has one."""
+    return any(isinstance(child, AdaptedLayer) for child in module.modules())
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter, by its name."""
+    return name.rpartition(".")[2] in ADAPTER_NAMES

@@ -1,0 +1,55 @@
+"""What adapters are to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymm.errors import InputError
+
+ALL_LINEAR = "all-linear"
+
+
+class AdapterError(InputError, ValueError):
+    """Adapters that cannot be. Names the field, its value and what is accepted."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of a module's linear layers; everything else in it stays as it is.
+
+    Attributes:
+        r: rank.
+        alpha: what an adapter adds is scaled with ``alpha / r``.
+        dropout: probability with which an element of an adapter's input is left out in training.
+        targets: ``"all-linear"``: all linear layers but a language model's head; another string:
+            a regular expression of whole names; several: names, or what names end with after a
+            dot, as ``q_proj`` (``target_modules`` of ``peft``).
+        dora: train the norms of the weights' rows, too (DoRA).
+
+    Raises:
+        AdapterError: naming the field.
+    """
+
+    r: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    dora: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.r) is not int or self.r < 1:
+            raise AdapterError(f"r is {self.r!r}; accepted: a whole number from 1")
+        if not isinstance(self.alpha, int | float) or not 0 < self.alpha < float("inf"):
+            raise AdapterError(f"alpha is {self.alpha!r}; accepted: a number above 0")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise AdapterError(f"dropout is {self.dropout!r}; accepted: a number from 0 to below 1")
+        if not self.targets or not isinstance(self.targets, str | tuple):
+            raise AdapterError(
+                f"targets is {self.targets!r}; accepted: {ALL_LINEAR!r}, a regular expression of "
+                "layers' whole names, or a tuple of names or their ends"
+            )
+
+    @property
+    def scaling(self) -> float:
+        """``alpha / r``."""
+        return self.alpha / self.r

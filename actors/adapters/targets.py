@@ -1,0 +1,72 @@
+"""Which layers get adapters."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from raymm.actors.adapters.lora_config import ALL_LINEAR, AdapterError, LoraConfig
+
+# Names that an error shows.
+_SHOWN = 6
+
+
+def find_targets(module: nn.Module, config: LoraConfig) -> tuple[str, ...]:
+    """Names of the linear layers that get adapters, in the module's order.
+
+    Args:
+        module: the whole module, or its skeleton, without adapters.
+        config: says which.
+
+    Raises:
+        AdapterError: something of ``targets`` is no layer, or one that is not linear.
+    """
+    names = {name: child for name, child in module.named_modules() if name}
+    linear = [name for name, child in names.items() if is_adaptable(child)]
+    if config.targets == ALL_LINEAR:
+        get = getattr(module, "get_output_embeddings", None)
+        head = get() if get else None
+        layers = [name for name in linear if names[name] is not head]
+        if not layers:
+            raise AdapterError(
+                f"targets is {ALL_LINEAR!r}, and {type(module).__name__} has no linear layer that "
+                "an adapter can be put into; train it otherwise"
+            )
+        return tuple(layers)
+    patterns = [config.targets] if isinstance(config.targets, str) else config.targets
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = [name for name in names if _matches(name, pattern, config)]
+        if not matched:
+            shown = ", ".join(linear[:_SHOWN]) + (", ..." if len(linear) > _SHOWN else "")
+            raise AdapterError(
+                f"targets has {pattern!r}, and no layer of {type(module).__name__} is named so; "
+                f"accepted: {ALL_LINEAR!r}, or names of linear layers: {shown or 'it has none'}"
+            )
+        for name in matched:
+            if not is_adaptable(names[name]):
+                raise AdapterError(
+                    f"targets has {pattern!r}, and {name!r} is a {type(names[name]).__name__}; "
+                    "accepted: nn.Linear, and Conv1D of transformers"
+                )
+        chosen.update(matched)
+    return tuple(name for name in linear if name in chosen)
+
+
+def _matches(name: str, pattern: str, config: LoraConfig) -> bool:
+    if isinstance(config.targets, str):
+        try:
+            return re.fullmatch(pattern, name) is not None
+        except re.error as error:
+            raise AdapterError(
+                f"targets is {pattern!r}, which is no regular expression: {error}"
+            ) from None
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def is_adaptable(module: nn.Module) -> bool:
+    """Whether a layer can get an adapter: exactly these classes, as a subclass may do something
+    else with its weight."""
+    return type(module) in (nn.Linear, Conv1D)

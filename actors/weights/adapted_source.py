@@ -1,0 +1,71 @@
+"""A source whose module gets adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from raymm.actors.adapters.lora import adapt, is_adapter
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.adapters.targets import find_targets
+from raymm.actors.weights.source import ModuleSource, Part, set_mode
+
+
+@dataclass(frozen=True)
+class AdaptedSource(ModuleSource):
+    """A module of another source, frozen, with adapters.
+
+    Attributes:
+        base: of the module without them.
+        lora: what they are.
+        seed: of their initial values.
+        targets: names of the layers that have one.
+    """
+
+    base: ModuleSource
+    lora: LoraConfig
+    seed: int = 0
+    targets: tuple[str, ...] = ()
+    frozen: Any = None
+
+    @classmethod
+    def of(cls, base: ModuleSource, lora: LoraConfig, seed: int) -> AdaptedSource:
+        """Adapters of a source's module.
+
+        Args:
+            base: of the module without them.
+            lora: what they are.
+            seed: of their initial values.
+
+        Raises:
+            AdapterError: the module has no such layers.
+        """
+        return cls(base, lora, seed, find_targets(base.skeleton(), lora))
+
+    def skeleton(self) -> nn.Module:
+        return self._adapted(self.base.skeleton())
+
+    def build(self, part: Part | None = None) -> nn.Module:
+        return self._adapted(self.base.build(part))
+
+    def _adapted(self, module: nn.Module) -> nn.Module:
+        return set_mode(adapt(module, self.targets, self.lora, self.seed))
+
+    def check(self) -> list[str]:
+        return self.base.check()
+
+    def for_names(self, names: Iterable[str]) -> AdaptedSource:
+        own = self.base.for_names(name for name in names if not is_adapter(name))
+        return replace(self, base=own)
+
+    @property
+    def origin(self) -> ModuleSource:
+        return self.base
+
+    @property
+    def config(self) -> PretrainedConfig | None:
+        return self.base.config

@@ -1,0 +1,146 @@
+"""The configuration of the model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from raymm.actors.adapters.lora_config import ALL_LINEAR, LoraConfig
+from raymm.config.example_section import ExampleSection
+from raymm.files.section import MOST_COUNT, Count, Section, Text, Tuple
+
+
+class LoraSection(Section):
+    """Low-rank adapters: see :class:`raymm.actors.adapters.lora_config.LoraConfig`.
+
+    Attributes:
+        r: rank.
+    """
+
+    r: Count = 8
+    alpha: float = Field(default=16.0, gt=0, le=MOST_COUNT)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: Text | Tuple[Text] = ALL_LINEAR
+    dora: bool = False
+
+    def build(self) -> LoraConfig:
+        return LoraConfig(**self.model_dump())
+
+
+class AdaptersSection(Section):
+    """What is trained of a module in place of its weights.
+
+    Attributes:
+        lora: low-rank adapters of its linear layers.
+    """
+
+    lora: LoraSection
+
+
+Train = Literal["frozen", "full"] | AdaptersSection
+
+
+def adapters_of(train: Train) -> LoraConfig | None:
+    """The adapters that a mode asks for."""
+    return train.lora.build() if isinstance(train, AdaptersSection) else None
+
+
+def frozen_flag(train: Train) -> bool | None:
+    """Whether a mode freezes a whole module; None where adapters say what is trained."""
+    return None if isinstance(train, AdaptersSection) else train == "frozen"
+
+
+class SourceSection(Section):
+    """Where a module comes from: exactly one of ``path``, ``config``, ``factory``.
+
+    Attributes:
+        path: local folder that ``save_pretrained`` wrote.
+        config: Hugging Face config values with their ``model_type``; random weights.
+        factory: ``"package.module:function"`` that returns a plain ``nn.Module``.
+        kwargs: the factory's arguments.
+        weights: safetensors file with the factory module's state dict.
+        model_class: transformers class name, or its path within transformers, where config or
+            folder do not say which.
+        missing_weights: ``"fresh"`` draws weights that the folder lacks, or has in other shapes,
+            from ``run.seed``, as for the head of a new task; without it, such a folder is refused.
+        train: ``"full"``; ``"frozen"``, the module's weights stay as they are; or adapters,
+            ``{lora: {r: 8}}``, under which they do.
+    """
+
+    path: Text | None = None
+    config: dict[str, Any] | None = None
+    factory: Text | None = None
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    weights: Text | None = None
+    model_class: Text | None = None
+    missing_weights: Literal["fresh"] | None = None
+    train: Train = "full"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SourceSection:
+        kinds = [name for name in ("path", "config", "factory") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"give exactly one of path, config, factory; got {kinds or 'none'}")
+        of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
+        if self.path is None:
+            of_others += ("missing_weights",)
+        for name in of_others:
+            if getattr(self, name):
+                raise ValueError(f"{name} is given, but a {kinds[0]} has none; leave it out")
+        return self
+
+
+class EncoderSection(SourceSection):
+    """An encoder and its projector. Callbacks are import paths, ``"package.module:function"``
+    (Cornstarch v1, Listing 2).
+
+    Attributes:
+        projector: ``"linear"``, or ``"mlp"`` (linear, GELU, linear); None for an encoder whose
+            output is as wide as the language model.
+        projector_train: as ``train``, of the projector.
+        hidden_size: width of what the projector gets, where the encoder's config does not say.
+        preprocess: callback ``f(inputs) -> inputs`` before the encoder.
+        postprocess_module: callback ``f(inputs, output) -> output`` after the encoder.
+        postprocess_projector: callback ``f(inputs, output) -> output`` after the projector.
+        example_inputs: what a batch has for the encoder, by name, where it cannot be guessed from
+            the encoder's config: ``{pixel_values: {shape: [1, 3, 224, 224], dtype: float32}}``.
+    """
+
+    projector: Literal["linear", "mlp"] | None = "mlp"
+    projector_train: Train = "full"
+    hidden_size: Count | None = None
+    preprocess: Text | None = None
+    postprocess_module: Text | None = None
+    postprocess_projector: Text | None = None
+    example_inputs: dict[Text, ExampleSection] | None = None
+
+
+class ModelSection(Section):
+    """The model.
+
+    Attributes:
+        language_model: the language model.
+        encoders: by modality name, as in ``data.modalities``.
+        merge: ``"prepend"``, or a placeholder token per encoder
+            (``{vision: "<image>"}``), or the import path of a merge policy.
+        mask: which tokens of the merged sequence see which: ``"causal"``, ``"multimodal"``
+            (text is causal, an encoder's tokens see one another), ``"multimodal_isolated"``
+            (an item's tokens see their item), ``"causal_with_own_image"`` (causal, and an
+            item's tokens see all of it), or the import path of a mask policy; default: the
+            language model's own mask.
+        packing: run a microbatch's samples as one sequence without padding, each a document by
+            itself.
+        trust_remote_code: run Python files that folders of models, tokenizers and processors
+            bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
+        router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
+            routers; without it, such a model is refused.
+    """
+
+    language_model: SourceSection
+    encoders: dict[str, EncoderSection] = Field(default_factory=dict)
+    merge: Text | dict[str, Text] = "prepend"
+    mask: Text | None = None
+    packing: bool = False
+    trust_remote_code: bool = False
+    router_loss: Literal["ignore"] | None = None

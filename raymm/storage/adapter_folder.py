@@ -1,0 +1,43 @@
+"""Adapters as folders that stock ``peft`` loads (its public format: JSON and safetensors)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from raymm.actors.adapters.lora import MAGNITUDE, AdaptedLayer, is_adapter
+
+# How ``peft`` names a model's layers within its own.
+_PREFIX = "base_model.model."
+
+
+def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: bool) -> None:
+    """Write a module's adapters.
+
+    Args:
+        module: whole, with adapters.
+        folder: is made.
+        base: where the module without them is; None if ``peft`` is to be told.
+        causal: whether it is a causal language model, which ``peft`` wraps as one.
+    """
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, AdaptedLayer)}
+    lora = next(iter(layers.values())).lora
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None,
+        "base_model_name_or_path": base, "inference_mode": True, "r": lora.r,
+        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(layers),
+        "use_dora": lora.dora, "bias": "none",
+        "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
+    }
+    tensors = {
+        f"{_PREFIX}{name}" + ("" if name.endswith(MAGNITUDE) else ".weight"):
+        parameter.detach().contiguous()
+        for name, parameter in module.named_parameters() if is_adapter(name)
+    }
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,0 +1,136 @@
+"""Adapters on any layout equal one process with stock ``peft``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import parity_models as pm
+import peft
+import pytest
+import torch
+from parity_check import OPTIMIZER, check_gradients, check_training
+from parity_oracle import Oracle, prepend
+
+from raymm.actors.adapters.lora import has_adapters, is_adapter, plain_copy
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+
+LORA = LoraConfig(r=4, alpha=8.0)
+DORA = LoraConfig(r=4, alpha=8.0, dora=True, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+NARROW = LoraConfig(r=2, targets=r".*layers\.[12]\..*_proj|lm_head")
+
+
+class PeftOracle(Oracle):
+    """One process; a module with adapters is what ``peft`` makes of the same one without."""
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return {_own_name(name): gradient for name, gradient in super().gradients().items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield _own_name(name), parameter
+
+
+def _own_name(name: str) -> str:
+    name = name.replace(".base_model.model.", ".").replace(".base_layer.", ".")
+    return re.sub(r"\.default(\.weight)?$", "", name)
+
+
+def in_peft(module: torch.nn.Module, lora: LoraConfig) -> torch.nn.Module:
+    """What stock ``peft`` makes of a module, with the adapters' values of now."""
+    if not has_adapters(module):
+        return module
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    config = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
+        use_dora=lora.dora,
+    )
+    model = peft.get_peft_model(plain_copy(module, merged=False), config)
+    state = {
+        f"base_model.model.{name}" + ("" if name.endswith("vector") else ".weight"): p.detach()
+        for name, p in module.named_parameters() if is_adapter(name)
+    }
+    named = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert set(named) == set(state)
+    peft.set_peft_model_state_dict(model, {name: p.clone() for name, p in state.items()})
+    return model.train()
+
+
+def peft_oracle(model: MultimodalModule) -> Oracle:
+    model.materialize()
+    language = model.language_model
+    encoders = {
+        name: (in_peft(one.module, one.lora) if one.lora else one.module, one.projector)
+        for name, one in model.encoders.items()
+    }
+    module = in_peft(language.module, language.lora) if language.lora else language.module
+    return PeftOracle(encoders, module, prepend, None)
+
+
+def noisy(module: ModalityModule) -> ModalityModule:
+    """With adapters as they are some steps later: B begins as zeros, behind which nothing is
+    seen of A."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if is_adapter(name):
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return module
+
+
+def model_of(adapters: LoraConfig = LORA, llm: Any = None, live: bool = True, **vision: Any):
+    options: dict[str, Any] = vision or {"frozen": True}
+    config = llm or pm.llama(tied=False, layers=4)
+    language = ModalityModule(pm.build(config, 3) if live else config, lora=adapters, seed=7)
+    tower = noisy(ModalityModule(pm.build(pm.siglip(), 1), "mlp", **options))
+    return MultimodalModule({"vision": tower}, noisy(language) if live else language)
+
+
+def step() -> list[dict]:
+    return [pm.batch([17, 9], 4, vision=[0, 0]), pm.batch([8, 3], 6, vision=[1])]
+
+
+def check(model: MultimodalModule, spec: MultimodalParallelSpec) -> None:
+    oracle = peft_oracle(model)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+        check_training(parallel, oracle, [[step()], [step()[::-1]], [step()]])
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live", "config"])
+def test_pipeline_of_tensor_parallel_stages(ray_cluster, live):
+    """Adapters on the language model, a full projector, a frozen tower."""
+    model = model_of(live=live)
+    check(model, MultimodalParallelSpec(
+        {"vision": ParallelSpec()}, ParallelSpec(pp=2, tp=2), 2))
+
+
+@pytest.mark.parametrize("lora", [DORA, NARROW], ids=["dora", "by a pattern"])
+def test_kinds_of_adapters(ray_cluster, lora):
+    model = model_of(lora)
+    check(model, MultimodalParallelSpec(
+        {"vision": ParallelSpec()}, ParallelSpec(pp=2, tp=2), 2, "zero_bubble"))
+
+
+@pytest.mark.parametrize(
+    "layout", [
+        {"dp": 2, "sharding": "zero1"}, {"dp": 2, "sharding": "fsdp"}, {"cp": 2},
+        {"pp": 2, "recompute_layers": "matmuls"},
+    ], ids=lambda layout: "-".join(map(str, layout.values())),
+)
+def test_layouts(ray_cluster, layout):
+    model = model_of(live=False)
+    check(model, MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(**layout), 2))
+
+
+def test_encoder_and_projector_with_adapters(ray_cluster):
+    lora = LoraConfig(r=3, targets=("q_proj", "fc1"))
+    model = model_of(LORA, pm.gpt2(), lora=lora, projector_lora=LoraConfig(r=2, dora=True))
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(pp=2)}, ParallelSpec(tp=2), 2, recompute=True)
+    oracle = peft_oracle(model)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
