@@ -99,6 +99,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
+        "actors/adapters",
         "actors/placement", "actors/recompute", "actors/storage", "actors/sharding",
         "actors/optimizer", "actors/stages", "actors/executor",
     ),

@@ -9,6 +9,7 @@ import transformers as hf
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.costs.step_flops import StepFlops
 from raymm.data.loading.in_memory import describe_microbatches
@@ -35,11 +36,14 @@ def built(config: hf.PretrainedConfig) -> nn.Module:
     return kinds[config.model_type](config)
 
 
-def described(vision=False, projector=False, llm=False, config=None, merge=None, mask=None):
+def described(
+    vision=False, projector=False, llm=False, config=None, merge=None, mask=None, lora=None
+):
     tower = ModalityModule(
         built(hf.SiglipVisionConfig(**SIGLIP)), "mlp", frozen=vision, projector_frozen=projector
     )
-    language = ModalityModule(built(config or hf.LlamaConfig(**LLAMA)), frozen=llm)
+    frozen = llm if lora is None else None
+    language = ModalityModule(built(config or hf.LlamaConfig(**LLAMA)), frozen=frozen, lora=lora)
     return MultimodalModule({"vision": tower}, language, merge, mask)
 
 
@@ -63,13 +67,15 @@ def metadata(step):
 
 
 @pytest.mark.parametrize(
-    "vision, projector, llm", list(itertools.product([False, True], repeat=3))[:-1]
+    "vision, projector, llm, lora",
+    [(*flags, None) for flags in list(itertools.product([False, True], repeat=3))[:-1]]
+    + [(True, False, False, LoraConfig(r=3)), (False, False, False, LoraConfig(targets=".*_proj"))],
 )
-def test_a_step_of_any_frozen_modules_is_what_torch_counts(vision, projector, llm):
+def test_a_step_of_any_frozen_modules_is_what_torch_counts(vision, projector, llm, lora):
     """Rows are of one length, and eager attention computes what is masked, too: the pairs that are
     not visible are the whole difference, with the rotary table and the loss's own head on rows
     without a label."""
-    model = described(vision, projector, llm)
+    model = described(vision, projector, llm, lora=lora)
     step = [batch([7, 7], [0, 1]), batch([5, 5, 5], [0, 1, 2])]
     counted = StepFlops(model).of(metadata(step))
     total = 0.0

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from raymm.actors.adapters.lora import has_adapters, is_adapter
 from raymm.actors.memory.live_bytes import live_bytes
 from raymm.actors.memory.live_storages import LiveStorages
 from raymm.actors.memory.to_device import to_device
@@ -116,6 +117,7 @@ class ModuleProfiler:
         if self._autocast is not None and cast:
             cast_frozen(stage, self._autocast)
         self._stage: EncoderStage | LanguageStage = stage.to(self._device)
+        self._adapted = has_adapters(stage)
         self._merge = getattr(stage.spec, "merge", None)
         self._layers, self._has_blocks = _layer_modules(stage)
         projector = getattr(stage, "projector", None)
@@ -141,7 +143,8 @@ class ModuleProfiler:
         """Run a microbatch ``repeats`` times each way, after a warm-up.
 
         B_d is the backward with every parameter frozen and the first block's input requiring a
-        gradient; B_w is what the backward takes longer when every parameter is trainable.
+        gradient; B_w is what the backward takes longer when every parameter is trainable, or, of a
+        module with adapters, theirs.
         """
         inputs, received = self._tensors_of(request)
         frozen: list[LayerTrace] = []
@@ -262,9 +265,9 @@ class ModuleProfiler:
         self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
         count: bool = False,
     ) -> LayerTrace:
-        for parameter in self._stage.parameters():
+        for name, parameter in self._stage.named_parameters():
             if parameter.is_floating_point():
-                parameter.requires_grad_(trainable)
+                parameter.requires_grad_(trainable and (not self._adapted or is_adapter(name)))
         # As in a run, where a step's microbatches share copies that were made before them.
         with ComputeCopies([self._stage], self._autocast).shown() as copies:
             storages = None

@@ -7,7 +7,8 @@ of bytes at the memory's bandwidth. FLOPs and bytes come from :mod:`raymm.costs.
 - B_d: the same products again (the output's gradient times each weight), and 2.5 times the
   forward's attention: of flash attention's five backward products one recomputes the scores,
   the forward has two (Dao, FlashAttention-2, section 3.1.2).
-- B_w: the products once more (input times the output's gradient); attention has no weights.
+- B_w: the products once more (input times the output's gradient), but for weights under adapters;
+  attention has no weights.
 
 Blocks hand on fp32 in both dtypes: under autocast the residual stream starts with an fp32
 embedding and stays that.
@@ -229,7 +230,8 @@ class _Roofline:
             ),
             # The weights' gradients are written in fp32.
             backward_weight=self._seconds(
-                count.matmul_flops, traffic, count.weight_elements * _FP32_BYTES
+                count.matmul_flops - count.base_flops, traffic,
+                (count.weight_elements - count.base_weights) * _FP32_BYTES,
             ),
             activation_bytes=round(self._kept(count)),
             parameter_bytes=round(count.parameters * _FP32_BYTES / self._tp),
@@ -243,6 +245,10 @@ class _Roofline:
             working_bytes=round(self._working(count)),
             forward_bytes=round(self._forward(count)),
             data_bytes=round(count.data_elements * _FP32_BYTES),
+            base_bytes=min(
+                round(count.base_parameters * _FP32_BYTES / self._tp),
+                round(count.parameters * _FP32_BYTES / self._tp),
+            ),
         )
 
     def _working(self, count: LayerCount) -> float:

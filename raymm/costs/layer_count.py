@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from raymm.actors.adapters.lora import LOW, is_adapter
 from raymm.actors.modules.blocks import block_list, input_embeddings
 from raymm.costs.attention_count import Attention, AttentionCounter
 from raymm.costs.load import Load, LoadedModule
@@ -61,6 +62,8 @@ class LayerCount:
         logits: what its head gives.
         largest_weight: elements of the largest of its weights.
         data_elements: what it reads of a microbatch's data, of 4 bytes each.
+        base_flops, base_weights, base_parameters: of ``matmul_flops``, ``weight_elements`` and
+            ``parameters``, those of weights under adapters.
     """
 
     matmul_flops: float = 0.0
@@ -83,6 +86,9 @@ class LayerCount:
     logits: float = 0.0
     largest_weight: float = 0.0
     data_elements: float = 0.0
+    base_flops: float = 0.0
+    base_weights: float = 0.0
+    base_parameters: int = 0
 
     def __add__(self, other: LayerCount) -> LayerCount:
         def together(name: str) -> Any:
@@ -190,11 +196,15 @@ class _LayerCounter:
         norms = sum(self._norm(name) for name in names)
         parameters: dict[int, int] = {}
         replicated: dict[int, int] = {}
+        base: dict[int, int] = {}
         for name in names:
-            for parameter in self.module.get_submodule(name)._parameters.values():
+            for leaf, parameter in self.module.get_submodule(name)._parameters.items():
                 if parameter is not None:
                     parameters[id(parameter)] = parameter.numel()
-                    if not self._is_shared_out(name, parameter):
+                    if self.matmuls.adapted and not is_adapter(leaf):
+                        base[id(parameter)] = parameter.numel()
+                    # Of an adapter one of two matrices is shared out.
+                    if not self._is_shared_out(name, parameter) or leaf == LOW:
                         replicated[id(parameter)] = parameter.numel()
         return LayerCount(
             matmul_flops=sum(m.flops for m in matmuls),
@@ -213,6 +223,9 @@ class _LayerCounter:
             ),
             logits=max((m.rows * m.outer for m in matmuls if m.is_head), default=0.0),
             largest_weight=max((m.numel for m in matmuls), default=0.0),
+            base_flops=sum(m.flops for m in matmuls if m.base),
+            base_weights=sum(m.read for m in matmuls if m.base),
+            base_parameters=sum(base.values()),
         )
 
     def read(self, before: list[str]) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from raymm.actors.adapters.lora import LOW, has_adapters, is_adapter
 from raymm.costs.load import POOLING, LoadedModule, config_number
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -38,6 +39,7 @@ class Matmul:
     in_attention: bool
     is_head: bool
     input_elements: float
+    base: bool = False  # under an adapter: never trained
 
     @property
     def flops(self) -> float:
@@ -49,6 +51,7 @@ class MatmulCounter:
 
     def __init__(self, loaded: LoadedModule) -> None:
         self.loaded = loaded
+        self.adapted = has_adapters(loaded.module)
         self.experts = config_number(_EXPERTS, loaded.config) or 0
         self.per_token = config_number(_EXPERTS_PER_TOKEN, loaded.config) or self.experts
         self.strides = self._strides_after()
@@ -84,7 +87,10 @@ class MatmulCounter:
         for leaf, weight in module._parameters.items():
             if weight is None:
                 continue
-            if weight.dim() == 2 and leaf.endswith("weight"):
+            if is_adapter(leaf):
+                if weight.dim() == 2:
+                    yield self._low_rank(name, leaf, weight)
+            elif weight.dim() == 2 and leaf.endswith("weight"):
                 yield self._product(name, module, leaf, weight)
             elif weight.dim() == 3 and weight.shape[0] == self.experts > 1:
                 yield self._bank(name, leaf, weight)
@@ -110,7 +116,17 @@ class MatmulCounter:
         return Matmul(
             name, parent, inner, outer, rows, numel, numel * min(1.0, rows),
             "gate" in name.rpartition(".")[2] and outer > inner, self._in_attention(name, module),
-            is_head, rows * inner,
+            is_head, rows * inner, self.adapted,
+        )
+
+    def _low_rank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
+        """One of an adapter's two products: of the layer's own input, or what that gives."""
+        outer, inner = weight.shape
+        rows = self.loaded.rows(name) * self._share(name)
+        parent = name.rpartition(".")[0] if leaf == LOW else name
+        return Matmul(
+            f"{name}.{leaf}", parent, inner, outer, rows, weight.numel(),
+            weight.numel() * min(1.0, rows), False, True, False, rows * inner,
         )
 
     def _bank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
@@ -124,7 +140,7 @@ class MatmulCounter:
         touched = min(float(self.experts), rows)
         return Matmul(
             f"{name}.{leaf}", name, inner, outer, rows, inner * outer,
-            inner * outer * touched, "gate" in leaf, False, False, rows * inner,
+            inner * outer * touched, "gate" in leaf, False, False, rows * inner, self.adapted,
         )
 
     def _convolution(self, name: str, module: _ConvNd) -> Matmul:
@@ -136,6 +152,7 @@ class MatmulCounter:
         return Matmul(
             name, name.rpartition(".")[0], module.in_channels, module.out_channels, rows, numel,
             numel, False, False, False, rows * module.in_channels * math.prod(module.stride),
+            self.adapted,
         )
 
     def _in_attention(self, name: str, module: nn.Module) -> bool:
@@ -151,7 +168,8 @@ def kept_elements(matmuls: list[Matmul]) -> float:
     kept = 0.0
     for matmul in matmuls:
         key = (matmul.parent, matmul.inner)
-        inputs[key] = max(inputs.get(key, 0.0), matmul.input_elements)
+        if not matmul.base:
+            inputs[key] = max(inputs.get(key, 0.0), matmul.input_elements)
         if matmul.in_attention or matmul.is_head or matmul.outer < matmul.inner:
             continue
         kept += matmul.rows * matmul.outer
@@ -167,6 +185,8 @@ def cast_elements(matmuls: list[Matmul]) -> float:
     compute dtype already; where it is as wide as the hidden state, it counts too.)"""
     inputs: dict[tuple[str, int], list[float]] = {}
     for matmul in matmuls:
+        if matmul.base:
+            continue
         inputs.setdefault((matmul.parent, matmul.inner), []).append(matmul.input_elements)
     return sum(sum(sizes) - max(sizes) for sizes in inputs.values())
 

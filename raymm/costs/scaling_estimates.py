@@ -255,7 +255,7 @@ def estimated_surface(
     parts = MULTIPROCESSORS.get(device.name)
     quotas = tuple(range(1, steps + 1)) if parts else (steps,)
     reduced = math.fsum(
-        cost.parameter_bytes
+        cost.trained_bytes
         for cost, trained in zip(
             shape.layers(local_load(load, 1), device, dtype), shape.trainable, strict=True
         ) if trained

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.merge import Prepend
-from raymm.costs.layer_count import LayerCount, count_attention, count_blocks, count_layers
+from raymm.costs.layer_count import count_attention, count_blocks, count_layers
 from raymm.costs.load import Load, LoadError
 from raymm.costs.workload import encoder_tokens
 from raymm.data import MicrobatchMeta
@@ -76,6 +76,7 @@ def module_flops(
     total = ModuleFlops()
     whole = _products(module, causal, count_layers)
     blocks = _products(module, causal, count_blocks) or whole
+    base = _products(module, causal, count_layers, "base_flops")
     attention = count_attention(module, causal)
     for layer, (trained, earlier) in enumerate(zip(trainable, before, strict=True)):
         backward = float(trained or earlier)
@@ -84,6 +85,7 @@ def module_flops(
         first = layer == 0 and len(trainable) > 1
         total += blocks[layer] * (1 + backward + trained)
         total += outside * (1 + (earlier if first else backward) + trained)
+        total += base[layer] * -float(trained)
         total += ModuleFlops(per_pair=attention[layer]) * (1 + ATTENTION_BACKWARD * backward)
     return total
 
@@ -92,26 +94,25 @@ def _projector_flops(projector: nn.Module, trained: bool, earlier: bool) -> Modu
     """Of a projector, which is one layer of the graph whatever it is made of. Its first product
     hands a gradient on only where something before the projector is trained."""
     total = ModuleFlops()
+    base = _products(projector, False, count_layers, "base_flops")
     for index, products in enumerate(_products(projector, False, count_layers)):
         onward = earlier or trained and index > 0
-        total += products * (1 + onward + trained)
+        total += products * (1 + onward + trained) + base[index] * -float(trained)
     return total
 
 
-def _products(module: nn.Module, causal: bool, count: Any) -> list[ModuleFlops]:
+def _products(
+    module: nn.Module, causal: bool, count: Any, field: str = "matmul_flops"
+) -> list[ModuleFlops]:
     """Products with weights, per layer: counts are linear in tokens, samples and labels."""
 
-    def of(*load: int) -> list[LayerCount]:
-        return list(count(module, Load(*load), causal))
+    def of(*load: int) -> list[float]:
+        return [getattr(layer, field) for layer in count(module, Load(*load), causal)]
 
     # A token of one sample, two of one, and one whose label counts.
     base, two, label = of(1, 1, 0), of(1, 2, 0), of(1, 1, 1)
     return [
-        ModuleFlops(
-            c.matmul_flops - b.matmul_flops,
-            2 * b.matmul_flops - c.matmul_flops,
-            a.matmul_flops - b.matmul_flops,
-        )
+        ModuleFlops(c - b, 2 * b - c, a - b)
         for b, c, a in zip(base, two, label, strict=True)
     ]
 

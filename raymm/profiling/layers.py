@@ -204,7 +204,8 @@ def _measurements(
                 t.forward, t.backward_input, t.backward_weight, t.activation_bytes,
                 _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
                 round(times_of.tokens * count.key_value_elements * element_bytes),
-                t.working_bytes, t.forward_bytes, t.data_bytes, t.options, t.halved,
+                t.working_bytes, t.forward_bytes, t.data_bytes,
+                _FP32_BYTES * count.base_parameters, t.options, t.halved,
             )
             for t, count in zip(times_of.layers, counts, strict=True)
         )

@@ -66,7 +66,8 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer on one microbatch, as if everything in it were trainable.
+    """One layer on one microbatch, as if everything in it were trainable, but weights under
+    adapters.
 
     Attributes:
         forward: seconds of F.
@@ -83,6 +84,8 @@ class LayerCost:
             the layers before it keep, and its output; gradients that are under way, mostly.
         forward_bytes: the most that a forward which keeps nothing has at a time, with its input.
         data_bytes: what it reads of a microbatch's data, which is on the device for the whole step.
+        base_bytes: of ``parameter_bytes``, what is frozen where the layer is trained: weights under
+            adapters.
         options: what else it may do with its activations, if known: seconds that this adds to a
             forward and backward, and bytes that it keeps instead of ``activation_bytes``, and has
             for a time instead of ``working_bytes``.
@@ -103,6 +106,7 @@ class LayerCost:
     working_bytes: int = 0
     forward_bytes: int = 0
     data_bytes: int = 0
+    base_bytes: int = 0
     options: tuple[LayerOption, ...] = ()
     halved: LayerBytes | None = None
 
@@ -123,6 +127,16 @@ class LayerCost:
                 f"replicated_bytes is {self.replicated_bytes}; it must be at most "
                 f"parameter_bytes={self.parameter_bytes}"
             )
+        if self.base_bytes > self.parameter_bytes:
+            raise ProfileError(
+                f"base_bytes is {self.base_bytes}; it must be at most "
+                f"parameter_bytes={self.parameter_bytes}"
+            )
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of ``parameter_bytes``, what has gradients where the layer is trained."""
+        return self.parameter_bytes - self.base_bytes
 
     @property
     def choices(self) -> tuple[LayerOption, ...]:
@@ -214,7 +228,11 @@ class CostProfile:
             trainable: whether it is trained.
             moments_shared_by: processes that share the optimizer's moments (ZeRO-1).
         """
-        return int(cost.parameter_bytes * self.state_share(trainable, moments_shared_by))
+        trained = cost.trained_bytes if trainable else 0
+        frozen = cost.parameter_bytes - trained
+        return int(
+            trained * self.state_share(True, moments_shared_by) + frozen * self.state_share(False)
+        )
 
     @cached_property
     def shared_layers(self) -> dict[Any, tuple[LayerCost, ...]]:

@@ -95,6 +95,9 @@ def _process_layer(
     # A projector keeps its input, and its output only if the loss needs it.
     whole = min((1 if projector else WHOLE_COPIES) * stream, cost.activation_bytes)
     shared = cost.parameter_bytes - cost.replicated_bytes
+    parameters = cost.replicated_bytes + -(-shared // tp)
+    # Weights under adapters are nearly all of a layer, and shared out as it is.
+    base = cost.base_bytes and cost.base_bytes * parameters // cost.parameter_bytes
     gathered = sums + gather_seconds(keys, cp, token_link)
 
     def held(size: int, half: int | None) -> int:
@@ -109,13 +112,14 @@ def _process_layer(
         + sums + gather_seconds(gradients, cp, token_link),
         backward_weight=cost.backward_weight / (shares * tp),
         activation_bytes=held(cost.activation_bytes, halved and halved.activation_bytes),
-        parameter_bytes=cost.replicated_bytes + -(-shared // tp),
+        parameter_bytes=parameters,
         output_bytes=cost.output_bytes,
         replicated_bytes=cost.replicated_bytes,
         key_value_bytes=round(keys / cp),
         working_bytes=held(cost.working_bytes, halved and halved.working_bytes),
         forward_bytes=held(cost.forward_bytes, halved and halved.forward_bytes),
         data_bytes=cost.data_bytes,
+        base_bytes=base,
         options=tuple(
             LayerOption(
                 option.name,

@@ -148,7 +148,7 @@ def _stage_cost(
     sharers = plan.sharers(stage)
     moments = sharers if stage.sharding == "zero1" else 1
     state = sum(profile.state_bytes(c, t, moments) for c, t in zip(layers, trainable, strict=True))
-    trained_sizes = [c.parameter_bytes for c in trained]
+    trained_sizes = [c.trained_bytes for c in trained]
     trained_bytes = sum(trained_sizes)
     link = None
     if sharers > 1 and profile.links is not None:

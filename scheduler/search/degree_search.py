@@ -306,7 +306,7 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
     if least is None:
         return None
     trained = sum(
-        c.parameter_bytes for c, t in zip(layers, node.trainable, strict=True) if t
+        c.trained_bytes for c, t in zip(layers, node.trainable, strict=True) if t
     )
     links = profile.links
     near = links and links.between(range(degrees.devices))

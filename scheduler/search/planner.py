@@ -284,7 +284,7 @@ def stage_bytes(space: StageSpace, name: str) -> StageBytes:
     sharers = degrees.dp * degrees.cp
     moments = sharers if degrees.sharding == "zero1" else 1
     flags = list(zip(layers, node.trainable, strict=True))
-    trained = [c.parameter_bytes if t else 0 for c, t in flags]
+    trained = [c.trained_bytes if t else 0 for c, t in flags]
     first = sum(profile.modules[p][-1].output_bytes for p in graph.producers(name))
     outputs = [c.output_bytes // degrees.cp for c in layers]
     received = np.array([first, *outputs], dtype=float)[:, None]

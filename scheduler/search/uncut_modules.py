@@ -49,20 +49,21 @@ def with_uncut_modules(
         if not done[0].backward_input:  # nobody waits for its gradient; it is one piece
             backward_weight += backward_input
             backward_input = 0.0
-        state = sum(
-            profile.state_bytes(c, flag) for c, flag in zip(own, node.trainable, strict=False)
+        parameters = sum(c.parameter_bytes for c in own)
+        trained = sum(
+            c.trained_bytes for c, flag in zip(own, node.trainable, strict=False) if flag
         )
-        parameters = round(state / profile.state_share(trainable))
         running = [bool(w.backward) for w in done]
         together, halves = _together(own, running), [c.halved for c in own if c.halved]
         costs[node.name] = (
             LayerCost(
                 sum(c.forward for c in own), backward_input, backward_weight,
                 together.activation_bytes, parameters, own[-1].output_bytes,
-                min(parameters, sum(c.replicated_bytes for c in own)),
+                sum(c.replicated_bytes for c in own),
                 sum(c.key_value_bytes for c in own),
                 together.working_bytes, together.forward_bytes, sum(c.data_bytes for c in own),
-                together.options, _together(halves, running) if len(halves) == blocks else None,
+                parameters - trained if trainable else 0, together.options,
+                _together(halves, running) if len(halves) == blocks else None,
             ),
             *profile.modules[node.name][blocks:],
         )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, SiglipVisionConfig
 
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.costs.analytic import ATTENTION_BACKWARD, analytic_layers, analytic_profile
 from raymm.costs.layer_count import count_layers
 from raymm.costs.load import Load, LoadError
@@ -51,6 +52,27 @@ def test_parameter_bytes_are_exact(model):
     for name, part in (("vision", model.vision_encoder), ("llm", model.language_model)):
         exact = 4 * sum(p.numel() for p in part.parameters())
         assert sum(layer.parameter_bytes for layer in profile.modules[name]) == exact
+
+
+def test_weights_under_adapters_have_no_gradients(model):
+    """Bytes of the parameters that torch would train, and B_w of their products."""
+    adapted = MultimodalModule(
+        {"vision": ModalityModule(SIGLIP, "mlp", frozen=True)},
+        ModalityModule(LLAMA, lora=LoraConfig(r=4)),
+    )
+    load = Load(1, 80)
+    layers = analytic_profile(adapted, {"llm": load}, IDEAL, "bf16").modules["llm"]
+    full = analytic_profile(model, {"llm": load}, IDEAL, "bf16").modules["llm"]
+    trained = [p for p in adapted.language_model.materialize().parameters() if p.requires_grad]
+    assert sum(layer.trained_bytes for layer in layers) == 4 * sum(p.numel() for p in trained)
+    low = 2 * 80 * sum(p.numel() for p in trained) / 3 / 149.7e12  # of a layer
+    for layer, whole in zip(layers, full, strict=True):
+        assert layer.backward_weight == pytest.approx(low)
+        assert layer.backward_input == pytest.approx(whole.backward_input + low)
+        assert layer.base_bytes == whole.parameter_bytes
+        assert CostProfile({}, dtype="bf16").state_bytes(layer, True) == int(
+            layer.base_bytes / 2 + layer.trained_bytes * 4.5
+        )
 
 
 def test_the_projector_is_a_layer_that_hands_on_the_language_models_width(model):
