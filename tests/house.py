@@ -97,11 +97,12 @@ TABLE: dict[str, tuple[str, ...]] = {
         "kernels", "actors/quota", "actors/modules", "actors/weights", "actors/sharding",
         "actors/stages",
     ),
+    "actors/recovery": ("actors/faults", "actors/placement", "actors/optimizer"),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
         "actors/adapters",
         "actors/placement", "actors/recompute", "actors/storage", "actors/sharding",
-        "actors/optimizer", "actors/stages", "actors/executor",
+        "actors/optimizer", "actors/stages", "actors/executor", "actors/recovery",
     ),
     "actors/multiplexed": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",

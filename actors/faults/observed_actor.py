@@ -15,6 +15,7 @@ from raymm.actors.storage.seen import problem_seeing
 # Calls of each of these concurrency groups have a thread of their own.
 OBSERVE = "watch"
 WRITE = "write"
+HAND_OVER = "hand over"
 
 
 @cache
@@ -23,7 +24,9 @@ def remote_class(actor_class: type[ObservedActor]) -> Any:
     every actor: Ray exports each one that it gets, which takes longer than starting an actor."""
     import ray
 
-    groups = {OBSERVE: actor_class.answers, WRITE: actor_class.writes}
+    groups = {
+        OBSERVE: actor_class.answers, WRITE: actor_class.writes, HAND_OVER: actor_class.hands_over
+    }  # fmt: skip
     for group, methods in groups.items():
         for name in methods:
             ray.method(concurrency_group=group)(getattr(actor_class, name))
@@ -40,10 +43,12 @@ class ObservedActor:
         whereabouts: what it is doing.
         answers: methods that answer while it does it.
         writes: those that write files meanwhile.
+        hands_over: those that hand over what was copied in memory.
     """
 
     answers: tuple[str, ...] = ("describe", "where")
     writes: tuple[str, ...] = ()
+    hands_over: tuple[str, ...] = ()
 
     def __init__(self, device: str, describe: Callable[[Any], str] = str) -> None:
         self.whereabouts = Whereabouts(describe)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from raymm.actors.sharding.fully_sharded import local_part
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 
 # What is noted between two updates; beyond that the oldest is forgotten.
@@ -256,3 +257,19 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
             bad = int((~torch.isfinite(values)).sum())
             texts[name] = f"{name} ({bad} of {values.numel()} values)"
     return list(texts.values())
+
+
+def named_tensors(
+    modules: Mapping[StageId, nn.Module], state: Mapping[tuple[StageId, str, str], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and optimizer state of a process, under their names in checkpoints.
+
+    Args:
+        modules: by stage.
+        state: by stage, parameter and key.
+    """
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            yield f"{stage.module}/{name}", local_part(parameter.detach())
+    for (stage, name, key), value in state.items():
+        yield f"optimizer/{stage.module}/{name}/{key}", value

@@ -141,6 +141,10 @@ class _Bucket:
                     absent = (counts[number] == 0).float()
                     for parameter in member.parameters:
                         yield parameter, absent
+        self.drop()
+
+    def drop(self) -> None:
+        """Nothing of it is under way any more."""
         self.flat = self.work = None
         self.ready.clear()
 
@@ -243,6 +247,21 @@ class GradientReduction:
                         member.parameters[0].register_post_accumulate_grad_hook(
                             self._hook(reduction_group, bucket, member.stages[0])
                         )
+
+    def renew(self, groups: Mapping[ReductionGroup, dist.ProcessGroup]) -> None:
+        """Drop what is under way; from now on, sum in other groups of the same processes.
+
+        Args:
+            groups: as of the class.
+        """
+        self._armed, self._sums = None, False
+        self._begun.clear()
+        self.perhaps_absent.clear()
+        for state in self._reduction_groups:
+            state.group = groups.get(state.of)
+            state.unfinished.clear()
+            for bucket in state.buckets:
+                bucket.drop()
 
     def _hook(self, reduction_group: _ReductionGroupState, bucket: _Bucket, stage: StageId):
         def accumulated(parameter: nn.Parameter) -> None:

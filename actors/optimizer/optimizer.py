@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.optimizer.finite import FiniteObserver, Place, not_finite, parameter_places
+from raymm.actors.optimizer.finite import (
+    FiniteObserver,
+    Place,
+    named_tensors,
+    not_finite,
+    parameter_places,
+)
 from raymm.actors.optimizer.gradient_reduction import (
     GradientReduction,
     ReductionGroup,
     SharedParameter,
 )
+from raymm.actors.optimizer.progress import Progress
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.scheduler.plan.stage import StageId
 
@@ -100,15 +106,6 @@ class OptimizerConfig:
         done = min((step - self.warmup_steps) / span, 1.0)
         decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
-
-    def first_without_rate(self, steps: int) -> int | None:
-        """Number, from 1, of the first of a run's steps from which on the learning rate is 0 to the
-        run's end, as its schedule is over; None if there is none."""
-        if self.schedule == "constant" or self.min_lr_ratio > 0 or self.total_steps is None:
-            return None
-        if self.total_steps >= steps:
-            return None
-        return self.total_steps + 1
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer for these parameters."""
@@ -215,7 +212,7 @@ class RankOptimizer:
         self._others = [
             p for key, p in self.updated.items() if key not in parameter_ownership.in_grad_norm
         ]
-        self._steps = 0
+        self._steps, self._within_step = 0, False
         self.observer = FiniteObserver(device, modules)
         self._norm: torch.Tensor | None = None  # of the step's gradients, while it is under way
         # 1 if the step must not be applied, else 0.
@@ -226,11 +223,10 @@ class RankOptimizer:
             self.optimizer = config.build(self.updated.values())
 
     def clip(self) -> None:
-        """Scale gradients to ``max_grad_norm``.
+        """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
 
-        As ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once. The norm is NaN
-        if a loss is not finite. The sum over processes that makes the norm is also what tells all
-        of them whether the step is applied.
+        The norm is NaN if a loss is not finite. The sum over processes that makes the norm is also
+        what tells all of them whether the step is applied.
         """
         self._take_local_parts()
         self._norm = norm = self._global_norm(None)
@@ -269,6 +265,7 @@ class RankOptimizer:
         self._take_local_parts()
         self._rate = self.config.lr * self.config.factor(self._steps)
         self._steps += 1
+        self._within_step = True
         self._apply(self._refused)
 
     def _apply(self, refused: torch.Tensor) -> None:
@@ -309,7 +306,13 @@ class RankOptimizer:
             rate = None
             self.observer.restore_statistics()
         self.zero_grad()
+        self._within_step = False
         return Update(norm, rate, places)
+
+    @property
+    def progress(self) -> Progress:
+        """How many steps it has taken."""
+        return Progress(self._steps, not self._within_step)
 
     def _look_again(self, norm: float) -> tuple[float, list[Place] | None]:
         """Of a step that was refused: the norm, and what was not finite. Squares of finite
@@ -359,15 +362,7 @@ class RankOptimizer:
         Args:
             modules: by stage, with frozen parameters, too.
         """
-        parameters = (
-            (f"{stage.module}/{name}", local_part(parameter.detach()))
-            for stage, module in modules.items() for name, parameter in module.named_parameters()
-        )
-        state = (
-            (f"optimizer/{stage.module}/{name}/{key}", value)
-            for (stage, name, key), value in self.state_tensors().items()
-        )
-        return not_finite(chain(parameters, state))
+        return not_finite(named_tensors(modules, self.state_tensors()))
 
     def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
         """Optimizer state by (stage, name, key)."""
@@ -380,11 +375,16 @@ class RankOptimizer:
             for key, value in self.optimizer.state[parameter].items()
         }
 
+    def forget_state(self) -> None:
+        """What it keeps of parameters is as before the first step."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
     def load_state_tensors(
         self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int
     ) -> None:
         """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
-        self._steps = step
+        self._steps, self._within_step = step, False
         if self.optimizer is None:
             return
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}

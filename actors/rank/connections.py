@@ -3,6 +3,8 @@ first step."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch.distributed as dist
 
 from raymm.actors.executor.link import Link
@@ -18,6 +20,8 @@ from raymm.kernels.collectives.waiting import PointToPoint
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.process_grid import P2PGroup
 from raymm.scheduler.plan.stage import Edge
+
+Within = TypeVar("Within", Exchange, TensorGroup)
 
 
 class Connections:
@@ -41,7 +45,22 @@ class Connections:
     """
 
     def __init__(self, spec: RankSpec, place: MeetingPlace, whereabouts: Whereabouts) -> None:
-        self._spec, self._place = spec, place
+        self._spec = spec
+        self.data: Exchange | None = None
+        self.samples: Exchange | None = None
+        self.tokens: Exchange | None = None
+        self.tensors: TensorGroup | None = None
+        self.renew(place, whereabouts)
+
+    def renew(self, place: MeetingPlace, whereabouts: Whereabouts) -> None:
+        """Make all of them anew, where processes meet again; nothing of the old ones may be in use.
+        Channels are others; what stages keep (``data``, ``samples``, ``tokens``, ``tensors``) stays
+        the same objects.
+
+        Args:
+            place, whereabouts: as of the class.
+        """
+        spec, self._place = self._spec, place
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._links: dict[tuple[int, ...], tuple[PointToPoint, PointToPoint]] = {}
         self.reductions: dict[ReductionGroup, dist.ProcessGroup] = {}
@@ -55,14 +74,11 @@ class Connections:
                 self.reductions[meeting.sums] = place.new_group(number, members)
             else:
                 self._groups[members] = place.new_group(number, members)
-        process_groups = spec.process_groups
-        self.data, self.samples, self.tokens = (
-            Exchange(self._groups[group]) if group else None
-            for group in (process_groups.data, process_groups.samples, process_groups.tokens)
-        )
-        self.tensors = (
-            TensorGroup(self._groups[process_groups.tensors]) if process_groups.tensors else None
-        )
+        groups = spec.process_groups
+        self.data = self._within(groups.data, Exchange, self.data)
+        self.samples = self._within(groups.samples, Exchange, self.samples)
+        self.tokens = self._within(groups.tokens, Exchange, self.tokens)
+        self.tensors = self._within(groups.tensors, TensorGroup, self.tensors)
         self.senders: dict[Edge, SendChannel] = {}
         self.receivers: dict[Edge, RecvChannel] = {}
         # Those of gradients last: they go by what is known of outputs.
@@ -71,6 +87,17 @@ class Connections:
             plan.p2p_groups, key=lambda opened: opened[2].direction is backward
         ):
             self._open_p2p_group(edge, number, p2p_group)
+
+    def _within(
+        self, members: tuple[int, ...], kind: type[Within], before: Within | None
+    ) -> Within | None:
+        if not members:
+            return None
+        group = self._groups[members]
+        if before is None:
+            return kind(group)
+        before.use(group)
+        return before
 
     def _open_p2p_group(self, edge: Edge, number: int, p2p_group: P2PGroup) -> None:
         me, device, resharding = self._spec.rank, self._place.device, p2p_group.resharding

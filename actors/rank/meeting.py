@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -240,23 +241,49 @@ class MeetingActor(ObservedActor):
         self, number: int, device: str, timeouts: Timeouts, describe: Callable[[Any], str] = str
     ) -> None:
         super().__init__(device, describe)
-        self._timeouts = timeouts
+        self._timeouts, self._number = timeouts, number
         self._store = MeetingStore(number, timeouts.wait)
+        # Those of meetings to come: others may be there before this process.
+        self._stores = {self._store.generation: self._store}
+        self._changing = threading.Lock()
 
-    def receive_news(self, news: Sequence[News]) -> None:
-        """Take keys that others have set, while this one waits for them."""
-        self._store.receive_news(news)
+    def receive_news(self, news: Sequence[News], generation: int = 0) -> None:
+        """Take keys that others have set, while this one waits for them.
+
+        Args:
+            news: the keys.
+            generation: of the meeting that they are of.
+        """
+        if (store := self._store_of(generation)) is not None:
+            store.receive_news(news)
+
+    def _store_of(self, generation: int) -> MeetingStore | None:
+        """None of a meeting that is over."""
+        with self._changing:
+            if generation < self._store.generation:
+                return None
+            store = self._stores.get(generation)
+            if store is None:
+                store = MeetingStore(self._number, self._timeouts.wait, generation)
+                self._stores[generation] = store
+            return store
 
     @contextmanager
     def _meeting(
-        self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any]
+        self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any], generation: int = 0
     ) -> Iterator[None]:
         """Within, groups can be made.
 
         Args:
             members: of the groups, by number.
             actors: of processes that are to be told keys.
+            generation: of the meeting: how often processes have met before.
         """
+        store = self._store_of(generation)
+        assert store is not None
+        with self._changing:
+            self._store = store
+            self._stores = {n: each for n, each in self._stores.items() if n >= generation}
         if actors:
             import ray
 

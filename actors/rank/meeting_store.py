@@ -58,11 +58,12 @@ class MeetingStore(Store):
     Args:
         me: the process's number.
         timeout: that any wait may take for which nobody says one.
+        generation: how often processes have met before.
     """
 
-    def __init__(self, me: int, timeout: timedelta) -> None:
+    def __init__(self, me: int, timeout: timedelta, generation: int = 0) -> None:
         super().__init__()
-        self._me, self._patience = me, timeout
+        self._me, self._patience, self.generation = me, timeout, generation
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._group = EVERYONE
@@ -130,7 +131,10 @@ class MeetingStore(Store):
                 for member in self._members[group][1:]:
                     of_others = [e for e in news if e.group == group and e.setter != member]
                     if of_others:
-                        self._actors[member].receive_news.remote(of_others)
+                        self._tell(member, of_others)
+
+    def _tell(self, member: int, news: Sequence[News]) -> None:
+        self._actors[member].receive_news.remote(news, self.generation)
 
     def _sendable(self) -> list[News]:
         return [
@@ -150,7 +154,7 @@ class MeetingStore(Store):
                 self._news.append(news)
             self._changed.notify_all()
         if first != self._me:
-            self._actors[first].receive_news.remote([news])
+            self._tell(first, [news])
 
     def get(self, key: str) -> bytes:
         """A key's value, once it is there."""

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from raymm.actors.executor.colocation import Colocation, default_backend
 from raymm.actors.executor.executor import Executor, Prepared
 from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.faults.cut import OwnConnections
+from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
-from raymm.actors.modules.cut import own_buffers
 from raymm.actors.modules.precision import cast_frozen
-from raymm.actors.optimizer.checkpoint_shards import (
-    Loaded,
-    ShardFile,
-    copy_tensors,
-    stored_shards,
-)
-from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor
 from raymm.actors.optimizer.optimizer import RankOptimizer
-from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.actors.optimizer.progress import Progress
+from raymm.actors.optimizer.snapshot import copy_of, restore
 from raymm.actors.rank.connections import Connections
-from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
+from raymm.actors.rank.meeting import MeetingPlace, prepare_nccl
 from raymm.actors.rank.rank_spec import RankSpec
 from raymm.actors.rank.step_calls import pack_result, remember, unpack_call
+from raymm.actors.rank.stored_rank import StoredRank
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.kernels.choice.choice import KERNEL_CHOICE
@@ -38,46 +37,89 @@ from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Instruction, Op
 
 if TYPE_CHECKING:
-    from raymm.actors.sharding.tensor_plan import ParameterShard
     from raymm.actors.stages.encoder import EncoderStage
     from raymm.actors.stages.language import LanguageStage
 
 
-class RankActor(SavingActor, MeetingActor):
+class RankActor(StoredRank):
     """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.rank.rank_group`."""
 
     def __init__(self, spec: RankSpec) -> None:
-        timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
-        super().__init__(spec.rank, spec.device, timeouts)
-        self._spec = spec
-        self._device = torch.device(spec.device)
+        super().__init__(spec)
         prepare_nccl(self._device)
-        self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
         self._programs: OrderedDict[str, Prepared] = OrderedDict()
         self._colocation: Colocation | None = None
 
     # What :meth:`connect` and :meth:`build` make.
-    _connections: Connections
+    _own_connections: OwnConnections
     _executor: Executor
-    _optimizer: RankOptimizer
+
+    answers = (*StoredRank.answers, "cut")
 
     @task("meeting the other ranks")
-    def connect(self, actors: Mapping[int, Any]) -> None:
+    def connect(self, actors: Mapping[int, Any], generation: int = 0) -> None:
         """Join the group of all processes, and make every other connection.
 
         Args:
             actors: of the spec's peers, by number.
+            generation: how often they have met before.
         """
-        spec = self._spec
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
-        torch.set_num_threads(spec.threads)
-        KERNEL_CHOICE.use(spec.kernels)
-        with self._meeting(spec.members, actors):
+        torch.set_num_threads(self._spec.threads)
+        KERNEL_CHOICE.use(self._spec.kernels)
+        self._meet(actors, generation)
+
+    def _meet(self, actors: Mapping[int, Any], generation: int) -> None:
+        spec, before = self._spec, getattr(self, "_connections", None)
+        self._own_connections = OwnConnections()
+        with self._meeting(spec.members, actors, generation):
             place = MeetingPlace(
                 self._device, self._store, spec.rank, spec.world_size, self._timeouts
             )
             self._device = place.device
-            self._connections = Connections(spec, place, self.whereabouts)
+            if before is None:
+                self._connections = Connections(spec, place, self.whereabouts)
+            else:
+                before.renew(place, self.whereabouts)
+
+    def cut(self) -> None:
+        """End all connections, so that a step under way fails; in a thread of its own."""
+        self._failed = True
+        self._own_connections.cut()
+
+    @task("leaving a step")
+    def leave(self) -> Progress:
+        """Nothing is under way any more; what a step that failed has left in memory is let go of.
+        Returns how far the parameters are."""
+        self._optimizer.reduction.renew({})
+        self._optimizer.observer.restore_statistics()
+        self._optimizer.zero_grad()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._optimizer.progress
+
+    @task("meeting the other ranks again")
+    def renew(self, actors: Mapping[int, Any], generation: int) -> None:
+        """After :meth:`leave`, on all processes that stay: connect with them, and with those that
+        have come in others' places. Stages, parameters and optimizer's state stay; programs go.
+
+        Args:
+            actors, generation: as of :meth:`connect`.
+        """
+        dist.destroy_process_group()
+        self._meet(actors, generation)
+        self._programs.clear()
+        if any(isinstance(part, FSDPModule) for stage in self._stages.values()
+               for part in stage.modules()):
+            # What is within FSDP when a step fails is for nobody to mend.
+            kept = copy_of(self._stages, self._optimizer)
+            self.build()
+            restore(kept, self._stages, self._optimizer)
+        else:
+            self._optimizer.reduction.renew(self._connections.reductions)
+            self._executor = self._new_executor()
+        self._failed = False
 
     @task("building stages")
     def build(
@@ -89,7 +131,7 @@ class RankActor(SavingActor, MeetingActor):
         if self._spec.quotas and self._colocation is None:
             self._colocation = self._new_colocation()
         self._memory = PeakMemory(self._device)
-        autocast = getattr(torch, self._spec.autocast) if self._spec.autocast else None
+        autocast = self._autocast
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
             stage: Any = builder()  # it knows of what kind the module's plans are
@@ -124,11 +166,18 @@ class RankActor(SavingActor, MeetingActor):
             self._spec.rank, parameters, self._spec.optimizer, self._spec.parameter_ownership,
             self._connections.reductions, self._device, self._stages.values(),
         )
-        self._executor = Executor(
+        self._executor = self._new_executor()
+        return {
+            stage: sum(local_part(p).numel() for p in module.parameters())
+            for stage, module in self._stages.items()
+        }
+
+    def _new_executor(self) -> Executor:
+        return Executor(
             self._stages, self._spec.edges, self._connections.senders,
             self._connections.receivers,
             {Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
-            autocast=autocast,
+            autocast=self._autocast,
             device=self._device,
             timeout=self._timeouts.wait,
             random_shares={} if self._connections.data is None else {
@@ -141,10 +190,10 @@ class RankActor(SavingActor, MeetingActor):
             observer=self._optimizer.observer,
             every=self._spec.every,
         )
-        return {
-            stage: sum(local_part(p).numel() for p in module.parameters())
-            for stage, module in self._stages.items()
-        }
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        return getattr(torch, self._spec.autocast) if self._spec.autocast else None
 
     def _new_colocation(self) -> Colocation:
         spec, make = self._spec, self._spec.quota_backend
@@ -209,6 +258,24 @@ class RankActor(SavingActor, MeetingActor):
                 references among them are resolved before the call.
             *inputs: keyword arguments of a stage, by name.
         """
+        with self._unless_failed():
+            return self._run_step(key, meta, layout, inputs)
+
+    @contextmanager
+    def _unless_failed(self) -> Iterator[None]:
+        """Once a step has failed, those that follow must not talk to others, who are not there."""
+        if self._failed:
+            raise ChannelError("connections are cut, as a step has failed before")
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _run_step(
+        self, key: str, meta: StepMeta, layout: Sequence[tuple[StageId, int]],
+        inputs: Sequence[dict[str, Any]],
+    ) -> StepResult:  # fmt: skip
         self._memory.restart()
         per_stage: dict[StageId, list[dict[str, Any] | None]] = {}
         for (stage, microbatch), part in zip(layout, inputs, strict=True):
@@ -266,96 +333,3 @@ class RankActor(SavingActor, MeetingActor):
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
         finite, and how many."""
         return self._optimizer.not_finite_tensors(self._stages)
-
-    def _shard(self, stage: StageId, name: str) -> ParameterShard | None:
-        """Which shard of a parameter this process holds; None if all of it."""
-        shard_spec = self._spec.shard_specs.get(stage.module)
-        if shard_spec is None:
-            return None
-        groups = self._connections.tensors, self._connections.data
-        tensors, data = (0 if group is None else group.rank for group in groups)
-        return shard_spec.shard(name, shard_spec.place(tensors, data))
-
-    def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Parameters and persistent buffers of a stage: the name, the name of the parameter that
-        it is (of a tied one, the first of its names), and the tensor."""
-        module = self._stages[stage]
-        first = {parameter: name for name, parameter in module.named_parameters()}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            yield name, first.get(tensor, ""), tensor
-
-    writes = ("write_copy",)
-    save = task("saving a checkpoint")(SavingActor.save)
-    copy_state = task("copying what is saved")(SavingActor.copy_state)
-
-    @property
-    def _saved_device(self) -> torch.device:
-        return self._device
-
-    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
-        rank, parameter_ownership = self._spec.rank, self._spec.parameter_ownership
-        tensors: dict[str, torch.Tensor] = {}
-        for stage in self._stages:
-            owner = stage.module
-            first = min(self._spec.process_groups.rank or (rank,))
-            writes_buffers = not stage.replica and rank == first
-            buffers = own_buffers(self._stages[stage]) if writes_buffers else frozenset()
-            trained = any(p.requires_grad for p in self._stages[stage].parameters())
-            for name, parameter, tensor in self._named_tensors(stage):
-                writes = (
-                    (stage, parameter) in parameter_ownership.saves
-                    if parameter
-                    else name in buffers
-                )
-                # Running statistics of what is trained change, though nothing has their gradient.
-                changes = tensor.requires_grad or (not parameter and trained)
-                if writes and (changes or owner not in skip_frozen):
-                    shard = self._shard(stage, parameter) if parameter else None
-                    local = local_part(tensor.detach())
-                    tensors.update(stored_shards(f"{owner}/{name}", local, shard))
-        state: dict[str, torch.Tensor] = {}
-        for (stage, name, key), value in self._optimizer.state_tensors().items():
-            if (stage, name) in parameter_ownership.in_grad_norm:
-                shard = self._shard(stage, name) if value.dim() else None
-                full = f"optimizer/{stage.module}/{name}/{key}"
-                state.update(stored_shards(full, value, shard))
-        kinds = {"model": tensors, "optimizer": state}
-        return {f"{kind}-rank{rank}.safetensors": part for kind, part in kinds.items() if part}
-
-    @task("loading a checkpoint")
-    def load(
-        self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
-    ) -> Loaded:
-        """Read parameters, buffers and optimizer state from files that are what ``files`` says.
-
-        Args:
-            folder: location of the checkpoint.
-            index: the file that has each tensor, by the tensor's name.
-            files: size and checksum of each, as the manifest has them.
-            step: of the checkpoint, for the learning rate.
-
-        Returns:
-            What of its trainable parameters was in no file, and the names of all that was read.
-        """
-        stored = StoredTensors(folder, index, files)
-        own = [
-            (f"{stage.module}/{name}", local_part(tensor.detach()),
-             self._shard(stage, parameter) if parameter else None)
-            for stage in self._stages
-            for name, parameter, tensor in self._named_tensors(stage)
-        ]
-        read = stored.read({name: shard for name, _, shard in own})
-        copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
-        taken = list(read)
-        state: dict[tuple[StageId, str, str], torch.Tensor] = {}
-        keys = stored.optimizer_keys()
-        for stage, name in self._optimizer.updated:
-            base = f"optimizer/{stage.module}/{name}"
-            shard = self._shard(stage, name)
-            shards = {f"{base}/{key}": shard for key in keys.get(base, ())}
-            for full, value in stored.read(shards).items():
-                state[stage, name, full.rpartition("/")[2]] = value
-                taken.append(full)
-        self._optimizer.load_state_tensors(state, step)
-        names = (f"{s.module}/{n}" for s, n in self._optimizer.parameters)
-        return Loaded([name for name in names if name not in read], taken)

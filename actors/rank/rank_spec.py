@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership
 from raymm.actors.quota import Backend
@@ -90,3 +90,26 @@ class RankSpec:
     def peers(self) -> set[int]:
         """Processes whose actors it must know to make them."""
         return peers(self.rank, self.members.values())
+
+
+class ProcessSpec(Protocol):
+    """What the group itself reads of its processes' specs."""
+
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def peers(self) -> set[int]: ...
+
+
+class RankPlace(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        label: what runs there.
+        host: name of its node.
+        pid: of its process.
+    """
+
+    label: str
+    host: str
+    pid: int

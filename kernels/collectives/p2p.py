@@ -47,9 +47,13 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.use(group)
+        self.sent_bytes = 0
+
+    def use(self, group: dist.ProcessGroup | None) -> None:
+        """From now on messages go within another group, of the same processes."""
         self.group = group if group is not None else dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.sent_bytes = 0
 
     def start(
         self,

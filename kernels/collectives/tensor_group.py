@@ -27,6 +27,10 @@ class TensorGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.use(group)
+
+    def use(self, group: dist.ProcessGroup | None) -> None:
+        """From now on operations are of another group, of the same processes."""
         self.group = group if group is not None else dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
 

@@ -135,7 +135,10 @@ class ParallelModule(ABC):
             BatchError: it does not fit the model, or does not divide into microbatches. Nothing
                 was sent to a process: the model goes on with the next batch, and gradients that
                 have accumulated are as they were.
-            RankFailedError: a process died or raised. All have ended.
+            RankRaisedError: a stage raised (a callback, out of memory). The step has ended, and the
+                model has not: gradients that had accumulated are dropped, parameters are as after
+                the last update, and the next step goes on with them.
+            RankFailedError: a process died. All have ended.
         """
         return self.submit(self.prepare(batch)).result()
 

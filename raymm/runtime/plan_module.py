@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from raymm.actors.executor.step_meta import StepMeta, StepResult, measured_timeline
+from raymm.actors.optimizer.progress import same_progress
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.step_calls import StepHandle, remember
@@ -145,6 +146,39 @@ class PlannedModule(ParallelModule):
         self._check_weights()
         return ranks
 
+    def renew(self) -> int | None:
+        """After a failure that processes have survived: put others in the places of those that are
+        lost, and connect all anew. Gradients are dropped.
+
+        Returns:
+            Optimizer steps that all ranks have taken, if that is where they all are. None: they go
+            on from what somebody gives them.
+
+        Raises:
+            RankFailedError: another rank was lost meanwhile; it may be tried again.
+        """
+        progress = self.group.renew()
+        self._programs.clear()
+        self._take_batches()
+        return same_progress(progress)
+
+    def _mend(self) -> None:
+        """After a step that ended by what a stage raised, and that others are to follow.
+
+        Raises:
+            RankFailedError: that one, if it was the optimizer's step of some ranks, and not of all.
+        """
+        if (failure := self.group.interrupted) is None:
+            return
+        steps = self.renew()
+        if steps is None:
+            self.shutdown()
+            raise failure.kind(
+                f"{failure.message}\nThat was within an optimizer's step, which some ranks have "
+                "taken and others not: the model cannot go on"
+            )
+        self.restore_step(steps)
+
     @property
     def microbatches(self) -> int:
         """That a batch in memory is split into: the plan's."""
@@ -194,6 +228,7 @@ class PlannedModule(ParallelModule):
             keep: held until the result was read.
             samples: of each microbatch, if the plan splits them.
         """
+        self._mend()
         ops = self._optimizer_ops() if update else ()
         pattern = tuple(tuple(sorted(modules)) for modules in present)
         sizes = tuple(samples) if self.plan.splits_samples else ()
@@ -250,7 +285,12 @@ class PlannedModule(ParallelModule):
             check_samples(self.plan, program, samples)
         return check_program(program, self._shared_gradients, seconds)
 
+    def zero_grad(self) -> None:
+        self._mend()
+        super().zero_grad()
+
     def update(self) -> float | None:
+        self._mend()
         results = self.group.run_optimizer_ops(self._optimizer_ops())
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
@@ -284,6 +324,7 @@ class PlannedModule(ParallelModule):
         return key
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
+        self._mend()
         named: dict[str, torch.Tensor | None] = {}
         for number, part in enumerate(self.group.call("gradients")):
             for (stage, name), tensor in part.items():
@@ -300,6 +341,7 @@ class PlannedModule(ParallelModule):
         return named
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
+        self._mend()
         named: dict[str, torch.Tensor] = {}
         of_copies: dict[str, StageId] = {}
         for number, part in enumerate(self.group.call("parameters", trainable_only)):

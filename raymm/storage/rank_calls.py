@@ -9,7 +9,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raymm.actors.faults.failure import first_line
 from raymm.actors.optimizer.checkpoint_shards import ShardError
-from raymm.actors.rank.rank_group import LISTEN_S
+from raymm.actors.recovery.observed_ranks import LISTEN_S
 from raymm.errors import RankFailedError
 
 

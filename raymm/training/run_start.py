@@ -19,13 +19,23 @@ def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
     Raises:
         ConfigError: steps that would change nothing.
     """
-    if (first := optimizer.first_without_rate(steps)) is not None:
+    if (first := _first_without_rate(optimizer, steps)) is not None:
         raise ConfigError(
             f"optimizer.total_steps is {optimizer.total_steps} and run.steps {steps}: from step "
             f"{first} on the {optimizer.schedule} learning rate would be 0, and nothing would be "
             f"learnt. Accepted: total_steps of at least {steps}, or none (then it is run.steps); "
             "or min_lr_ratio above 0, at which the last steps are taken"
         )
+
+
+def _first_without_rate(optimizer: OptimizerConfig, steps: int) -> int | None:
+    """Number, from 1, of the first of a run's steps from which on the learning rate is 0 to the
+    run's end, as its schedule is over; None if there is none."""
+    if optimizer.schedule == "constant" or optimizer.min_lr_ratio > 0:
+        return None
+    if optimizer.total_steps is None or optimizer.total_steps >= steps:
+        return None
+    return optimizer.total_steps + 1
 
 
 def with_vocabulary(data: Any, model: MultimodalModule) -> Any:

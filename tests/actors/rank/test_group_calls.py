@@ -13,9 +13,9 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
-from raymm.actors.rank import rank_group
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.step_calls import CallOrder
+from raymm.actors.recovery import observed_ranks
 from raymm.errors import RankRaisedError
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 
@@ -131,7 +131,7 @@ def test_results_of_all_ranks_come_with_one_call(group, monkeypatch) -> None:
     times = struct.pack("2d", 2.0, 3.5)
     sent = StepResult(losses={0: 0.5}, labels=pack_labels([label]), times=times)
     ray = FakeRay({id(actor): pickle.dumps(sent) for actor in group._actors})
-    monkeypatch.setattr(rank_group, "ray", ray)
+    monkeypatch.setattr(observed_ranks, "ray", ray)
     results = group.submit("program", StepMeta(0, 1, ()), [[]] * RANKS).result()
     assert ray.asked == Counter(get=1)
     assert results == [sent] * RANKS
@@ -140,7 +140,7 @@ def test_results_of_all_ranks_come_with_one_call(group, monkeypatch) -> None:
 
 def test_results_that_come_late_keep_their_ranks(group, monkeypatch) -> None:
     ray = FakeRay({n: f"of {n}" for n in range(RANKS)}, late=(1, 4))
-    monkeypatch.setattr(rank_group, "ray", ray)
+    monkeypatch.setattr(observed_ranks, "ray", ray)
     assert group.wait(list(range(RANKS))) == [f"of {n}" for n in range(RANKS)]
 
 
@@ -148,6 +148,6 @@ def test_results_that_come_late_keep_their_ranks(group, monkeypatch) -> None:
 def test_the_rank_that_raised_is_named(failed: int, group, monkeypatch) -> None:
     results: dict[int, Any] = {n: n for n in range(RANKS)}
     results[failed] = RayTaskError("run", "where", ValueError("no such thing"))
-    monkeypatch.setattr(rank_group, "ray", FakeRay(results, late=(0,) if failed else ()))
+    monkeypatch.setattr(observed_ranks, "ray", FakeRay(results, late=(0,) if failed else ()))
     with pytest.raises(RankRaisedError, match=f"rank {failed} .*failed: .*no such thing"):
         group.wait(list(range(RANKS)))

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
+from raymm.actors.rank.meeting import MeetingActor, Timeouts
 from raymm.actors.rank.meeting_store import EVERYONE, MeetingStore, News, peers
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
@@ -33,13 +34,14 @@ class Actor:
     after those before."""
 
     def __init__(self, number: int) -> None:
-        self.store = MeetingStore(number, PATIENCE)
+        self.store = MeetingStore(number, PATIENCE, generation=3)
         self.receive_news, self.calls = self, 0
         self._queue: queue.Queue[Sequence[News] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
 
-    def remote(self, news: Sequence[News]) -> None:
+    def remote(self, news: Sequence[News], generation: int) -> None:
+        assert generation == self.store.generation
         self.calls += 1
         self._queue.put(news)
 
@@ -191,3 +193,16 @@ def test_torch_asks_for_no_more_than_the_store_has() -> None:
             dist.PrefixStore("alone", store), 0, 1, timedelta(seconds=10)
         )
     assert group.size() == 1 and store.num_keys() and distributed_c10d._world.group_count == before
+
+
+def test_keys_of_another_meeting_are_not_mixed_with_those_of_this_one() -> None:
+    """Those of one to come wait for it; late ones of one that is over are dropped."""
+    timeouts = Timeouts.of(5.0, None)
+    actor = MeetingActor(1, "cpu", timeouts)
+    actor.receive_news([News(EVERYONE, 0, "0/0", b"first")])
+    actor.receive_news([News(EVERYONE, 0, "0/0", b"second")], 1)
+    for generation, value in enumerate([b"first", b"second"]):
+        with actor._meeting({EVERYONE: (0, 1)}, {}, generation):
+            assert actor._store.get("0/0") == value
+    actor.receive_news([News(EVERYONE, 0, "0/0", b"late")], 0)
+    assert actor._store.get("0/0") == b"second" and actor._store.num_keys() == 1

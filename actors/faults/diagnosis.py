@@ -1,0 +1,104 @@
+"""What has happened to ranks that do not go on, told from how their calls ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+
+from raymm.actors.faults.failure import SHOWN_RANKS, accusation, first_line
+from raymm.actors.faults.flight_recorder import records_text
+from raymm.actors.faults.inquiry import Inquiry, look_from_outside
+from raymm.actors.faults.stacks import Address
+from raymm.errors import RankFailedError, RankRaisedError, RunFailedError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why ranks do not go on.
+
+    Attributes:
+        message: names who is to blame.
+        kind: of the error that is to be raised.
+        lost: ranks whose processes are gone, or of no use any more; None: processes in their places
+            would not help.
+        texts: tracebacks and stacks, by file name.
+    """
+
+    message: str
+    kind: Callable[[str], RunFailedError] = RankFailedError
+    lost: frozenset[int] | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def own(self) -> bool:
+        """Whether what a rank runs raised, and all processes are there."""
+        return self.kind is RankRaisedError and self.lost == frozenset()
+
+
+def death(
+    rank: int, error: RayActorError, names: Sequence[str], addresses: Mapping[int, Address]
+) -> Failure:
+    """A rank's process has died.
+
+    Args:
+        rank: which.
+        error: what Ray says.
+        names: of all ranks.
+        addresses: of ranks that have started.
+    """
+    looks = look_from_outside(dict(list(addresses.items())[:SHOWN_RANKS]))
+    said = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
+    stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
+    texts = {**stacks, f"rank-{rank}.txt": str(error)}
+    if error.actor_init_failed:
+        return Failure(said, RankRaisedError, None, texts)
+    return Failure(said, RankFailedError, frozenset({rank}), texts)
+
+
+def raised(rank: int, error: RayTaskError, names: Sequence[str]) -> Failure:
+    """A rank has raised what is its own, not that a connection was lost.
+
+    Args:
+        rank: which.
+        error: what it has raised.
+        names: of all ranks.
+    """
+    cause = cause_of(error)
+    reason = f"{type(cause).__name__}: {cause}"
+    if not isinstance(cause, ValueError):
+        reason += f"\n{error}"  # nobody expected it: show where it came from
+    message, texts = f"{names[rank]} failed: {reason}", {f"rank-{rank}.txt": str(error)}
+    if isinstance(cause, torch.AcceleratorError):  # a device that fails, another one may not
+        return Failure(message, RankFailedError, frozenset({rank}), texts)
+    return Failure(message, RankRaisedError, frozenset(), texts)
+
+
+def cause_of(error: RayTaskError) -> BaseException:
+    """What was raised."""
+    return error if error.cause is None else error.cause
+
+
+def blamed(
+    inquiry: Inquiry, reason: str, names: Sequence[str], addresses: Mapping[int, Address],
+    long: float,
+) -> Failure:
+    """The rank that the others wait for, and what each was doing. Ends those that do not answer.
+
+    Args:
+        inquiry: what ranks said.
+        reason: why they were asked.
+        names: of all ranks.
+        addresses: of ranks that have started.
+        long: seconds of computing from which on others may have given up because of it.
+    """
+    silent = [number for number in inquiry.silent if number in addresses]
+    looks = look_from_outside(addresses, end=silent)
+    message, texts = accusation(names, inquiry, looks, reason, long)
+    lost = {*inquiry.dead, *inquiry.silent}
+    culprit = inquiry.culprit()
+    if not lost and culprit is not None and inquiry.reports[culprit].seconds >= long:
+        lost = {culprit}
+    return Failure(message, RankFailedError, frozenset(lost), texts)

@@ -1,0 +1,135 @@
+"""What trains in a process, copied to host memory: enough to go on after a failure, by this process
+or by another one in its place.
+
+A checkpoint is for other layouts, too, and has of every tensor one copy; a snapshot has all that
+changes in one process, whoever else has the same, and is read by a process with the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from raymm.actors.optimizer.optimizer import RankOptimizer
+from raymm.actors.optimizer.progress import Progress
+from raymm.actors.sharding.fully_sharded import local_part
+from raymm.scheduler.plan.stage import StageId
+
+Stages = Mapping[StageId, nn.Module]
+
+
+class PackedTensor(NamedTuple):
+    """A tensor as Ray moves it without a copy of its own: its bytes, NumPy lacks some dtypes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+class Snapshot(NamedTuple):
+    """What trains in a process.
+
+    Attributes:
+        progress: steps that it has taken.
+        trained: trainable parameters, and buffers of what has some, by stage and name.
+        optimizer: the optimizer's state, by stage, name and key.
+    """
+
+    progress: Progress
+    trained: dict[tuple[StageId, str], Any]
+    optimizer: dict[tuple[StageId, str, str], Any]
+
+
+def copy_of(stages: Stages, optimizer: RankOptimizer) -> Snapshot:
+    """A copy in host memory of what trains now; it may change when this returns."""
+    return Snapshot(
+        optimizer.progress,
+        {place: _to_host(tensor) for place, tensor in _trained(stages)},
+        {place: _to_host(tensor) for place, tensor in optimizer.state_tensors().items()},
+    )
+
+
+def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> None:
+    """Put back what :func:`copy_of` copied.
+
+    Args:
+        snapshot: its tensors, or these as :func:`packed` has them.
+        stages, optimizer: as of :func:`copy_of`.
+    """
+    with torch.no_grad():
+        for place, tensor in _trained(stages):
+            tensor.copy_(_unpacked(snapshot.trained[place]))
+    state = {place: _unpacked(value) for place, value in snapshot.optimizer.items()}
+    optimizer.forget_state()
+    optimizer.load_state_tensors(state, snapshot.progress.steps)
+
+
+def packed(snapshot: Snapshot) -> Snapshot:
+    """The same to be handed to Ray."""
+    return Snapshot(
+        snapshot.progress,
+        {place: _packed(tensor) for place, tensor in snapshot.trained.items()},
+        {place: _packed(tensor) for place, tensor in snapshot.optimizer.items()},
+    )
+
+
+def _trained(stages: Stages) -> Iterator[tuple[tuple[StageId, str], torch.Tensor]]:
+    for stage, module in stages.items():
+        for part in module.modules():
+            if isinstance(part, FSDPModule):  # a step that failed may have left it gathered
+                part.reshard()
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            continue
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            # Running statistics of what is trained change, though nothing has their gradient.
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
+                yield (stage, name), local_part(tensor.detach())
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu").copy_(tensor)
+
+
+def _packed(tensor: torch.Tensor) -> PackedTensor:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return PackedTensor(str(tensor.dtype), tuple(tensor.shape), flat)
+
+
+def _unpacked(value: torch.Tensor | PackedTensor) -> torch.Tensor:
+    """A tensor of its own memory: pages of the object store cannot be written."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    dtype = getattr(torch, value.dtype.removeprefix("torch."))
+    return torch.from_numpy(value.data.copy()).view(dtype).view(value.shape)
+
+
+class SnapshotActor:
+    """Part of actors that have something that trains."""
+
+    _stages: Mapping[StageId, Any]
+    _optimizer: RankOptimizer
+    _failed = False  # a step has, since the processes met
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._copies: SimpleQueue[Snapshot | None] = SimpleQueue()
+
+    def copy_snapshot(self) -> None:
+        """Copy what trains, for :meth:`hand_over_snapshot`; nothing after a step that failed."""
+        self._copies.put(None if self._failed else copy_of(self._stages, self._optimizer))
+
+    def hand_over_snapshot(self) -> tuple[int | None, Snapshot | None]:
+        """What the next :meth:`copy_snapshot` copies, in a thread of its own; and how many steps
+        this process had taken then. None where a step has failed."""
+        copied = self._copies.get()
+        return (None, None) if copied is None else (copied.progress.steps, packed(copied))
+
+    def restore_snapshot(self, snapshot: Snapshot) -> None:
+        """Go on from what this process, or the one in whose place it is, had then."""
+        restore(snapshot, self._stages, self._optimizer)

@@ -1,0 +1,144 @@
+"""What a rank has in memory that outlives it: in checkpoints, and in snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from raymm.actors.faults.whereabouts import task
+from raymm.actors.modules.cut import own_buffers
+from raymm.actors.optimizer.checkpoint_shards import (
+    Loaded,
+    ShardFile,
+    copy_tensors,
+    stored_shards,
+)
+from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor
+from raymm.actors.optimizer.optimizer import RankOptimizer
+from raymm.actors.optimizer.snapshot import SnapshotActor
+from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.actors.rank.connections import Connections
+from raymm.actors.rank.meeting import MeetingActor, Timeouts
+from raymm.actors.rank.rank_spec import RankSpec
+from raymm.actors.sharding.fully_sharded import local_part
+from raymm.scheduler.plan.stage import StageId
+
+if TYPE_CHECKING:
+    from raymm.actors.sharding.tensor_plan import ParameterShard
+    from raymm.actors.stages.encoder import EncoderStage
+    from raymm.actors.stages.language import LanguageStage
+
+
+class StoredRank(SnapshotActor, SavingActor, MeetingActor):
+    """Part of the actor that is one rank.
+
+    Args:
+        spec: what it is.
+    """
+
+    _connections: Connections
+    _optimizer: RankOptimizer
+
+    hands_over = ("hand_over_snapshot",)
+
+    def __init__(self, spec: RankSpec) -> None:
+        timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
+        super().__init__(spec.rank, spec.device, timeouts)
+        self._spec = spec
+        self._device = torch.device(spec.device)
+        self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
+
+    def _shard(self, stage: StageId, name: str) -> ParameterShard | None:
+        """Which shard of a parameter this process holds; None if all of it."""
+        shard_spec = self._spec.shard_specs.get(stage.module)
+        if shard_spec is None:
+            return None
+        groups = self._connections.tensors, self._connections.data
+        tensors, data = (0 if group is None else group.rank for group in groups)
+        return shard_spec.shard(name, shard_spec.place(tensors, data))
+
+    def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Parameters and persistent buffers of a stage: the name, the name of the parameter that
+        it is (of a tied one, the first of its names), and the tensor."""
+        module = self._stages[stage]
+        first = {parameter: name for name, parameter in module.named_parameters()}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            yield name, first.get(tensor, ""), tensor
+
+    writes = ("write_copy",)
+    save = task("saving a checkpoint")(SavingActor.save)
+    copy_state = task("copying what is saved")(SavingActor.copy_state)
+
+    @property
+    def _saved_device(self) -> torch.device:
+        return self._device
+
+    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
+        rank, parameter_ownership = self._spec.rank, self._spec.parameter_ownership
+        tensors: dict[str, torch.Tensor] = {}
+        for stage in self._stages:
+            owner = stage.module
+            first = min(self._spec.process_groups.rank or (rank,))
+            writes_buffers = not stage.replica and rank == first
+            buffers = own_buffers(self._stages[stage]) if writes_buffers else frozenset()
+            trained = any(p.requires_grad for p in self._stages[stage].parameters())
+            for name, parameter, tensor in self._named_tensors(stage):
+                writes = (
+                    (stage, parameter) in parameter_ownership.saves
+                    if parameter
+                    else name in buffers
+                )
+                # Running statistics of what is trained change, though nothing has their gradient.
+                changes = tensor.requires_grad or (not parameter and trained)
+                if writes and (changes or owner not in skip_frozen):
+                    shard = self._shard(stage, parameter) if parameter else None
+                    local = local_part(tensor.detach())
+                    tensors.update(stored_shards(f"{owner}/{name}", local, shard))
+        state: dict[str, torch.Tensor] = {}
+        for (stage, name, key), value in self._optimizer.state_tensors().items():
+            if (stage, name) in parameter_ownership.in_grad_norm:
+                shard = self._shard(stage, name) if value.dim() else None
+                full = f"optimizer/{stage.module}/{name}/{key}"
+                state.update(stored_shards(full, value, shard))
+        kinds = {"model": tensors, "optimizer": state}
+        return {f"{kind}-rank{rank}.safetensors": part for kind, part in kinds.items() if part}
+
+    @task("loading a checkpoint")
+    def load(
+        self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
+    ) -> Loaded:
+        """Read parameters, buffers and optimizer state from files that are what ``files`` says.
+
+        Args:
+            folder: location of the checkpoint.
+            index: the file that has each tensor, by the tensor's name.
+            files: size and checksum of each, as the manifest has them.
+            step: of the checkpoint, for the learning rate.
+
+        Returns:
+            What of its trainable parameters was in no file, and the names of all that was read.
+        """
+        stored = StoredTensors(folder, index, files)
+        own = [
+            (f"{stage.module}/{name}", local_part(tensor.detach()),
+             self._shard(stage, parameter) if parameter else None)
+            for stage in self._stages
+            for name, parameter, tensor in self._named_tensors(stage)
+        ]
+        read = stored.read({name: shard for name, _, shard in own})
+        copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
+        taken = list(read)
+        state: dict[tuple[StageId, str, str], torch.Tensor] = {}
+        keys = stored.optimizer_keys()
+        for stage, name in self._optimizer.updated:
+            base = f"optimizer/{stage.module}/{name}"
+            shard = self._shard(stage, name)
+            shards = {f"{base}/{key}": shard for key in keys.get(base, ())}
+            for full, value in stored.read(shards).items():
+                state[stage, name, full.rpartition("/")[2]] = value
+                taken.append(full)
+        self._optimizer.load_state_tensors(state, step)
+        names = (f"{s.module}/{n}" for s, n in self._optimizer.parameters)
+        return Loaded([name for name in names if name not in read], taken)

@@ -1,0 +1,260 @@
+"""Ranks whose calls are waited for: whoever dies or hangs meanwhile is noticed, and named."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from raymm.actors.faults.cluster_observer import ClusterObserver
+from raymm.actors.faults.diagnosis import Failure, blamed, death, raised
+from raymm.actors.faults.failure import first_line
+from raymm.actors.faults.fault_folder import keep
+from raymm.actors.faults.inquiry import Inquiry, inquire
+from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.stacks import Address
+from raymm.actors.placement.node_types import draining_nodes
+from raymm.actors.recovery.leaving import cut
+from raymm.errors import ClusterLostError, NodeLostError, NodePreemptedError, RunFailedError
+
+# Seconds between two looks at anything but results, while there are none.
+LISTEN_S = 1.0
+
+
+class ObservedRanks(ABC):
+    """The actors of ranks, and what is known of them.
+
+    Args:
+        labels: per rank, what runs there.
+        patience: seconds that a rank may wait for another.
+
+    Attributes:
+        keeps_survivors: whether ranks live on when others are lost: where somebody has what these
+            had. They always do when a stage raises.
+    """
+
+    keeps_survivors = False
+    # Whether ranks can meet anew after one of them has failed.
+    renews = False
+    _interrupted: Failure | None = None  # why nothing runs until they do
+
+    def __init__(self, labels: Sequence[str], patience: float) -> None:
+        self._labels, self._patience = list(labels), patience
+        self._places: list[str] = [""] * len(labels)
+        self._addresses: dict[int, Address] = {}
+        self._observer: ClusterObserver | None = None
+        self._ended: str | None = None  # why nothing runs any more
+        self._actors: list[Any] = []
+
+    @property
+    @abstractmethod
+    def nodes(self) -> frozenset[str]:
+        """Ray's ids of the nodes with ranks, or with processes beside them."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all ranks and give their resources back."""
+
+    @property
+    def ended(self) -> str | None:
+        """Why the processes have ended; None while they run."""
+        return self._ended
+
+    def check_running(self) -> None:
+        """
+        Raises:
+            RuntimeError: the processes have ended; says why.
+            RunFailedError: a step failed; nothing runs until ranks have met anew.
+        """
+        if self._ended is not None:
+            raise RuntimeError(f"the processes have ended: {self._ended}; nothing can run any more")
+        if self._interrupted is not None:
+            raise self._interrupted.kind(self._interrupted.message)
+
+    @property
+    def interrupted(self) -> Failure | None:
+        """Why nothing runs until ranks have met anew; None: it does, or never will."""
+        return None if self._ended is not None else self._interrupted
+
+    def wait(
+        self, refs: Sequence[ray.ObjectRef], ranks: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Results of one call per rank; notices a dead rank while others still wait for it.
+
+        Args:
+            refs: one per rank.
+            ranks: which rank each is of; all in order if None.
+            timeout: seconds without a result. None: until no rank has begun another instruction
+                for as long as a rank may wait for another (``timeout_s``).
+
+        Raises:
+            RankFailedError: if a rank died, or nothing came in time.
+            RankRaisedError: if what a rank runs raised.
+            NodeLostError: a node with processes of the run is gone.
+            ClusterLostError: the server that knows the cluster is, or the driver's own node.
+        """
+        ranks = list(range(len(refs))) if ranks is None else list(ranks)
+        pending = dict(zip(refs, ranks, strict=True))
+        results: dict[int, Any] = {}
+        patience = self._patience if timeout is None else timeout
+        due = time.monotonic() + patience
+        while pending:
+            self.check_cluster()
+            try:
+                # All at once; ends early where one of them failed.
+                rest = ray.get([*pending], timeout=LISTEN_S)
+                results.update(zip(pending.values(), rest, strict=True))
+                break
+            except GetTimeoutError:
+                ready, _ = ray.wait([*pending], num_returns=len(pending), timeout=0)
+            except RayError:
+                ready, _ = ray.wait([*pending], num_returns=1, timeout=LISTEN_S)
+            if not ready:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._check_progress(pending, timeout)
+                continue
+            due = time.monotonic() + patience
+            for ref in ready:
+                rank = pending.pop(ref)
+                results[rank] = self._fetch(rank, ref, pending)
+        return [results[rank] for rank in ranks]
+
+    def _fetch(self, rank: int, ref: ray.ObjectRef, pending: Mapping[Any, int]) -> Any:
+        """The result of a rank's call that has ended, while others are pending."""
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            self._died(rank, error)
+        except RayTaskError as error:
+            self._raised(rank, error, pending)
+        except RayError as error:  # its input was lost with the data worker that held it
+            said = f"{self._name(rank)} failed: {first_line(error)}"
+            self._fail(Failure(said, lost=frozenset()), error)
+
+    def check_cluster(self, error: RayActorError | None = None) -> None:
+        """
+        Args:
+            error: how a process of the run died that may have gone with its node.
+
+        Raises:
+            NodeLostError: a node with processes of the run is gone.
+            ClusterLostError: the server that knows the cluster is, or the driver's own node.
+        """
+        if self._observer is None or self._observer.lost is None:
+            return
+        lost_nodes = self._observer.lost_nodes
+        ranks = [rank for rank, process in self._addresses.items() if process.node in lost_nodes]
+        had = f". It had {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
+        kind = lost_node_error(lost_nodes, error is not None and error.preempted)
+        self._fail(Failure(f"{self._observer.lost}{had}", kind), error)
+
+    def look_at_nodes(self) -> None:
+        """Look at once at all nodes with processes of the run: one of these has died.
+
+        Raises:
+            NodeLostError, ClusterLostError: as of :meth:`check_cluster`.
+        """
+        if self._observer is not None:
+            for node in self.nodes:
+                self._observer.look_at_node(node)
+            self.check_cluster()
+
+    def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
+        """Seconds to wait on before this is to be asked again.
+
+        Raises:
+            RankFailedError: nothing goes on.
+        """
+        inquiry = inquire(dict(enumerate(self._actors)))
+        if timeout is None and not inquiry.dead and inquiry.still() < self._patience:
+            return self._patience - inquiry.still()
+        waiting = ", ".join(self._name(rank) for rank in pending.values())
+        reason = f"no answer within {timeout:g} s from {waiting}" if timeout is not None else (
+            f"no rank has begun another instruction for {self._patience:g} s (timeout_s; if one "
+            "may take longer, raise it)"
+        )
+        self._blame(inquiry, reason)
+
+    def _died(self, rank: int, error: RayActorError) -> NoReturn:
+        if self._observer is not None and rank in self._addresses:
+            self._observer.look_at_node(self._addresses[rank].node)
+            self.check_cluster(error)
+        self._fail(death(rank, error, self._names, self._addresses), error)
+
+    def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> NoReturn:
+        if isinstance(error.cause, ChannelError):
+            inquiry = inquire(dict(enumerate(self._actors)))
+            rank, error = self._own_failure(pending) or (rank, error)
+        if isinstance(error.cause, ChannelError):
+            reason = f"{type(error.cause).__name__}: {error.cause}"
+            self._blame(inquiry, f"{self._name(rank)} failed: {reason}", error)
+        self._fail(raised(rank, error, self._names), error)
+
+    def _own_failure(self, pending: Mapping[Any, int]) -> tuple[int, RayTaskError] | None:
+        """A rank that has raised what is its own, not that a connection was lost."""
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                if not isinstance(error.cause, ChannelError):
+                    return pending[ref], error
+            except RayError:
+                continue
+        return None
+
+    def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
+        """End with the one that the others wait for, and with what each was doing."""
+        long = self._patience / 2
+        self._fail(blamed(inquiry, reason, self._names, self._addresses, long), error)
+
+    def _fail(self, failure: Failure, error: BaseException | None) -> NoReturn:
+        """End the processes, unless others can take the places of those that are lost."""
+        message = failure.message
+        if failure.texts:
+            kept = keep({"error.txt": message, **failure.texts})
+            message += f"\ntracebacks and stacks: {kept}"
+        if self._can_renew(failure):
+            self._interrupt(failure)
+        else:
+            self._ended = failure.message.partition("\n")[0]
+            self.shutdown()
+        raise failure.kind(message) from error
+
+    def _can_renew(self, failure: Failure) -> bool:
+        renews = failure.own or (self.keeps_survivors and failure.lost is not None)
+        return renews and self.renews
+
+    def _interrupt(self, failure: Failure) -> None:
+        before = frozenset() if self._interrupted is None else self._interrupted.lost
+        lost = (failure.lost or frozenset()) | (before or frozenset())
+        self._interrupted = replace(failure, lost=lost)
+        cut([actor for rank, actor in enumerate(self._actors) if rank not in lost])
+
+    @property
+    def _names(self) -> list[str]:
+        return list(map(self._name, range(len(self._labels))))
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (stages {self._labels[rank]}{self._places[rank]})"
+
+
+def lost_node_error(nodes: frozenset[str], preempted: bool) -> Callable[[str], RunFailedError]:
+    """The error, of a text, of losing nodes; without any, or with the driver's own, of losing the
+    cluster.
+
+    Args:
+        nodes: Ray's ids.
+        preempted: whether Ray says so of a process that was there.
+    """
+    if not nodes or ray.get_runtime_context().get_node_id() in nodes:
+        return ClusterLostError
+    announced = preempted or bool(nodes & draining_nodes().keys())
+    return partial(NodePreemptedError if announced else NodeLostError, nodes=nodes)

@@ -1,0 +1,138 @@
+"""After a failure ranks meet anew: steps go on, bit for bit, in the processes that are left."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.recovery.snapshots import Snapshots
+from raymm.errors import RankFailedError, RankRaisedError
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+
+# In place of seconds.
+ERROR = 12345
+# Long enough to be killed in; whoever else sleeps has to wake up to go on.
+LONG_S = 2
+LAYOUTS = {
+    "pipeline": ({"vision": ParallelSpec()}, ParallelSpec(pp=2)),
+    "shared rank": ({"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,))),
+    "tensors and tokens": ({}, ParallelSpec(tp=2, cp=2)),
+    "replicas": ({"vision": ParallelSpec(dp=2)}, ParallelSpec(dp=2, sharding="zero1")),
+    "fsdp": ({}, ParallelSpec(dp=2, sharding="fsdp")),
+}
+
+
+class Encoder(nn.Module):
+    """(n, 3) -> (n, 2, 4), with running statistics. Sleeps as many seconds as its input says, or
+    raises."""
+
+    hidden_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x, sleep=None):
+        seconds = 0 if sleep is None else int(sleep.max())
+        if seconds == ERROR:
+            raise MemoryError("no memory for this batch")
+        time.sleep(seconds)
+        return self.dropout(self.norm(self.stem(x))).view(-1, 2, 4)
+
+
+def model_of() -> MultimodalModule:
+    torch.manual_seed(0)
+    llm = hf.LlamaForCausalLM(hf.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=16,
+    ))
+    vision = ModalityModule(Encoder(), "linear", example_inputs={"x": torch.zeros(2, 3)})
+    return MultimodalModule({"vision": vision}, ModalityModule(llm))
+
+
+def batch(step: int, sleep: int = 0) -> list[dict]:
+    """Two microbatches."""
+    draw = torch.Generator().manual_seed(step)
+    ids = [torch.randint(16, (4, 5), generator=draw) for _ in range(2)]
+    return [
+        {
+            "input_ids": one, "labels": one.clone(),
+            "vision": {"x": torch.randn(4, 3, generator=draw), "sleep": torch.full((4,), sleep)},
+        }
+        for one in ids
+    ]
+
+
+@pytest.fixture
+def start(ray_cluster):
+    """Starts the model under a layout; ends it afterwards."""
+    running = []
+
+    def started(layout: str):
+        vision, llm = LAYOUTS[layout]
+        parallel = MultimodalParallelSpec(vision, llm, 2).apply(
+            model_of(), optimizer=OptimizerConfig(lr=0.1), timeout_s=60
+        )
+        running.append(parallel)
+        return parallel
+
+    yield started
+    for parallel in running:
+        parallel.shutdown()
+
+
+def losses(parallel, steps) -> list[float]:
+    return [parallel.train_step(batch(step)).loss for step in steps]
+
+
+def pids(parallel) -> list[int]:
+    return [rank["pid"] for rank in parallel.group.pids()]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_rank_is_replaced_and_losses_are_as_without(start, layout):
+    """In the middle of a step, whose snapshot is two steps old."""
+    with start(layout) as undisturbed:
+        whole = losses(undisturbed, range(6))
+    parallel = start(layout)
+    parallel.group.keeps_survivors = True
+    snapshots = Snapshots(parallel.group)
+    assert losses(parallel, [0, 1]) == whole[:2]
+    snapshots.take(2)
+    assert losses(parallel, [2, 3]) == whole[2:4]
+    before = pids(parallel)
+    pending = parallel.submit(parallel.prepare(batch(4, LONG_S)), update=True)
+    time.sleep(0.5)
+    os.kill(before[0], signal.SIGKILL)
+    with pytest.raises(RankFailedError, match="rank 0 .* died"):
+        pending.result()
+    assert parallel.renew() is None
+    assert snapshots.restore().step == 2
+    parallel.restore_step(2)
+    after = pids(parallel)
+    assert after[1:] == before[1:] and after[0] != before[0]
+    assert losses(parallel, range(2, 6)) == whole[2:]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
+    parallel = start(layout)
+    first = losses(parallel, [0])
+    before = pids(parallel)
+    parallel.execute(batch(7))  # its gradients are dropped with those of the next one
+    with pytest.raises(RankRaisedError, match="no memory for this batch"):
+        parallel.execute(batch(1, ERROR))
+    rest = losses(parallel, [1, 2])
+    assert pids(parallel) == before
+    parallel.shutdown()
+    assert first + rest == losses(start(layout), range(3))
