@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range
+from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, group_end
@@ -37,13 +38,14 @@ class Producer(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A stage that gets what a task's stage produces: where its copy lies, and the gradient, and of
-    which samples; without any, of all."""
+    """A stage that gets what a task's stage produces: where its copy lies, and the gradient, of
+    which samples (without any, of all), and what of ports (None: what there is)."""
 
     stage: StageId
     output: int
     gradient: int
     samples: tuple[Range, ...] = ()
+    ports: EdgePorts | None = None
 
 
 class Task(NamedTuple):
@@ -117,6 +119,7 @@ class CompiledProgram(NamedTuple):
 def compile_program(
     instructions: Sequence[Instruction], edges: Sequence[Edge], issues: Sequence[Issue] = (),
     bound: int | None = None, every: Collection[tuple[str, str]] = (),
+    ports: Mapping[Edge, EdgePorts] | None = None,
 ) -> CompiledProgram:
     """Resolve a rank's program.
 
@@ -127,9 +130,10 @@ def compile_program(
             :func:`~raymm.scheduler.program.check_program.check_program` says.
         bound: messages of an edge that may be under way, as it says, too.
         every: (producer, consumer) modules of which the second reads all samples.
+        ports: what messages have of them, of edges that carry or withhold any.
     """
     instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
-    resolver = _Resolver(instructions, edges, every)
+    resolver = _Resolver(instructions, edges, every, ports or {})
     tasks = [resolver.task(number, i) for number, i in enumerate(instructions)]
     carried: dict[Op, dict[Edge, tuple[int, ...]]] = {Op.RECV: {}, Op.SEND: {}}
     for i in instructions:
@@ -158,9 +162,9 @@ class _Resolver:
 
     def __init__(
         self, instructions: Sequence[Instruction], edges: Sequence[Edge],
-        every: Collection[tuple[str, str]],
+        every: Collection[tuple[str, str]], ports: Mapping[Edge, EdgePorts],
     ) -> None:
-        self.edges, self.every = edges, every
+        self.edges, self.every, self.ports = edges, every, ports
         # What other ranks make arrives once, and its gradient goes back once, however many stages
         # read it.
         self.arrivals = {
@@ -210,7 +214,10 @@ class _Resolver:
             if dst == i.stage and (reads := self._reads(src, dst, m)) is not None
         )
         consumers = tuple(
-            Consumer(dst, self._message(i.stage, dst, m), self._message(dst, i.stage, m), samples)
+            Consumer(
+                dst, self._message(i.stage, dst, m), self._message(dst, i.stage, m), samples,
+                self.ports.get((src, dst)),
+            )
             for src, dst in self.edges
             if src == i.stage and (samples := self._gets(src, dst, m)) is not None
         )

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,12 +20,13 @@ from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
 from raymm.actors.executor.step_state import StepState
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.message import Message, StageModule
-from raymm.actors.modules.message_samples import summed
+from raymm.actors.modules.message_samples import Tensors, summed
 from raymm.actors.modules.module_state import evaluating
 from raymm.actors.modules.precision import ComputeCopies
 from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
+from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import COMPUTE, Instruction, Op
@@ -93,6 +94,7 @@ class Executor:
         whereabouts: is told every instruction.
         observer: is shown what stages hand on and back, and the losses.
         every: (producer, consumer) modules of which the second reads all samples of a microbatch.
+        ports: what messages have of them, of edges that carry or withhold any.
     """
 
     def __init__(
@@ -113,8 +115,9 @@ class Executor:
         whereabouts: Whereabouts | None = None,
         observer: FiniteObserver | None = None,
         every: Collection[tuple[str, str]] = (),
+        ports: Mapping[Edge, EdgePorts] | None = None,
     ) -> None:
-        self._stages = stages
+        self._stages, self._ports = stages, ports
         self._edges, self._every = tuple(edges), frozenset(every)
         self._senders = senders
         self._receivers = receivers
@@ -149,7 +152,9 @@ class Executor:
                 of gradients with all others.
             bound: messages of an edge that may be under way; None for any number.
         """
-        program = compile_program(instructions, self._edges, issues, bound, self._every)
+        program = compile_program(
+            instructions, self._edges, issues, bound, self._every, self._ports
+        )
         parts = [
             self._part(group, begins)
             for group, begins in zip(program.groups, program.issues, strict=True)
@@ -324,7 +329,7 @@ def _send_sum(task: Task, send: Callable[[Message], None], step: StepState) -> N
     """The gradients that several stages have made of one output."""
     parts = [step.take(place).tensors for place in (task.message, *task.further)]
     offsets = step.meta.offsets_of(task.microbatch, task.peer.module)
-    send(Message(summed(parts, task.parts, task.samples, offsets), {}))
+    send(Message(cast(Tensors, summed(parts, task.parts, task.samples, offsets)), {}))
 
 
 def _send(place: int, send: Callable[[Message], None], step: StepState) -> None:

@@ -16,7 +16,13 @@ from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.executor.step_state import Leaves, Received, StepState
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
-from raymm.actors.modules.message_samples import cut_message, joined, summed
+from raymm.actors.modules.message_samples import (
+    cut_message,
+    joined,
+    of_all_ports,
+    summed,
+    with_ports,
+)
 from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.scheduler.graph.sample_ranges import Range
@@ -191,7 +197,8 @@ class StageActions:
         stage, microbatch = task.stage, task.microbatch
         observer, targets = self._around.observer, [c.output for c in task.consumers]
         parts = [
-            (c.output, c.samples) for c in task.consumers if c.samples != task.samples
+            (c.output, c.samples, c.ports) for c in task.consumers
+            if c.samples != task.samples or c.ports is not None
         ]
 
         def hand_on(step: StepState, output: Message) -> None:
@@ -206,9 +213,10 @@ class StageActions:
             handed = Message(tensors, output.side, output.names)
             for target in targets:
                 step.messages[target] = handed
-            for target, samples in parts:
+            for target, samples, ports in parts:
                 offsets = step.meta.offsets_of(microbatch, stage.module)
-                step.messages[target] = cut_message(handed, task.samples, samples, offsets)
+                part = cut_message(handed, task.samples, samples, offsets)
+                step.messages[target] = part if ports is None else with_ports(part, ports)
 
         return hand_on
 
@@ -216,6 +224,8 @@ class StageActions:
         sources, place = [c.gradient for c in task.consumers], task.activations
         parts = [c.samples for c in task.consumers]
         whole = all(samples == task.samples for samples in parts)
+        ports = [c.ports for c in task.consumers]
+        plain = all(carried is None for carried in ports)
         hand_back, in_two = self._hand_back(task), task.op is Op.BACKWARD_INPUT
 
         def backward(step: StepState) -> None:
@@ -224,11 +234,20 @@ class StageActions:
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
             if sources:
                 taken = [step.take(source).tensors for source in sources]
+                if not plain:
+                    taken = [
+                        own if carried is None else of_all_ports(own, output, carried)
+                        for own, carried in zip(taken, ports, strict=True)
+                    ]
                 if len(taken) == 1 and whole:
                     gradients = taken[0]
                 else:
                     offsets = step.meta.offsets_of(task.microbatch, task.stage.module)
                     gradients = summed(taken, parts, task.samples, offsets)
+                if not plain:  # what the stage has of ports that nobody reads after it
+                    pairs = zip(tensors, gradients, strict=True)
+                    pairs = [(t, g) for t, g in pairs if g is not None]
+                    tensors, gradients = tuple(t for t, _ in pairs), tuple(g for _, g in pairs)
             if output.loss is not None:
                 tensors, gradients = (*tensors, output.loss), (*gradients, None)
             flat = [leaf for own in leaves for leaf in own]

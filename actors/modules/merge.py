@@ -12,6 +12,11 @@ On a GPU the host knows the integers among the inputs, and what policies here re
 reads them with :func:`raymm.kernels.host_copies.on_host`, and moves what it makes of them there
 with :func:`raymm.kernels.host_copies.to_device`, does not wait for the device.
 
+A policy may hand the language model's layers tensors beside its sequence, whose gradients go back
+(states for cross attention, features for some layers): ``ports`` names those that it may return.
+Which layers read them is found by trying. Its ``model_arguments(side, ports)``, if it has one, is
+asked in every stage for more keyword arguments of the model, given what it has returned besides.
+
 If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a number from 1 per
 encoder, and what is returned must hold ``token_layout``
 (:mod:`raymm.actors.modules.token_layout`).

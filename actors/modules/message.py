@@ -16,6 +16,9 @@ from torch import nn
 from raymm.actors.modules.draws import Draws
 from raymm.scheduler.graph.sample_ranges import Range
 
+# The name of the hidden state beside ports.
+HIDDEN = ""
+
 
 class Message(NamedTuple):
     """One microbatch's data on one edge.
@@ -24,7 +27,8 @@ class Message(NamedTuple):
         tensors: floating-point tensors gradients may flow back through, in fixed order.
         side: named tensors without gradient that later stages need (attention mask,
             labels, position ids, input shapes), any dtype.
-        names: of ``tensors``, where who reads them knows them by names.
+        names: of ``tensors``, where who reads them knows them by names: outputs of a module, or,
+            within one, the hidden state and what else layers read of other modules (ports).
         loss: what the stage computes of the step's loss, a scalar; it stays where it is.
     """
 

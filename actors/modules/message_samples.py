@@ -1,4 +1,4 @@
-"""Messages that have something of some of a microbatch's samples only.
+"""Parts of messages: what they have of some of a microbatch's samples only, and of some ports.
 
 Samples are ascending ranges; without any, it is all that there are. In dimension 0 a tensor has the
 rows of its samples, one after another: one row of each, or as many as ``offsets`` says, by sample
@@ -14,9 +14,66 @@ import torch
 from raymm.actors.modules.message import Message
 from raymm.errors import InternalError
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
+from raymm.scheduler.plan.port_routes import EdgePorts
 
 Samples = tuple[Range, ...]
 Tensors = tuple[torch.Tensor, ...]
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+# Side tensors "shape/float32/name" hold the shape of a floating-point tensor that does not travel.
+SHAPE = "shape/"
+
+
+def shape_entry(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """What goes along instead of a tensor: a side tensor with its shape, and the name of it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{SHAPE}{dtype}/{name}", torch.tensor(tensor.shape, device="cpu")
+
+
+def with_ports(message: Message, ports: EdgePorts) -> Message:
+    """What an edge carries of all that a stage has for others.
+
+    Args:
+        message: with names, if the stage has any ports.
+        ports: of the edge.
+    """
+    kept = _carried(message, ports)
+    side = {} if ports.alone else dict(message.side)
+    for name, tensor in zip(message.names, message.tensors, strict=False):
+        if name in ports.withheld:
+            side.update([shape_entry(name, tensor)])
+    return message._replace(
+        tensors=tuple([message.tensors[n] for n in kept]), side=side,
+        names=tuple([message.names[n] for n in kept]) if message.names else (),
+    )
+
+
+def of_all_ports(gradients: Tensors, message: Message, ports: EdgePorts) -> Gradients:
+    """Gradients of what an edge carries as gradients of all that the stage has for others.
+
+    Args:
+        gradients: of what the edge carries.
+        message: all that the stage has.
+        ports: of the edge.
+
+    Returns:
+        One per tensor of ``message``; None of what the edge does not carry.
+    """
+    every: list[torch.Tensor | None] = [None] * len(message.tensors)
+    for number, gradient in zip(_carried(message, ports), gradients, strict=True):
+        every[number] = gradient
+    return tuple(every)
+
+
+def _carried(message: Message, ports: EdgePorts) -> list[int]:
+    """The numbers of the tensors that an edge carries."""
+    if not message.names:
+        return list(range(len(message.tensors)))
+    return [
+        number for number, name in enumerate(message.names)
+        if (name in ports.names if ports.alone else name not in ports.withheld)
+    ]
 
 
 def cut(tensors: Tensors, has: Samples, reads: Samples, offsets: Sequence[int] | None) -> Tensors:
@@ -51,11 +108,17 @@ def cut_message(
     """
     if has == reads:
         return message
-    side = cut(tuple(message.side.values()), has, reads, offsets)
-    return message._replace(
-        tensors=cut(message.tensors, has, reads, offsets),
-        side=dict(zip(message.side, side, strict=True)),
-    )
+    rows = sum(rows_of(part, offsets).size for part in reads)
+    side = {
+        name: _with_rows(entry, rows) if name.startswith(SHAPE)
+        else cut((entry,), has, reads, offsets)[0]
+        for name, entry in message.side.items()
+    }
+    return message._replace(tensors=cut(message.tensors, has, reads, offsets), side=side)
+
+
+def _with_rows(shape: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.tensor([rows, *shape.tolist()[1:]], device="cpu")
 
 
 def joined(parts: Sequence[Message]) -> Message:
@@ -64,17 +127,21 @@ def joined(parts: Sequence[Message]) -> Message:
     if not further:
         return first
     tensors = zip(*(part.tensors for part in parts), strict=True)
-    return first._replace(
-        tensors=tuple([torch.cat(of_name) for of_name in tensors]),
-        side={name: torch.cat([part.side[name] for part in parts]) for name in first.side},
-    )
+    side = {}
+    for name, entry in first.side.items():
+        entries = [part.side[name] for part in parts]
+        shapes = name.startswith(SHAPE)
+        rows = sum(int(shape[0]) for shape in entries) if shapes else 0
+        side[name] = _with_rows(entry, rows) if shapes else torch.cat(entries)
+    return first._replace(tensors=tuple([torch.cat(of_name) for of_name in tensors]), side=side)
 
 
 def summed(
-    parts: Sequence[Tensors], of: Sequence[Samples], samples: Samples,
+    parts: Sequence[Gradients], of: Sequence[Samples], samples: Samples,
     offsets: Sequence[int] | None,
-) -> Tensors:
-    """Tensor by tensor, the sum of gradients that are each of some of the samples; 0 where none is.
+) -> Gradients:
+    """Tensor by tensor, the sum of gradients that are each of some of the samples; 0 where none is,
+    None where nobody has one of the tensor.
 
     Args:
         parts: gradients (rows, ...).
@@ -85,18 +152,29 @@ def summed(
     if all(own == samples for own in of):
         total, *further = parts
         for others in further:
-            total = tuple([t + other for t, other in zip(total, others, strict=True)])
+            total = tuple([_sum(t, other) for t, other in zip(total, others, strict=True)])
         return total
     count = sum(rows_of(part, offsets).size for part in samples)
-    total = tuple([t.new_zeros((count, *t.shape[1:])) for t in parts[0]])
+    total = [None if t is None else t.new_zeros((count, *t.shape[1:])) for t in parts[0]]
     for tensors, own in zip(parts, of, strict=True):
         places = _places(samples, own, offsets)
-        for whole, tensor in zip(total, tensors, strict=True):
+        for number, tensor in enumerate(tensors):
+            if tensor is None:
+                continue
+            whole = total[number]
+            if whole is None:
+                whole = total[number] = tensor.new_zeros((count, *tensor.shape[1:]))
             row = 0
             for lo, hi in places:
                 whole[lo:hi] += tensor[row : row + hi - lo]
                 row += hi - lo
-    return total
+    return tuple(total)
+
+
+def _sum(first: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or other is None:
+        return other if first is None else first
+    return first + other
 
 
 def _places(has: Samples, reads: Samples, offsets: Sequence[int] | None) -> list[Range]:

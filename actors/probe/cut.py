@@ -55,13 +55,41 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
     return dict(inputs)
 
 
-def probe_language_model(source: ModuleSource) -> CutInfo:
+def probe_language_model(
+    source: ModuleSource, arguments: Callable[[nn.Module], Mapping[str, Any]] | None = None
+) -> CutInfo:
     """:class:`CutInfo` of a causal language model that is fed ``inputs_embeds``.
+
+    Args:
+        source: the model.
+        arguments: of its forward, for a small copy of it; by default embeddings only.
 
     Raises:
         ProbeError: if it has no list of blocks, or its stages differ from the whole.
     """
-    return _probe(source, _language_run)
+    if arguments is None:
+        return _probe(source, _language_run)
+    return _probe(source, lambda model: _merged_run(model, arguments))
+
+
+def _merged_run(model: nn.Module, arguments: Callable[[nn.Module], Mapping[str, Any]]) -> Run:
+    """With all that layers read, which every stage has."""
+    called_with = dict(arguments(model))
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(**called_with, use_cache=False)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise NotRunError(
+            f"{type(model).__name__} does not run on what the merge policy returns: {brief(error)}"
+        ) from error
+    ids = torch.ones(called_with["inputs_embeds"].shape[:2], dtype=torch.int64)
+
+    def run(stage: nn.Module, first: bool) -> torch.Tensor:
+        embeds = input_embeddings(stage)(ids)
+        embeds = embeds if first else torch.zeros(embeds.shape)
+        return stage(**{**called_with, "inputs_embeds": embeds}, use_cache=False).logits
+
+    return run
 
 
 def small_language_model(source: ModuleSource) -> nn.Module:

@@ -33,8 +33,8 @@ def probe_node(
         with_gradient: modules whose outputs have a gradient.
 
     Raises:
-        ProbeError: it cannot be cut; or later stages read what other modules make, of which only
-            its first stage has the gradient.
+        ProbeError: it cannot be cut; or later stages read what other modules make, and it is no
+            port.
     """
     node = spec.node
     if not cuts or node is None:
@@ -60,13 +60,14 @@ def probe_node(
         names = () if node.postprocess or node.loss else node.outputs
         probed = probe_chain(plain, cuts, example, partial(_flat_fields, names))
     producer_of = {use.keyword: use.producer for use in node.inputs}
-    for keyword in sorted(probed.travels & producer_of.keys()):
+    travels = probed.travels - {port.name for port in spec.ports}
+    for keyword in sorted(travels & producer_of.keys()):
         if producer_of[keyword] in with_gradient:
             raise ProbeError(
-                f"later stages of {spec.name!r} read {keyword!r} of {producer_of[keyword]!r}, "
-                f"and its gradient would come from the first stage only; {_ONE_STAGE}"
+                f"later stages of {spec.name!r} read {keyword!r} of {producer_of[keyword]!r}, and "
+                f"no gradient says which of its layers do; {_ONE_STAGE}"
             )
-    return replace(spec, cut=probed.cut, travels=probed.travels, lost=probed.lost)
+    return replace(spec, cut=probed.cut, travels=travels, lost=probed.lost)
 
 
 def _handed_on(spec: NodeStageSpec, inputs: dict[str, Any], output: Any) -> torch.Tensor:

@@ -189,6 +189,7 @@ class RankActor(StoredRank):
             whereabouts=self.whereabouts,
             observer=self._optimizer.observer,
             every=self._spec.every,
+            ports=self._spec.ports,
         )
 
     @property

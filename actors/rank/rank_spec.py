@@ -11,6 +11,7 @@ from raymm.actors.quota import Backend
 from raymm.actors.rank.connection_plan import ConnectionPlan
 from raymm.actors.rank.meeting_store import EVERYONE, peers
 from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import Edge, StageId
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class RankSpec:
         timeout_s: seconds any wait on another rank may take.
         nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None: twice as many.
         every: (producer, consumer) modules of which the second reads all samples.
+        ports: what messages have of them, of edges that carry or withhold any.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class RankSpec:
     timeout_s: float = 300.0
     nccl_timeout_s: float | None = None
     every: tuple[tuple[str, str], ...] = ()
+    ports: dict[Edge, EdgePorts] = field(default_factory=dict)
 
     @property
     def members(self) -> dict[int, Sequence[int]]:

@@ -24,7 +24,9 @@ from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import (
     Reads,
     from_side,
+    from_stages,
     ghosts,
+    message_of,
     shown_inputs,
     shown_output,
     to_side,
@@ -35,6 +37,7 @@ from raymm.kernels.collectives.gather_tokens import contribute_once
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.host_copies import on_host
+from raymm.scheduler.graph.module_graph import Port
 
 _ITEMS = "items/of_all"  # the side tensor with the number of items that processes share
 
@@ -53,6 +56,7 @@ class EncoderSpec:
         cut: how the module is cut.
         travels: floating-point inputs whose values stages after the first need.
         lost: fields of the module's output that its last stage alone does not have.
+        ports: inputs with a gradient that layers of later stages read.
     """
 
     name: str
@@ -65,6 +69,7 @@ class EncoderSpec:
     cut: CutInfo | None = None
     travels: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
+    ports: tuple[Port, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -230,22 +235,23 @@ class EncoderStage(StageModule):
             count = None
             if self._samples is not None:
                 inputs, count = self._own_items(inputs, self._samples)
-            side = to_side(inputs, self.spec.travels, self.spec.name) if self._cut else {}
+            ports = {p.name: inputs[p.name] for p in self.spec.ports if p.name in inputs}
+            others = {name: value for name, value in inputs.items() if name not in ports}
+            side = to_side(others, self.spec.travels, self.spec.name) if self._cut else {}
             if count is not None:
                 side[_ITEMS] = torch.tensor(count, device="cpu")
         else:
-            (message,) = received.values()
-            received_hidden, side = message.tensors[0], message.side
+            received_hidden, side, ports = self._from_stages(received)
             inputs = from_side(
                 {name: value for name, value in side.items() if name != _ITEMS},
                 received_hidden.device,
-            )
+            ) | ports
         if self._forward is not None:
             try:
                 with self._sharing or nullcontext():
                     output = self._forward(received_hidden, context, **inputs)
             except CutReached as cut:
-                return Message((cut.hidden,), side)
+                return message_of(cut.hidden, ports, side)
             if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
                 raise SharedItemsError(
                     f"{self.spec.name} returns the hidden states of all its blocks, of which "
@@ -273,6 +279,12 @@ class EncoderStage(StageModule):
         if self._samples is not None:
             hidden = self._all_items(hidden, int(on_host(side[_ITEMS])), self._samples)
         return Message((hidden,), {})
+
+    def _from_stages(
+        self, received: dict[str, Message]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Of a stage after the first: the hidden state, side tensors, ports."""
+        return from_stages(received, self.spec.name)
 
     def _whole_output(self, output: Any, context: MicrobatchContext) -> Message | None:
         """What a module hands on that is no encoder with features; None of those."""

@@ -20,6 +20,7 @@ from raymm.actors.modules.merge import (
     merged_layout,
 )
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
+from raymm.actors.modules.message_samples import SHAPE
 from raymm.actors.modules.packed_rows import pack_rows
 from raymm.actors.modules.token_layout import (
     MASKS,
@@ -39,7 +40,9 @@ from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_paramete
 from raymm.actors.sharding.sample_rows import take_rows
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
+from raymm.actors.stages.labels import Labelled
 from raymm.actors.stages.part_forward import PartForward
+from raymm.actors.stages.stage_inputs import from_side, from_stages, message_of
 from raymm.actors.weights.source import ModuleSource, Part
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
@@ -50,6 +53,7 @@ from raymm.kernels.cross_entropy import (
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.known_masks import KnownMask, no_packed_rows
 from raymm.kernels.host_copies import on_host, to_device
+from raymm.scheduler.graph.module_graph import Port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +70,7 @@ class LanguageSpec:
         mask: which mask the merged tokens get; None for the model's own (causal).
         encoders: names of all encoders; the mask counts their kinds from 1 in this order.
         packing: run a microbatch's rows as one, without padding, each a document by itself.
+        ports: of what the merge policy returns, what layers of later stages read.
     """
 
     name: str
@@ -76,19 +81,11 @@ class LanguageSpec:
     mask: MaskPolicy | None = None
     encoders: tuple[str, ...] = ()
     packing: bool = False
+    ports: tuple[Port, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return self.num_blocks
-
-
-def label_mask(labels: torch.Tensor) -> torch.Tensor:
-    """Positions whose next token is a label: (B, T) int64 -> (B, T-1) bool.
-
-    The first token of a sample is never a label: alone it has nothing before it, and
-    whether modality tokens are put before it must not change the number of labels.
-    """
-    return labels[:, 1:] != IGNORE_INDEX
 
 
 class LanguageStage(StageModule):
@@ -114,7 +111,7 @@ class LanguageStage(StageModule):
         self.last = hi == spec.num_blocks
         whole = self.first and self.last
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
-        self._labelled: _Labelled | None = None
+        self._labelled: Labelled | None = None
         if self.last:
             head = self.module.get_output_embeddings()
             if head is None:
@@ -235,12 +232,13 @@ class LanguageStage(StageModule):
             side = self._merge(inputs, received, context)
             if self._samples is not None:
                 side = take_rows(side, self._samples.rank, self._samples.size)
+            ports = self._ports(side)
             if self.spec.packing:
                 side = pack_rows(side, side.pop("token_layout"))
             embeds = side.pop("inputs_embeds")
         else:
-            (message,) = received.values()
-            side, hidden, embeds = dict(message.side), message.tensors[0], None
+            hidden, side, ports = from_stages(received, self.spec.name)
+            embeds = None
         attention: dict[str, Any] = {}
         if self._mask is not None:
             attention, side, embeds, hidden = self._attention(side, embeds, hidden, self._mask)
@@ -254,9 +252,12 @@ class LanguageStage(StageModule):
             embeds = torch.zeros(*targets.shape, width, device=device)
         kwargs = {
             name: _for_model(name, value, device)
-            for name, value in side.items() if name not in _NOT_FOR_MODEL
-        }
-        labelled = _Labelled(targets, device) if self.last else None
+            for name, value in side.items()
+            if name not in _NOT_FOR_MODEL and not name.startswith(SHAPE)
+        } | from_side({n: v for n, v in side.items() if n.startswith(SHAPE)}, device) | ports
+        if (more := getattr(self.spec.merge, "model_arguments", None)) is not None:
+            kwargs = more(kwargs)
+        labelled = Labelled(targets, device) if self.last else None
         try:
             self._labelled = labelled
             with no_packed_rows(self._mask is not None or "position_ids" not in kwargs):
@@ -264,7 +265,8 @@ class LanguageStage(StageModule):
                     hidden, context, inputs_embeds=embeds, **kwargs, **attention, use_cache=False
                 ).logits
         except CutReached as cut:
-            return Message(*self._with_room(cut.hidden, side))
+            hidden, side = self._with_room(cut.hidden, side)
+            return message_of(hidden, ports, side)
         finally:
             self._labelled = None
         assert labelled is not None  # a stage before the last is left at its cut
@@ -274,13 +276,30 @@ class LanguageStage(StageModule):
 
     def _with_room(
         self, hidden: torch.Tensor, side: dict[str, Any]
-    ) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """A message to the next stage, of a shape that is known from shapes."""
         if self._exchange is not None:
             length = int(on_host(side["length"]))
             tokens = message_tokens(length, self._exchange.size, self._pairs)
             hidden, side = resize_tokens(hidden, side, tokens)
-        return (hidden,), side
+        return hidden, side
+
+    def _ports(self, merged: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What layers of any stage read of what was merged, taken out of it.
+
+        Raises:
+            MergeError: something else has a gradient, which would not go back from later stages.
+        """
+        names = {*getattr(self.spec.merge, "ports", ()), *(port.name for port in self.spec.ports)}
+        ports = {name: merged.pop(name) for name in sorted(names) if name in merged}
+        for name, value in merged.items():
+            lost = not self.last and name != "inputs_embeds" and isinstance(value, torch.Tensor)
+            if lost and value.requires_grad:
+                raise MergeError(
+                    f"the merge policy returned {name} with a gradient, which later stages of "
+                    f"{self.spec.name!r} read; name it in the policy's ports"
+                )
+        return ports
 
     def _cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._vocabulary is None:
@@ -348,29 +367,6 @@ class LanguageStage(StageModule):
         labels = on_host(merged["labels"])
         merged["targets"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}
-
-
-class _Labelled:
-    """The positions of a microbatch that have a label.
-
-    Args:
-        targets: (B, T) int64 on the host: per token the label that it is to predict.
-        device: where the stage is.
-
-    Attributes:
-        shape: (B, T).
-        targets: (N,) int64, the labels.
-    """
-
-    def __init__(self, targets: torch.Tensor, device: torch.device) -> None:
-        self.shape, flat = targets.shape, targets.flatten()
-        rows = (flat != IGNORE_INDEX).nonzero()[:, 0]
-        self.targets = to_device(flat[rows], device)
-        self._rows = to_device(rows, device)
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, T, ...) -> (N, ...), those of the positions."""
-        return values.flatten(0, 1).index_select(0, self._rows)
 
 
 def _for_model(name: str, value: Any, device: torch.device) -> Any:

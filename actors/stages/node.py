@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.message_samples import shape_entry
 from raymm.actors.modules.node import (
     ONLY,
     NodeSpec,
@@ -22,7 +23,7 @@ from raymm.actors.modules.node import (
     outputs_of,
 )
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.kernels.host_copies import to_device
+from raymm.actors.stages.stage_inputs import from_side
 from raymm.scheduler.graph.sample_ranges import Range
 
 
@@ -85,6 +86,19 @@ class NodeStage(EncoderStage):
             message = super().run(arguments, {}, context)
             return self._ended(message, samples, arguments, context)
 
+    def _from_stages(
+        self, received: dict[str, Message]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Ports come from the modules that make them, too."""
+        hidden, side, ports = super()._from_stages(received)
+        for port in self.spec.ports:
+            message = received.get(port.producers[0], Message((), {}))
+            for name, tensor in zip(message.names, message.tensors, strict=True):
+                if name == port.output:
+                    ports[port.name] = tensor
+        have = {shape_entry(name, port)[0] for name, port in ports.items()}
+        return hidden, {n: entry for n, entry in side.items() if n not in have}, ports
+
     def _arguments(
         self, entries: dict[str, Any], received: Mapping[str, Message],
         context: MicrobatchContext,
@@ -138,7 +152,7 @@ def _by_name(message: Message, device: torch.device) -> Tensors:
     named = dict(zip(message.names, message.tensors, strict=True))
     if not message.side:
         return named
-    named |= {name: to_device(value, device) for name, value in message.side.items()}
+    named |= from_side(message.side, device)
     return dict(sorted(named.items(), key=_place))
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from raymm.actors.modules.message import HIDDEN, Message
+from raymm.actors.modules.message_samples import SHAPE, shape_entry
 from raymm.errors import InternalError
 from raymm.kernels.host_copies import on_host, to_device
 
-_GHOST = "shape/"  # side tensors "shape/float32/name" hold the shape of a floating-point input
 _PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
 
 
@@ -59,8 +60,7 @@ def to_side(
         if not isinstance(value, torch.Tensor):
             side[_PLAIN + name] = _plain(name, value, module)
         elif value.is_floating_point() and name not in travels:
-            dtype = str(value.dtype).removeprefix("torch.")
-            side[f"{_GHOST}{dtype}/{name}"] = torch.tensor(value.shape, device="cpu")
+            side.update([shape_entry(name, value)])
         else:
             side[name] = value.detach()
     return side
@@ -89,8 +89,8 @@ def from_side(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[st
     """
     inputs: dict[str, Any] = {}
     for name, value in side.items():
-        if name.startswith(_GHOST):
-            dtype, _, name = name.removeprefix(_GHOST).partition("/")
+        if name.startswith(SHAPE):
+            dtype, _, name = name.removeprefix(SHAPE).partition("/")
             zero = torch.zeros((), dtype=getattr(torch, dtype), device=device)
             inputs[name] = zero.expand(on_host(value).tolist())
         elif name.startswith(_PLAIN):
@@ -100,11 +100,52 @@ def from_side(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[st
     return inputs
 
 
+def message_of(
+    hidden: torch.Tensor, ports: Mapping[str, torch.Tensor], side: dict[str, torch.Tensor]
+) -> Message:
+    """What a stage hands to later stages of its module.
+
+    Args:
+        hidden: the hidden state.
+        ports: inputs with a gradient that layers of later stages read.
+        side: what has none.
+    """
+    if not ports:
+        return Message((hidden,), side)
+    return Message((hidden, *ports.values()), side, (HIDDEN, *ports))
+
+
+def from_stages(
+    received: Mapping[str, Message], module: str
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a stage has of earlier stages of its module: the hidden state, side tensors, ports.
+
+    Args:
+        received: messages by producer.
+        module: the stage's.
+    """
+    hidden: torch.Tensor | None = None
+    side: dict[str, torch.Tensor] = {}
+    ports: dict[str, torch.Tensor] = {}
+    for producer, message in received.items():
+        if producer != module and producer.partition(".")[0] != module:
+            continue
+        named = dict(zip(message.names or (HIDDEN,), message.tensors, strict=True))
+        if HIDDEN in named:
+            hidden, side = named.pop(HIDDEN), message.side
+        ports.update(named)
+    assert hidden is not None  # of the stage before
+    return hidden, {n: entry for n, entry in side.items() if _shape_of(n) not in ports}, ports
+
+
+def _shape_of(name: str) -> str | None:
+    """Of which tensor a side tensor is the shape."""
+    return name.removeprefix(SHAPE).partition("/")[2] if name.startswith(SHAPE) else None
+
+
 def ghosts(side: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Inputs of which a stage has the shape only."""
-    return frozenset(
-        name.removeprefix(_GHOST).partition("/")[2] for name in side if name.startswith(_GHOST)
-    )
+    return frozenset(name for entry in side if (name := _shape_of(entry)) is not None)
 
 
 class Reads:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.merge import IGNORE_INDEX, MergeError
-from raymm.actors.stages.language import label_mask
+from raymm.actors.stages.labels import label_mask
 from raymm.batch.length_trial import LengthTrial
 from raymm.batch.merge_trial import MergeTrial
 from raymm.data.loading.builder import SampleCheck

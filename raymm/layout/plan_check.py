@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raymm.actors.quota import Multiprocessors, QuotaError, partition
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan, PlanError
@@ -67,6 +69,8 @@ def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:
             )
     if not texts and set(planned.edges) != set(model.edges):
         texts.append(f"the plan's edges are {planned.edges}, the model's {model.edges}")
-    if not texts and planned != model:
+    if not texts and model.ports and planned.ports != model.ports:
+        texts.append(f"layers read {planned.ports} in the plan, {model.ports} in the model")
+    if not texts and replace(planned, ports=()) != replace(model, ports=()):
         texts.append("modules or edges are in another order")
     return texts

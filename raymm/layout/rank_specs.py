@@ -18,6 +18,7 @@ from raymm.layout.stage_builders import (
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.port_routes import sent_ports
 from raymm.scheduler.plan.process_grid import Process, Processes
 from raymm.scheduler.plan.stage import Edge
 
@@ -64,6 +65,7 @@ def rank_specs(
         len(processes.all), [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges],
         processes.groups, reduction_groups(ownership),
     )  # fmt: skip
+    ports = sent_ports(plan.edge_ports, lambda stage: plan.by_id[stage].rank)
     edges: list[dict[Edge, None]] = [{} for _ in range(plan.num_ranks)]
     for edge in plan.stage_edges:
         for stage in edge:
@@ -75,6 +77,7 @@ def rank_specs(
             builders={s.id: builders.build[s.id] for s in plan.rank_stages(process.rank)},
             edges=tuple(edges[process.rank]),
             every=plan.graph.every,
+            ports={edge: ports[edge] for edge in edges[process.rank] if edge in ports},
             connections=connections[number],
             process_groups=_process_groups(processes, process),
             shard_specs=builders.shard_specs,

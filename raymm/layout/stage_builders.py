@@ -38,6 +38,7 @@ from raymm.actors.weights.source import LiveSource, set_mode
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.ports import merged_arguments
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import StageId
@@ -108,10 +109,12 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         is_cut = first.layers[1] < node.num_blocks
         kind = module_kind(node.name)
         if kind is ModuleKind.LANGUAGE_MODEL:
-            spec: Any = model.language_spec()
+            ports = plan.graph.ports_of(node.name)
+            spec: Any = replace(model.language_spec(), ports=ports)
             example = None
             if is_cut:
-                spec = replace(spec, cut=probe_language_model(spec.source))
+                arguments = partial(merged_arguments, spec) if spec.ports else None
+                spec = replace(spec, cut=probe_language_model(spec.source, arguments))
             names, build = language_stage_parameters, _build_language
         else:
             spec = model.encoder_spec(node.name)
@@ -150,6 +153,7 @@ def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
                     f"{what} of {node.name!r} is {degree}; accepted of a module of a graph: 1"
                 )
         spec, example = dag.stage_spec(node.name), dag.nodes[node.name].modality.example_inputs
+        spec = replace(spec, ports=plan.graph.ports_of(node.name))
         spec = probe_node(spec, _cuts(plan, node), example, plan.graph.backward)
         builders.shard_specs[node.name] = ShardSpec()
         builders.add(plan, node.name, spec, encoder_stage_parameters, _build_node)

@@ -15,8 +15,8 @@ the like. Samples are in dimension 0 of everything that modules hand to each oth
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import cast
 
@@ -29,6 +29,7 @@ from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import LiveSource
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.modality_module import ModelError
+from raymm.model.ports import node_ports
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.sample_ranges import Range
 
@@ -108,6 +109,24 @@ class ModuleDag(nn.Module):
             )
             for name in self.graph.topological
         }
+
+    def graph_with_ports(self, cut: Collection[str]) -> ModuleGraph:
+        """The graph with what layers of some modules read of others.
+
+        Args:
+            cut: modules that are to be several stages.
+
+        Raises:
+            ProbeError: one does not run on its example inputs.
+        """
+        ports = [
+            port for name in cut
+            for port in node_ports(
+                self.stage_spec(name), self._handed_on, self.graph.backward,
+                self.nodes[name].modality.example_inputs,
+            )
+        ]
+        return replace(self.graph, ports=tuple(ports))
 
     def materialize(self) -> ModuleDag:
         """Load all weights into this process (``forward`` does it when needed)."""

@@ -20,12 +20,14 @@ from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.probe.attention import probe_mask, probe_shared_tokens
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
+from raymm.actors.stages.labels import label_mask
+from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.source import LiveSource, ModuleSource
 from raymm.kernels.mask.spans import MAX_KIND
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule, ModelError, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
+from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, trainable_blocks
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
@@ -96,6 +98,11 @@ class MultimodalModule(nn.Module):
                     f"a mask tells at most {MAX_KIND} encoders apart, got {len(self.encoder_names)}"
                 )
             probe_mask(llm_source)
+        if packing and (ports := getattr(self.merge, "ports", ())):
+            raise ModelError(
+                f"packing is True, and the merge policy hands layers {', '.join(ports)} of each "
+                "sample; accepted: False"
+            )
         if packing:
             probe_shared_tokens(llm_source, self.mask is not None, "have its samples packed")
         width = _embedding_width(llm_source)
@@ -299,6 +306,7 @@ def module_graph(model: MultimodalModule) -> ModuleGraph:
     language = model.language_spec()
     flags = trainable_blocks(language.source.skeleton(), language.num_blocks)
     nodes.append(ModuleNode(LANGUAGE_MODEL, flags))
-    return ModuleGraph(tuple(nodes), tuple((n, LANGUAGE_MODEL) for n in model.encoder_names))
+    edges = tuple((n, LANGUAGE_MODEL) for n in model.encoder_names)
+    return ModuleGraph(tuple(nodes), edges, (), language_ports(language))
 
 

@@ -234,7 +234,9 @@ def dag_plan(
         raise PlanError(f"specs name {unknown}; the graph's modules are {', '.join(dag.nodes)}")
     checked = MultimodalParallelSpec(layouts, ParallelSpec(), num_microbatches, schedule, recompute)
     every = {name: layouts.get(name, ParallelSpec()) for name in dag.nodes}
-    return plan_of(dag.graph, every, checked.num_microbatches, schedule, recompute)
+    cut = [name for name, spec in every.items() if spec.stages > 1]
+    plan = plan_of(dag.graph, every, checked.num_microbatches, schedule, recompute)
+    return replace(plan, graph=dag.graph_with_ports(cut)) if cut else plan
 
 
 def plan_of(

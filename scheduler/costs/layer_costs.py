@@ -188,6 +188,7 @@ class CostProfile:
         versions: versions of the packages it was measured with.
         links: what the processes of a rank and the replicas of a module talk over; if None,
             that takes no time.
+        ports: by consumer and name, bytes of the ports that layers of a module read.
     """
 
     modules: Mapping[str, tuple[LayerCost, ...]]
@@ -197,6 +198,7 @@ class CostProfile:
     tokens: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     links: Links | None = None
+    ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
@@ -206,6 +208,10 @@ class CostProfile:
     def element_bytes(self) -> int:
         """Bytes of an element of the compute dtype."""
         return 2 if self.dtype == "bf16" else 4
+
+    def port_bytes(self, consumer: str, name: str) -> int:
+        """Bytes of a port; 0 if they are not known."""
+        return self.ports.get(consumer, {}).get(name, 0)
 
     def state_share(self, trainable: bool, moments_shared_by: int = 1) -> float:
         """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained

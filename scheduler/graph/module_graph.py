@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from raymm.scheduler.graph.strict_json import MultiplexError
 
@@ -37,6 +38,27 @@ class ModuleNode:
         return self.num_layers - int(self.projector)
 
 
+class Port(NamedTuple):
+    """A tensor with a gradient that layers of a module read beside what the layer before hands
+    them: states that cross attention reads, features for several layers.
+
+    Attributes:
+        consumer: whose layers read it.
+        name: keyword argument of its forward.
+        layers: those that read it, in ascending order; what is around the blocks counts with the
+            block before it.
+        producers: modules that it is made of; a microbatch that has none of them has no such port.
+        output: what its only producer calls it; None: the consumer's first stage makes it of what
+            its producers hand on, as a merge policy does.
+    """
+
+    consumer: str
+    name: str
+    layers: tuple[int, ...]
+    producers: tuple[str, ...]
+    output: str | None = None
+
+
 @dataclass(frozen=True)
 class ModuleGraph:
     """A DAG of modules. No edge exists that the data does not have (no false dependency between
@@ -47,16 +69,19 @@ class ModuleGraph:
         edges: (producer, consumer) pairs of module names.
         every: edges whose consumer reads the samples of the whole microbatch (what contrastive
             losses compare with), not only those that it works on itself.
+        ports: what layers read of an edge, where a module may be cut between them. What is no port
+            is read by a module's first stage.
 
     Raises:
-        MultiplexError: duplicate or unknown names, a duplicate edge, a cycle, or a module that
-            nothing reads and that computes no loss. Where no module is said to compute one, the
-            only one that nothing reads does.
+        MultiplexError: duplicate or unknown names, a duplicate edge, a port without an edge, a
+            cycle, or a module that nothing reads and that computes no loss. Where no module is said
+            to compute one, the only one that nothing reads does.
     """
 
     nodes: tuple[ModuleNode, ...]
     edges: tuple[tuple[str, str], ...]
     every: tuple[tuple[str, str], ...] = ()
+    ports: tuple[Port, ...] = ()
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
@@ -71,6 +96,8 @@ class ModuleGraph:
         for edge in self.every:
             if edge not in self.edges:
                 raise MultiplexError(f"every has {edge}; accepted: edges, {self.edges}")
+        for port in self.ports:
+            self._check_port(port)
         if len(self.topological) != len(names):
             circle = sorted(set(names) - set(self.topological))
             raise MultiplexError(f"the module graph has a cycle: modules {circle}")
@@ -85,6 +112,19 @@ class ModuleGraph:
                 raise MultiplexError(
                     f"nothing reads module {name!r}; accepted: modules that a loss depends on"
                 )
+
+    def _check_port(self, port: Port) -> None:
+        edges = {(producer, port.consumer) for producer in port.producers}
+        several = port.output is not None and len(edges) > 1
+        if not edges or several or not edges <= set(self.edges):
+            raise MultiplexError(f"port {port} is of no edge; edges are {self.edges}")
+        layers = self.node(port.consumer).num_layers
+        ascending = tuple(sorted({n for n in port.layers if 0 <= n < layers}))
+        if not ascending or port.layers != ascending:
+            raise MultiplexError(
+                f"layers of port {port.name!r} are {port.layers}; accepted: layers of "
+                f"{port.consumer!r} in ascending order, 0 to {layers - 1}"
+            )
 
     def node(self, name: str) -> ModuleNode:
         """A module by its name.
@@ -104,6 +144,10 @@ class ModuleGraph:
     def consumers(self, name: str) -> tuple[str, ...]:
         """Modules that read one."""
         return self._consumers[name]
+
+    def ports_of(self, consumer: str) -> tuple[Port, ...]:
+        """What layers of a module read."""
+        return tuple(port for port in self.ports if port.consumer == consumer)
 
     @property
     def sink(self) -> str:

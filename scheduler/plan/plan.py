@@ -17,9 +17,10 @@ from raymm.scheduler.plan.layer_options import check_layer_options
 from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.policy import Policy, check_policy
+from raymm.scheduler.plan.port_routes import EdgePorts, edge_ports
 from raymm.scheduler.plan.rank_quotas import SLOTS, check_quotas, check_slots, quota_sets
 from raymm.scheduler.plan.stage import SHARDINGS, SPLITS, Degrees, Edge, Stage, StageId
-from raymm.scheduler.plan.stage_edges import SAMPLES, stage_edges
+from raymm.scheduler.plan.stage_edges import SAMPLES
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
@@ -291,9 +292,13 @@ class Plan:
 
     @cached_property
     def stage_edges(self) -> tuple[Edge, ...]:
-        """Directed data edges between stages, within modules and between them
-        (:mod:`raymm.scheduler.plan.stage_edges`)."""
-        return stage_edges(self.graph, self._replicas)
+        """Directed data edges between stages, within modules and between them."""
+        return tuple(self.edge_ports)
+
+    @cached_property
+    def edge_ports(self) -> Mapping[Edge, EdgePorts]:
+        """What they carry of ports."""
+        return edge_ports(self.graph, self._replicas, self.profile, self.rank_processes)
 
     @cached_property
     def splits_samples(self) -> bool:
@@ -311,7 +316,6 @@ class Plan:
         return self._joined(self.stage_edges)
 
     def _joined(self, edges: Iterable[Edge]) -> Mapping[StageId, tuple[StageId, ...]]:
-        """Per stage, the second ends of the edges that it is the first of."""
         ends: dict[StageId, list[StageId]] = {stage.id: [] for stage in self.stages}
         for first, second in edges:
             ends[first].append(second)
@@ -322,7 +326,7 @@ class Plan:
         """Stages on the longest path from a stage to the loss, itself included."""
         depth: dict[StageId, int] = {}
         for stage in reversed(self.topological_stages):
-            after = [depth[dst] for dst in self.stage_consumers[stage.id]]
+            after = map(depth.__getitem__, self.stage_consumers[stage.id])
             depth[stage.id] = 1 + max(after, default=0)
         return depth
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode, Port
 from raymm.scheduler.plan.plan_error import PlanError
 from raymm.scheduler.plan.policy import Policy
 from raymm.scheduler.plan.stage import Stage
@@ -17,16 +17,29 @@ from raymm.scheduler.plan.stage import Stage
 
 def graph_of(data: Mapping[str, Any]) -> ModuleGraph:
     """The module graph."""
-    only(data, "graph", ("nodes", "edges", "every"))
+    only(data, "graph", ("nodes", "edges", "every", "ports"))
     nodes = tuple(node_of(node) for node in data["nodes"])
     edges, every = (tuple(map(tuple, pairs)) for pairs in (data["edges"], data.get("every", ())))
     for edge in (*edges, *every):
         if [type(end) for end in edge] != [str, str]:
             raise PlanError(f"edge is {list(edge)}; it must be [producer, consumer]")
+    ports = tuple(port_of(port) for port in data.get("ports", ()))
     try:
-        return ModuleGraph(nodes, edges, every)
+        return ModuleGraph(nodes, edges, every, ports)
     except ValueError as error:
         raise PlanError(f"graph: {error}") from None
+
+
+def port_of(data: Any) -> Port:
+    """What layers of a module read of others."""
+    consumer, name, layers, producers, output = data
+    port = Port(consumer, name, tuple(layers), tuple(producers), output)
+    texts = (consumer, name, *port.producers, *([] if output is None else [output]))
+    if any(type(text) is not str for text in texts) or any(type(n) is not int for n in port.layers):
+        raise PlanError(
+            f"port is {list(data)}; it must be [consumer, name, layers, producers, output or null]"
+        )
+    return port
 
 
 def node_of(data: Mapping[str, Any]) -> ModuleNode:

@@ -30,13 +30,19 @@ def stage_edges(
         firsts = [replica[-1] for replica in replicas[producer]]
         seconds = [replica[0] for replica in replicas[consumer]]
         every = (producer, consumer) in graph.every
-        edges += [(a.id, b.id) for a, b in _joined(firsts, seconds, every)]
+        edges += [(a.id, b.id) for a, b in joined(firsts, seconds, every)]
     return tuple(edges)
 
 
-def _joined(
-    producers: Sequence[Stage], consumers: Sequence[Stage], every: bool
+def joined(
+    producers: Sequence[Stage], consumers: Sequence[Stage], every: bool = False
 ) -> list[tuple[Stage, Stage]]:
+    """Of stages of all replicas of two modules those that some samples may go through both of.
+
+    Args:
+        producers, consumers: one stage of each replica.
+        every: each consumer reads all samples.
+    """
     splits = producers[0].split, consumers[0].split
     if SAMPLES not in splits:
         # Microbatch m goes through replica m % p of the one and m % c of the other.

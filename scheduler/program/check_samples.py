@@ -189,12 +189,7 @@ class _Rank:
 
 def _sources(plan: Plan, stage: Stage) -> list[tuple[str, int]]:
     """Modules, and places in them, whose stages a stage reads."""
-    if stage.index:
-        return [(stage.module, stage.index - 1)]
-    return [
-        (producer, len(plan.replicas(producer)[0]) - 1)
-        for producer in plan.graph.producers(stage.module)
-    ]
+    return list(dict.fromkeys((p.module, p.index) for p in plan.stage_producers[stage.id]))
 
 
 def _tiles(ranges: Sequence[Range], whole: Range) -> bool:

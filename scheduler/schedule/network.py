@@ -10,7 +10,7 @@ from raymm.scheduler.costs.devices import Link, Links
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.schedule.process_costs import gather_seconds
-from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
+from raymm.scheduler.schedule.stage_costs import StageCost, edge_bytes, stage_costs
 
 
 class Transfer(NamedTuple):
@@ -58,6 +58,7 @@ def edge_transfers(
         frozenset(map(links.node, plan.rank_processes(rank))) for rank in range(plan.num_ranks)
     ]
     transfers = {}
+    sent = edge_bytes(plan, sizes)
     for src, dst in plan.stage_edges:
         producer, consumer = plan.by_id[src], plan.by_id[dst]
         if producer.rank == consumer.rank:
@@ -65,7 +66,7 @@ def edge_transfers(
         for edge, ends in (
             ((src, dst), (producer, consumer)), ((dst, src), (consumer, producer)),
         ):
-            transfers[edge] = _transfer(plan, *ends, sizes[src].output_bytes, links, nodes)
+            transfers[edge] = _transfer(plan, *ends, sent[src, dst], links, nodes)
     return transfers
 
 

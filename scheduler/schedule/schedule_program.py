@@ -144,6 +144,7 @@ class _Surroundings:
         return [
             c for c in self.plan.stage_consumers[producer]
             if c in uses.stages and self.plan.by_id[c].rank == rank
+            and uses.carries(self.plan.edge_ports[producer, c])
             and (not self._splits or carried_samples(self.plan, producer, [c], size))
         ]
 

@@ -25,7 +25,8 @@ from raymm.scheduler.costs.layer_costs import (
 )
 from raymm.scheduler.costs.recomputation import KEEP, LayerOption, working_excess
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.port_routes import message_bytes as sent_bytes
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.process_costs import (
     all_reduce_seconds,
@@ -105,6 +106,19 @@ def stage_costs(plan: Plan, profile: CostProfile | None = None) -> Mapping[Stage
     return plan.derived[StageCost]
 
 
+def edge_bytes(plan: Plan, sizes: Mapping[StageId, StageCost]) -> dict[Edge, int]:
+    """What a message of each data edge has, all processes together; a gradient has as much.
+
+    Args:
+        plan: with the bytes of its ports, if it has any.
+        sizes: of every stage.
+    """
+    return {
+        edge: sent_bytes(plan.graph, edge, ports, sizes[edge[0]].output_bytes, plan.profile)
+        for edge, ports in plan.edge_ports.items()
+    }
+
+
 def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
     profile.check(plan.graph)
     before = trainable_before(plan.graph)
@@ -128,16 +142,18 @@ def _stage_cost(
 ) -> StageCost:
     lo, hi = stage.layers
     node = plan.graph.node(stage.module)
+    shares = stage.cp * stage.fsdp
+    ports_in, ports_out = _port_bytes(plan, stage, profile)
     layers = process_layers(profile, node, stage.degrees, *links)[lo:hi]
     trainable = node.trainable[lo:hi]
     earlier = before[lo:hi]
     if lo > 0:
-        received = profile.modules[stage.module][lo - 1].output_bytes // (stage.cp * stage.fsdp)
+        received = (profile.modules[stage.module][lo - 1].output_bytes + ports_in) // shares
     else:  # whole: a process picks its tokens after the merge
         received = sum(
             profile.modules[producer][-1].output_bytes
             for producer in plan.graph.producers(stage.module)
-        )
+        ) + ports_in
     forward = sum(c.forward for c in layers)
     kept = _kept(stage, layers, [t or b for t, b in zip(trainable, earlier, strict=True)])
     backward_input = sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b)
@@ -168,7 +184,7 @@ def _stage_cost(
         steps = max(1, plan.num_microbatches // len(plan.replicas(stage.module)))
         backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / steps
     remote_producers, remote_consumers = _remote(plan, stage)
-    handed = layers[-1].output_bytes // (stage.cp * stage.fsdp) if _hands_on(plan, stage) else 0
+    handed = (layers[-1].output_bytes + ports_out) // shares if _hands_on(plan, stage) else 0
     saved = handed if kept else 0
     steps = plan.num_microbatches // len(plan.replicas(stage.module)) or 1
     return StageCost(
@@ -190,6 +206,18 @@ def _stage_cost(
         )),
         update_bytes=_update_bytes(plan, stage, trained_sizes),
     )
+
+
+def _port_bytes(plan: Plan, stage: Stage, profile: CostProfile) -> tuple[int, int]:
+    """Of a stage, bytes of ports that it gets and hands on, beside a hidden state or a module's
+    outputs."""
+    def total(edges: list[Edge]) -> int:
+        return sum(sent_bytes(plan.graph, e, plan.edge_ports[e], 0, profile) for e in edges)
+
+    if not plan.graph.ports:
+        return 0, 0
+    producers, consumers = plan.stage_producers[stage.id], plan.stage_consumers[stage.id]
+    return total([(p, stage.id) for p in producers]), total([(stage.id, c) for c in consumers])
 
 
 def _hands_on(plan: Plan, stage: Stage) -> bool:

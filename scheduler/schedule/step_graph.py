@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import Stage, StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
 from raymm.scheduler.program.stage_samples import stage_samples
@@ -24,6 +25,10 @@ class ActiveStages:
     stages: frozenset[StageId]
     needs_backward: frozenset[StageId]
     needs_input_grad: frozenset[StageId]
+
+    def carries(self, ports: EdgePorts) -> bool:
+        """Whether an edge has a message: one for ports alone has none without what they are of."""
+        return not ports.alone or any(stage.module in ports.producers for stage in self.stages)
 
 
 def active_stages(

@@ -1,0 +1,82 @@
+"""The probe of ports: which layers read what a module is given beside their hidden state.
+
+The whole module runs on the meta device, without values, and every block is given a hidden state
+that depends on nothing: what a gradient of its result still comes to, it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.error import ProbeError
+from raymm.errors import USER_CODE_RAISES
+
+
+def reading_layers(
+    module: nn.Module, run: Callable[[nn.Module], Any], ports: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, ...]]:
+    """By port, the blocks that read it; empty if none does. What comes before the blocks counts
+    with the first, what comes after one with it.
+
+    Args:
+        module: on the meta device; comes back as it was.
+        run: calls it.
+        ports: what ``run`` hands it, leaves that require grad.
+
+    Raises:
+        ProbeError: it does not run there.
+    """
+    blocks = find_blocks(module)
+    listed = [] if blocks is None else list(block_list(module, blocks))
+    results_of: dict[int, list[torch.Tensor]] = {}
+    at = 0
+
+    def enter(number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal at
+        name = hidden_name(block)
+        hidden = args[0] if args else kwargs[name]
+        results_of.setdefault(at, []).append(hidden)
+        at = number
+        fresh = hidden.detach().requires_grad_()
+        return ((fresh, *args[1:]), kwargs) if args else (args, {**kwargs, name: fresh})
+
+    hooks = [
+        block.register_forward_pre_hook(
+            lambda block, args, kwargs, number=number: enter(number, block, args, kwargs),
+            with_kwargs=True,
+        )
+        for number, block in enumerate(listed)
+    ]
+    try:
+        with torch.enable_grad():
+            output = run(module)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise ProbeError(
+            f"{type(module).__name__} does not run with {', '.join(ports)}, which its layers are "
+            f"to read: {brief(error)}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    results_of.setdefault(at, []).extend(
+        leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)
+    )
+    read: dict[str, list[int]] = {name: [] for name in ports}
+    for number, tensors in sorted(results_of.items()):
+        sums = [tensor.sum() for tensor in tensors if tensor.requires_grad]
+        if not sums:
+            continue
+        gradients = torch.autograd.grad(
+            sums, list(ports.values()), retain_graph=True, allow_unused=True
+        )
+        for name, gradient in zip(ports, gradients, strict=True):
+            if gradient is not None:
+                read[name].append(number)
+    return {name: tuple(numbers) for name, numbers in read.items()}

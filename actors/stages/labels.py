@@ -1,0 +1,40 @@
+"""Which tokens of a microbatch have a label."""
+
+from __future__ import annotations
+
+import torch
+
+from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.kernels.host_copies import to_device
+
+
+def label_mask(labels: torch.Tensor) -> torch.Tensor:
+    """Positions whose next token is a label: (B, T) int64 -> (B, T-1) bool.
+
+    The first token of a sample is never a label: alone it has nothing before it, and
+    whether modality tokens are put before it must not change the number of labels.
+    """
+    return labels[:, 1:] != IGNORE_INDEX
+
+
+class Labelled:
+    """The positions of a microbatch that have a label.
+
+    Args:
+        targets: (B, T) int64 on the host: per token the label that it is to predict.
+        device: where the stage is.
+
+    Attributes:
+        shape: (B, T).
+        targets: (N,) int64, the labels.
+    """
+
+    def __init__(self, targets: torch.Tensor, device: torch.device) -> None:
+        self.shape, flat = targets.shape, targets.flatten()
+        rows = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        self.targets = to_device(flat[rows], device)
+        self._rows = to_device(rows, device)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, T, ...) -> (N, ...), those of the positions."""
+        return values.flatten(0, 1).index_select(0, self._rows)

@@ -1,0 +1,143 @@
+"""Ports of a model's graph: what layers read of other modules beside their hidden state, found by
+trying the module on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.blocks import input_embeddings
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.node import ONLY
+from raymm.actors.probe.callbacks import chain_example
+from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.probe.ports import reading_layers
+from raymm.actors.stages.language import LanguageSpec
+from raymm.actors.stages.node import NodeStageSpec
+from raymm.actors.weights.source import on_meta
+from raymm.errors import USER_CODE_RAISES
+from raymm.scheduler.graph.module_graph import Port
+
+_ROWS, _TOKENS, _ITEM_TOKENS = 2, 8, 3
+_NOT_FOR_MODEL = ("labels", "input_ids", "sample_index", "encoder_kinds", "token_layout")
+
+
+def language_ports(spec: LanguageSpec) -> tuple[Port, ...]:
+    """Of what a merge policy may hand to layers, which read it.
+
+    Args:
+        spec: the language model, with its merge policy and encoders.
+
+    Raises:
+        ProbeError: the policy fails on a small example, or the model does not run with what it
+            returns; or no layer reads it.
+    """
+    names: tuple[str, ...] = getattr(spec.merge, "ports", ())
+    if not names or not spec.encoders:
+        return ()
+    model = on_meta(spec.source.skeleton()).to("meta").eval()
+    arguments = merged_arguments(spec, model)
+    ports = {
+        name: arguments.pop(name).detach().to("meta").requires_grad_()
+        for name in names if name in arguments
+    }
+    read = reading_layers(model, partial(_run, {**_on(arguments, "meta"), **ports}), ports)
+    if unread := [name for name, layers in read.items() if not layers]:
+        raise ProbeError(f"no layer of {type(model).__name__} reads {', '.join(unread)}")
+    return tuple(
+        Port(spec.name, name, layers, spec.encoders) for name, layers in read.items()
+    )
+
+
+def _run(arguments: Mapping[str, Any], model: nn.Module) -> Any:
+    return model(**arguments, use_cache=False).logits
+
+
+def _on(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def merged_arguments(spec: LanguageSpec, model: nn.Module) -> dict[str, Any]:
+    """What a model is called with for a small batch in which every row has an item of each encoder.
+
+    Args:
+        spec: the language model, with its merge policy and encoders.
+        model: a copy of it, whose widths count.
+
+    Raises:
+        ProbeError: the policy fails on it.
+    """
+    width = input_embeddings(model).weight.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.arange(_ROWS)
+    inputs = {
+        "inputs_embeds": torch.randn(_ROWS, _TOKENS, width, generator=generator),
+        "input_ids": torch.ones(_ROWS, _TOKENS, dtype=torch.int64),
+        "labels": torch.full((_ROWS, _TOKENS), -100),
+        "attention_mask": torch.ones(_ROWS, _TOKENS, dtype=torch.int64),
+        "sample_index": {name: rows for name in spec.encoders},
+    }
+    features = {
+        name: torch.randn(_ROWS, _ITEM_TOKENS, width, generator=generator)
+        for name in spec.encoders
+    }
+    try:
+        merged = dict(spec.merge(features, inputs))
+    except USER_CODE_RAISES as error:  # whatever a policy may raise
+        raise ProbeError(
+            f"the merge policy fails on {_ROWS} rows of {_TOKENS} tokens, with one item of "
+            f"{_ITEM_TOKENS} tokens each: {brief(error)}"
+        ) from error
+    arguments = {k: v for k, v in merged.items() if k not in _NOT_FOR_MODEL and v is not None}
+    arguments.pop("attention_mask", None)  # all tokens are real
+    more = getattr(spec.merge, "model_arguments", None)
+    return arguments if more is None else more(arguments)
+
+
+def node_ports(
+    spec: NodeStageSpec, outputs: Mapping[str, tuple[str, ...]], with_gradient: Collection[str],
+    example: Mapping[str, Any] | None,
+) -> tuple[Port, ...]:
+    """Of what a module of a graph reads of others, what layers after its first one read.
+
+    Args:
+        spec: of the module.
+        outputs: by module, the names of what it hands on; none if it is all that it returns.
+        with_gradient: modules whose outputs have a gradient.
+        example: its keyword arguments; guessed if None.
+
+    Raises:
+        ProbeError: it does not run on them.
+    """
+    node = spec.node
+    uses = [
+        use for use in (() if node is None else node.inputs)
+        if use.producer in with_gradient and not use.every
+    ]
+    if not uses or spec.preprocess is not None:
+        return ()
+    arguments = of_one_that_runs(spec.source, lambda model: chain_example(spec, model, example))
+    arguments = _on(arguments, "meta")
+    ports = {
+        use.keyword: value.detach().requires_grad_() for use in uses
+        if isinstance(value := arguments.get(use.keyword), torch.Tensor)
+        and value.is_floating_point()
+    }
+    model = on_meta(spec.source.skeleton()).to("meta").eval()
+    read = reading_layers(model, lambda module: module(**{**arguments, **ports}), ports)
+    ports_read = []
+    for use in uses:
+        layers = read.get(use.keyword, ())
+        handed = outputs[use.producer]
+        name = use.output or (handed[0] if len(handed) == 1 else ONLY)
+        if layers and layers != (0,):
+            ports_read.append(Port(spec.name, use.keyword, layers, (use.producer,), name))
+    return tuple(ports_read)

@@ -1,0 +1,197 @@
+"""Ports: which edge carries what layers of a module read beside their hidden state.
+
+Of a port, every stage with a layer that reads it gets one copy, from whoever has it and is nearest:
+who makes it, or an earlier stage that reads it too. So as few bytes travel as can; of sources that
+are equally near the last one is taken, which is mostly the stage before, whose message comes
+anyway. Gradients go back the same ways, and are summed wherever they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.graph.module_graph import ModuleGraph, Port
+from raymm.scheduler.plan.stage import Edge, Stage, StageId
+from raymm.scheduler.plan.stage_edges import joined, stage_edges
+
+Replicas = Mapping[str, Sequence[Sequence[Stage]]]
+Seconds = Callable[[Stage, Stage, Port, bool], float]
+"""``seconds(sender, receiver, port, alone)``: of a port on its way from rank to rank; ``alone`` if
+it has a message of its own."""
+
+
+@dataclass(frozen=True)
+class EdgePorts:
+    """What of ports a message of an edge has, by the names that its sender has for them.
+
+    Attributes:
+        names: ports that it carries.
+        withheld: of what it would carry, ports that nobody there reads; their shapes go along.
+        alone: it carries nothing else, and only if the microbatch has one of ``producers``.
+        producers: modules.
+    """
+
+    names: tuple[str, ...] = ()
+    withheld: tuple[str, ...] = ()
+    alone: bool = False
+    producers: tuple[str, ...] = ()
+
+    def __or__(self, other: EdgePorts) -> EdgePorts:
+        """What a message has that is for both."""
+        alone = self.alone and other.alone
+        names = tuple(dict.fromkeys(self.names + other.names))
+        kept = [set(ports.withheld) for ports in (self, other) if not ports.alone]
+        withheld = set.intersection(*kept) - set(names) if kept else ()
+        return EdgePorts(
+            names, tuple(sorted(withheld)), alone,
+            tuple(dict.fromkeys(self.producers + other.producers)) if alone else (),
+        )
+
+
+PLAIN = EdgePorts()
+
+
+def edge_ports(
+    graph: ModuleGraph, replicas: Replicas, profile: CostProfile | None = None,
+    processes: Callable[[int], Iterable[int]] = lambda rank: (rank,),
+) -> dict[Edge, EdgePorts]:
+    """All data edges between stages, with what they carry of ports.
+
+    Args:
+        graph: the modules.
+        replicas: by module, its stages per replica.
+        profile: with bytes of ports and links; without, all links are alike.
+        processes: of a rank.
+    """
+    seconds = _seconds(profile, processes)
+    edges = dict.fromkeys(stage_edges(graph, replicas), PLAIN)
+    for consumer, ports in _by_consumer(graph.ports):
+        ways: dict[Edge, list[Port]] = {}
+        for port in ports:
+            for replica in range(len(replicas[consumer])):
+                for edge in _ways(port, replicas, replica, seconds, edges):
+                    ways.setdefault(edge, []).append(port)
+        for edge in [e for e in edges if e[1].module == consumer]:
+            own = {_name(port, edge) for port in ways.get(edge, ())}
+            others = {_name(p, edge) for p in ports if _would_carry(p, edge)} - own
+            edges[edge] = EdgePorts(tuple(sorted(own)), tuple(sorted(others)))
+        for edge, carried in ways.items():
+            if edge not in edges:
+                names = sorted({_name(port, edge) for port in carried})
+                producers = dict.fromkeys(name for port in carried for name in port.producers)
+                edges[edge] = EdgePorts(tuple(names), (), True, tuple(producers))
+    return edges
+
+
+def sent_ports(
+    edges: Mapping[Edge, EdgePorts], rank_of: Callable[[StageId], int]
+) -> dict[Edge, EdgePorts]:
+    """What messages have, of edges that carry or withhold ports: a rank gets what a stage makes
+    once, for all of its stages that read it.
+
+    Args:
+        edges: of a plan, as of :func:`edge_ports`.
+        rank_of: the rank of a stage.
+    """
+    together: dict[tuple[StageId, int], EdgePorts] = {}
+    for (src, dst), ports in edges.items():
+        place = src, rank_of(dst)
+        together[place] = together[place] | ports if place in together else ports
+    sent = {
+        (src, dst): together[src, rank_of(dst)] if rank_of(src) != rank_of(dst) else ports
+        for (src, dst), ports in edges.items()
+    }
+    return {edge: ports for edge, ports in sent.items() if ports != PLAIN}
+
+
+def message_bytes(
+    graph: ModuleGraph, edge: Edge, ports: EdgePorts, output_bytes: int, profile: CostProfile | None
+) -> int:
+    """Bytes of a message.
+
+    Args:
+        graph: the modules.
+        edge: that it is of.
+        ports: what it has of them.
+        output_bytes: what its sender hands on: the hidden state, or all outputs of the module.
+        profile: with bytes of ports.
+    """
+    if profile is None or ports == PLAIN:
+        return output_bytes
+    sizes = {
+        _name(port, edge): profile.port_bytes(port.consumer, port.name)
+        for port in graph.ports_of(edge[1].module) if _would_carry(port, edge)
+    }
+    carried = sum(sizes[name] for name in ports.names)
+    if ports.alone:
+        return carried
+    if edge[0].module == edge[1].module:
+        return output_bytes + carried
+    return output_bytes - sum(sizes[name] for name in ports.withheld)
+
+
+def _by_consumer(ports: Iterable[Port]) -> list[tuple[str, list[Port]]]:
+    of: dict[str, list[Port]] = {}
+    for port in ports:
+        of.setdefault(port.consumer, []).append(port)
+    return list(of.items())
+
+
+def _seconds(profile: CostProfile | None, processes: Callable[[int], Iterable[int]]) -> Seconds:
+    links = None if profile is None else profile.links
+
+    def seconds(sender: Stage, receiver: Stage, port: Port, alone: bool) -> float:
+        if sender.rank == receiver.rank:
+            return 0.0
+        if profile is None or links is None:
+            return 1.0
+        link = links.between([*processes(sender.rank), *processes(receiver.rank)])
+        nbytes = profile.port_bytes(port.consumer, port.name)
+        return nbytes / link.bandwidth + link.latency * alone
+
+    return seconds
+
+
+def _name(port: Port, edge: Edge) -> str:
+    """What the sender calls it."""
+    within = edge[0].module == port.consumer or port.output is None
+    return port.name if within else str(port.output)
+
+
+def _would_carry(port: Port, edge: Edge) -> bool:
+    """Whether a sender has a port that none of its messages to this stage need have."""
+    if edge[0].module == port.consumer:
+        return True
+    return port.output is not None and edge[0].module in port.producers
+
+
+def _ways(
+    port: Port, replicas: Replicas, replica: int, seconds: Seconds, edges: Mapping[Edge, EdgePorts]
+) -> list[Edge]:
+    """The edges on which a port comes to the stages of a replica that read it."""
+    stages = replicas[port.consumer][replica]
+    readers = [s for s in stages if any(s.layers[0] <= n < s.layers[1] for n in port.layers)]
+    sources: list[list[Stage]] = []
+    if port.output is None:
+        sources.append([stages[0]])
+    else:
+        lasts = [other[-1] for other in replicas[port.producers[0]]]
+        firsts = [other[0] for other in replicas[port.consumer]]
+        sources.append([a for a, b in joined(lasts, firsts) if b.replica == replica])
+    ways: list[Edge] = []
+    for reader in readers:
+        if [reader] == sources[0]:
+            continue
+
+        def cost(source: list[Stage], reader: Stage = reader) -> float:
+            return max(
+                seconds(stage, reader, port, (stage.id, reader.id) not in edges)
+                for stage in source
+            )
+
+        nearest = min(reversed(sources), key=cost)
+        ways += [(stage.id, reader.id) for stage in nearest]
+        sources.append([reader])
+    return ways
