@@ -79,6 +79,7 @@ class Chain:
     """A module as stages of the executor.
 
     Attributes:
+        name: of the module.
         build: makes blocks [lo, hi) of it.
         blocks: how many there are.
         inputs: of its first stage, per microbatch.
@@ -86,6 +87,7 @@ class Chain:
         objective: whether features come out, not a loss.
     """
 
+    name: str
     build: Callable[[int, int], nn.Module]
     blocks: int
     inputs: list[dict[str, Any]]
@@ -225,10 +227,10 @@ def _chain(family: Family, config: PretrainedConfig, inputs: list[dict[str, Any]
         spec: Any = LanguageSpec("llm", source, blocks, Prepend())
         spec = dataclasses.replace(spec, cut=probe_language_model(source))
         labels = sum(int((one["labels"][:, 1:] != -100).sum()) for one in inputs)
-        return Chain(_Builder(LanguageStage, spec), blocks, inputs, labels, False)
+        return Chain(spec.name, _Builder(LanguageStage, spec), blocks, inputs, labels, False)
     spec = EncoderSpec("enc", source, blocks)
     spec = dataclasses.replace(spec, cut=probe_encoder(source, inputs[0]))
-    return Chain(_Builder(EncoderStage, spec), blocks, inputs, 1, True)
+    return Chain(spec.name, _Builder(EncoderStage, spec), blocks, inputs, 1, True)
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ def _step(chain: Chain, cuts: list[int], training: bool) -> Result:
     """A step's loss and gradients, with stages that end at ``cuts``."""
     bounds = [0, *cuts, chain.blocks]
     stages: dict[StageId, Any] = {
-        StageId("part", n): chain.build(lo, hi)
+        StageId(chain.name, n): chain.build(lo, hi)
         for n, (lo, hi) in enumerate(itertools.pairwise(bounds))
     }
     if chain.objective:

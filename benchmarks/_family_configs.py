@@ -286,10 +286,14 @@ def _pyramid_factors(values: Mapping[str, Any]) -> _Factors:
 
 
 def _divisor(size: int, target: int, also: int = 0) -> int:
-    """The largest divisor that leaves at least ``target`` (and 8 of ``also``)."""
+    """The largest divisor that leaves at least ``target`` (and 8 of ``also``, which stays a
+    multiple of four, as sections of rotary positions are pairs in two dimensions)."""
     best = 1
     for divisor in range(1, size // target + 1):
-        if size % divisor == 0 and (not also or (also % divisor == 0 and also // divisor >= 8)):
+        left, rest = divmod(also, divisor)
+        if size % divisor == 0 and rest == 0 and (
+            not also or (left >= 8 and left % 4 == also % 4)
+        ):
             best = divisor
     return best
 

@@ -23,7 +23,7 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -119,10 +119,17 @@ def chosen(arguments: argparse.Namespace) -> list[Family]:
 
 
 def outcomes(
-    families: Iterable[Family], options: argparse.Namespace
-) -> Iterable[tuple[Family, Outcome, float]]:
+    families: Iterable[Family], options: argparse.Namespace,
+    of: Callable[..., Outcome] = check,
+) -> Iterable[tuple[Family, Outcome, float]]:  # fmt: skip
     """Each class's outcome, as they come: in a process of its own, which a crash or a forward that
-    does not end takes with it."""
+    does not end takes with it.
+
+    Args:
+        families: the classes.
+        options: ``timeout`` (seconds), ``workers``; ``eval``, without draws.
+        of: what finds the outcome of a class.
+    """
     forking = multiprocessing.get_context("fork")  # transformers is imported once
     waiting = list(reversed(list(families)))
     running: dict[Connection, _Running] = {}
@@ -131,7 +138,7 @@ def outcomes(
             family = waiting.pop()
             receiver, sender = forking.Pipe(duplex=False)
             process = forking.Process(
-                target=_work, args=(sender, family, options.eval), daemon=True
+                target=_work, args=(sender, family, options.eval, of), daemon=True
             )
             process.start()
             sender.close()
@@ -159,12 +166,14 @@ def _received(receiver: Connection) -> Outcome:
         return Outcome(UNCLEAR, "its process died")
 
 
-def _work(sender: Connection, family: Family, evaluate: bool) -> None:
+def _work(
+    sender: Connection, family: Family, evaluate: bool, of: Callable[..., Outcome]
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     faulthandler.register(signal.SIGUSR1)
-    sender.send(check(family, training=not evaluate))
+    sender.send(of(family, training=not evaluate))
 
 
 def summary(found: dict[Family, Outcome]) -> dict[str, Any]:

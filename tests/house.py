@@ -98,6 +98,9 @@ TABLE: dict[str, tuple[str, ...]] = {
         "actors/stages",
     ),
     "actors/recovery": ("actors/faults", "actors/placement", "actors/optimizer"),
+    "actors/probe/whole": (
+        "actors/modules", "actors/weights", "actors/stages", "actors/probe",
+    ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
         "actors/adapters",

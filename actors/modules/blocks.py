@@ -69,8 +69,15 @@ def _is_numbered(entries: nn.ModuleList | nn.Sequential) -> bool:
     return all(name == str(index) for index, name in enumerate(entries._modules))
 
 
+SEARCHED = "raymm_searched"
+"""Attribute of a part of a model: the name of the submodule that has its blocks."""
+
+
 def _decoder(module: nn.Module) -> nn.Module:
-    """The part of a language model that its head reads; any other module itself."""
+    """The part of a language model that its head reads, or that the module says; any other module
+    itself."""
+    if (searched := vars(module).get(SEARCHED)) is not None:
+        return module.get_submodule(searched)
     head = getattr(module, "get_output_embeddings", lambda: None)
     if head() is None:
         return module

@@ -11,6 +11,11 @@ A forward may skip any blocks, as long as all stages skip the same
 block is called first from the stage's first one on; the forward is cut at the next one called
 after the stage. Where none is, what the last one returned goes on, for which its stand-in in
 the next stage returns it: code between blocks runs once, on one side of the cut.
+
+Code after the blocks may read what some of them returned (features of several layers, of the last
+but one). Those outputs are relayed: each stage hands them on beside the hidden state, and the
+stand-ins of their blocks return them. Stand-ins are of their block's class, as what collects
+hidden states looks for blocks by class.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -36,6 +42,7 @@ class CutInfo:
         tuple_length: 0 if a block returns a tensor, else the length of its tuple or list.
         first, middle, last: names of the parameters outside the blocks that the first,
             any middle, and the last stage use.
+        relayed: blocks whose outputs are read by others than the next block.
     """
 
     blocks: str
@@ -43,6 +50,11 @@ class CutInfo:
     first: frozenset[str]
     middle: frozenset[str]
     last: frozenset[str]
+    relayed: tuple[int, ...] = ()
+
+    def relayed_before(self, block: int) -> tuple[int, ...]:
+        """Blocks before this one whose outputs are handed to the stage that begins with it."""
+        return tuple(index for index in self.relayed if index < block)
 
     def outer(self, is_first: bool, is_last: bool) -> frozenset[str]:
         """Parameters outside the blocks that a stage at this position owns."""
@@ -55,11 +67,12 @@ class CutInfo:
 
 
 class CutReached(Exception):  # noqa: N818  not an error: the normal end of a cut forward
-    """Carries the hidden state that the next stage goes on with."""
+    """Carries the hidden state that the next stage goes on with, and outputs of blocks that are
+    relayed to it."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor, relays: tuple[torch.Tensor, ...] = ()) -> None:
         super().__init__("cut reached")
-        self.hidden = hidden
+        self.hidden, self.relays = hidden, relays
 
 
 class _Placeholder(nn.Module):
@@ -67,7 +80,7 @@ class _Placeholder(nn.Module):
     of its class (models read things like ``layer.attention_type`` from outside)."""
 
     def __init__(self, block: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of the block's class, which may be behind this one
         self._hidden_name = hidden_name(block)
         for base in reversed(type(block).__mro__):
             if issubclass(base, nn.Module) and base is not nn.Module:
@@ -90,16 +103,22 @@ class _Placeholder(nn.Module):
 
 
 class PassThrough(_Placeholder):
-    """Returns what the stage received, in the shape a block returns."""
+    """Returns what the stage received, in the shape a block returns.
 
-    def __init__(self, block: nn.Module, tuple_length: int) -> None:
+    Args:
+        block: whose place it takes.
+        tuple_length: as of :class:`CutInfo`.
+        index: the block's number.
+    """
+
+    def __init__(self, block: nn.Module, tuple_length: int, index: int) -> None:
         super().__init__(block)
-        self._tuple_length = tuple_length
+        self._tuple_length, self._index = tuple_length, index
         self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.passage is not None  # a Passage is made of every pruned module
-        hidden = self.passage.passed(self._hidden(args, kwargs))
+        hidden = self.passage.passed(self._hidden(args, kwargs), self._index)
         if self._tuple_length:
             return (hidden,) + (None,) * (self._tuple_length - 1)
         return hidden
@@ -114,7 +133,12 @@ class CutPoint(_Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.passage is not None
-        raise CutReached(self.passage.arriving(self._hidden(args, kwargs)))
+        raise self.passage.cut(self.passage.arriving(self._hidden(args, kwargs)))
+
+
+def _stand_in(kind: type[_Placeholder], block: nn.Module, *args: Any) -> nn.Module:
+    """A placeholder that is of the block's class, too."""
+    return type(kind.__name__, (kind, type(block)), {"__module__": __name__})(block, *args)
 
 
 def _in_blocks(name: str, blocks: str) -> int | None:
@@ -210,9 +234,9 @@ def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
     owned = set(stage_parameters(module, info, lo, hi))
     for index in range(len(blocks)):
         if index < lo:
-            blocks[index] = PassThrough(blocks[index], info.tuple_length)
+            blocks[index] = _stand_in(PassThrough, blocks[index], info.tuple_length, index)
         elif index >= hi:
-            blocks[index] = CutPoint(blocks[index])
+            blocks[index] = _stand_in(CutPoint, blocks[index])
     kept = {id(p) for n, p in module.named_parameters() if n in owned}
     # remove_duplicate=False: a tied parameter is ghosted, or kept, under all its names.
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -237,6 +261,8 @@ class Passage:
     def __init__(self, module: nn.Module, info: CutInfo, lo: int, hi: int) -> None:
         blocks: Sequence[Any] = cast(Sequence[Any], module.get_submodule(info.blocks))
         self._is_last = hi == len(blocks)
+        self._arriving, self._leaving_relays = info.relayed_before(lo), info.relayed_before(hi)
+        self._relays: dict[int, torch.Tensor] = {}
         self.skips = True
         self._received: torch.Tensor | None = None
         self._arrived = True
@@ -247,23 +273,27 @@ class Passage:
         for index, block in enumerate(blocks):
             if lo <= index < hi:
                 block.register_forward_pre_hook(self._enter, with_kwargs=True)
-                block.register_forward_hook(self._leave)
+                block.register_forward_hook(partial(self._leave, index))
             else:
                 block.passage = self
 
     @contextmanager
-    def open(self, received: torch.Tensor | None, what: str) -> Iterator[None]:
+    def open(
+        self, received: torch.Tensor | None, what: str, relays: Sequence[torch.Tensor] = ()
+    ) -> Iterator[None]:
         """For one forward of the module.
 
         Args:
             received: what the previous stage handed on; None in the first one.
             what: which forward it is, for errors.
+            relays: outputs of blocks before, of :meth:`CutInfo.relayed_before`.
 
         Raises:
             CutReached: the forward is over, of any stage but the last.
             InputError: it skipped every block of the module.
         """
         self._received, self._arrived, self._left = received, received is None, None
+        self._relays = dict(zip(self._arriving, relays, strict=True))
         self._running = True
         try:
             yield
@@ -271,6 +301,11 @@ class Passage:
         finally:
             self._running = False
             self._received = self._copy = self._left = None
+            self._relays = {}
+
+    def cut(self, hidden: torch.Tensor) -> CutReached:
+        """What ends the forward of any stage but the last."""
+        return CutReached(hidden, tuple(self._relays[n] for n in self._leaving_relays))
 
     def _end(self, what: str) -> None:
         """The forward has come to its end."""
@@ -287,7 +322,7 @@ class Passage:
                 f"{what} skipped the last blocks, and changes in place what the one before them "
                 "returned; give the module one stage (pp 1)"
             )
-        raise CutReached(self._left)
+        raise self.cut(self._left)
 
     def arriving(self, hidden: torch.Tensor) -> torch.Tensor:
         """What a block is really called with, where it would be with ``hidden``."""
@@ -297,8 +332,10 @@ class Passage:
         self._arrived = True
         return self._received
 
-    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def passed(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
         """What a block of an earlier stage returned: a copy, as models may change it in place."""
+        if index in self._relays:
+            return self._relays[index].clone()
         if not self.skips:
             return hidden
         assert self._received is not None
@@ -318,9 +355,12 @@ class Passage:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, hidden_name(block): hidden}
 
-    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, index: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running:
-            self._leaving(output[0] if isinstance(output, tuple | list) else output)
+            hidden = output[0] if isinstance(output, tuple | list) else output
+            if index in self._leaving_relays:
+                self._relays[index] = hidden
+            self._leaving(hidden)
 
     def _leaving(self, hidden: torch.Tensor) -> None:
         self._left, self._version = hidden, hidden._version

@@ -53,12 +53,12 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
     """
     skeleton = source.skeleton()
     if not isinstance(skeleton, PreTrainedModel):
-        yield _ready(_random_copy(skeleton))
+        yield _ready(source.as_made(_random_copy(skeleton)))
         return
     kinds, count, failed = _kinds(skeleton), 0, []
     for config in _configs(skeleton, kinds):
         try:
-            model = _of_config(skeleton, config())
+            model = source.as_made(_of_config(skeleton, config()))
         except USER_CODE_RAISES as error:  # whatever a model's own checks raise
             failed.append(error)
             continue

@@ -8,6 +8,7 @@ that what hardly ever happens is seen.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Collection
 from typing import NamedTuple, cast
@@ -34,6 +35,7 @@ _SEEDS_IN_ANY_CASE = range(2)
 _CURE = "give it one stage (pp 1)"
 
 Names = Collection[str]
+_Handed = tuple[torch.Tensor, ...]
 Run = Callable[[nn.Module, bool], torch.Tensor]
 """``run(model, first)``: a forward; its output, or, of a stage, whatever is there at its end.
 ``first``: with the real inputs, not with what later stages are given."""
@@ -94,7 +96,9 @@ def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
         raise _not_run(model, error) from error
 
 
-def compare_stages(model: nn.Module, blocks: str, run: Run, trains: bool) -> CutInfo:
+def compare_stages(
+    model: nn.Module, blocks: str, run: Run, trains: bool, relayed: tuple[int, ...] = ()
+) -> CutInfo:
     """Cut a model into a first, a middle and a last stage.
 
     Args:
@@ -102,11 +106,12 @@ def compare_stages(model: nn.Module, blocks: str, run: Run, trains: bool) -> Cut
         blocks: dotted name of its list of blocks, of which there are at least two.
         run: calls it, or a part of it.
         trains: whether it is going to be in training mode.
+        relayed: blocks whose outputs are handed to later stages.
 
     Raises:
         ProbeError: the stages do not give the same bits as the whole.
     """
-    stages = _Stages(model, blocks, run)
+    stages = _Stages(model, blocks, run, relayed)
     stages.compare(0)
     if trains:
         stages.train()
@@ -156,8 +161,10 @@ def _not_run(model: nn.Module, error: BaseException) -> NotRunError:
 class _Stages:
     """A model, and stages of it that are not whole."""
 
-    def __init__(self, model: nn.Module, blocks: str, run: Run) -> None:
-        self._name = type(model).__name__
+    def __init__(
+        self, model: nn.Module, blocks: str, run: Run, relayed: tuple[int, ...]
+    ) -> None:
+        self._name, self._relayed = type(model).__name__, relayed
         self._model, self._blocks, self._run = model, blocks, run
         total = len(block_list(model, blocks))
         self._bounds = [0, 1, total - 1, total] if total > 2 else [0, 1, 2]
@@ -219,24 +226,33 @@ class _Stages:
                 f"{self._name} runs {which} {times[wrong]} times per forward, not once; {_CURE}"
             )
 
+    def _info(self, first: Names, middle: Names, last: Names) -> CutInfo:
+        return CutInfo(
+            self._blocks, self._length or 0, frozenset(first), frozenset(middle), frozenset(last),
+            self._relayed,
+        )
+
     def _stage(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
         assert self._length is not None  # a whole forward came first
-        everywhere = CutInfo(self._blocks, self._length, *[self._outer] * 3)
+        everywhere = self._info(self._outer, self._outer, self._outer)
         stage = prune(copy.deepcopy(self._model), everywhere, lo, hi)
         return stage, Passage(stage, everywhere, lo, hi)
 
     def _run_stages(self, seed: int) -> torch.Tensor:
         hidden: torch.Tensor | None = None
+        handed: _Handed = ()
         try:
             for number, (stage, passage) in enumerate(self._stages):
-                received = None if hidden is None else hidden.detach().requires_grad_()
+                own = [t.detach().requires_grad_() for t in handed]
+                received, relays = own[0] if own else None, own[1:]
                 listed = block_list(stage, self._blocks)
                 try:
-                    with passage.open(received, "its forward"):
+                    with passage.open(received, "its forward", relays):
                         hidden = _drawing(stage, listed, self._run, not number, seed)
+                        handed = (hidden,)
                 except CutReached as cut:
-                    hidden = cut.hidden
-                self._used[number] |= self._reached(stage, hidden)
+                    hidden, handed = cut.hidden, (cut.hidden, *cut.relays)
+                self._used[number] |= self._reached(stage, handed)
         except ProbeError:
             raise
         except USER_CODE_RAISES as error:  # whatever a model may raise
@@ -248,12 +264,16 @@ class _Stages:
         assert hidden is not None  # there are stages
         return hidden
 
-    def _reached(self, stage: nn.Module, hidden: torch.Tensor) -> frozenset[str]:
+    def _reached(self, stage: nn.Module, handed: _Handed) -> frozenset[str]:
         """Outer parameters that a gradient comes to."""
         stage.zero_grad()
-        if hidden.requires_grad:
-            # Random weights: a plain sum has zero gradient through a normalisation.
-            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        # Random weights: a plain sum has zero gradient through a normalisation.
+        parts = [
+            (t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum()
+            for t in handed if t.requires_grad
+        ]  # fmt: skip
+        if parts:
+            sum(parts[1:], parts[0]).backward()
         return self._outer & {n for n, p in stage.named_parameters() if p.grad is not None}
 
     def info(self) -> CutInfo:
@@ -264,9 +284,9 @@ class _Stages:
         """
         self._model.eval()
         whole = uncut_forward(self._model, self._blocks, self._run, 0).output
-        everywhere = CutInfo(self._blocks, self._length or 0, *[self._outer] * 3)
+        everywhere = self._info(self._outer, self._outer, self._outer)
         unreached = self._outer.difference(*self._used)
-        received: torch.Tensor | None = None
+        received: _Handed = ()
         owned = []
         for number, reached in enumerate(self._used):
             handed = self._alone(everywhere, number, received)
@@ -275,19 +295,17 @@ class _Stages:
             )
             received = handed
         middle = owned[1] if len(owned) > 2 else frozenset()
-        info = CutInfo(self._blocks, self._length or 0, owned[0], middle, owned[-1])
-        received = None
-        for number in range(len(owned)):
-            received = self._alone(info, number, received)
-        assert received is not None
-        if not torch.allclose(received, whole, rtol=0, atol=0, equal_nan=True):
+        info = self._info(owned[0], middle, owned[-1])
+        output, *_ = functools.reduce(
+            lambda handed, number: self._alone(info, number, handed), range(len(owned)), ()
+        )
+        if not torch.allclose(output, whole, rtol=0, atol=0, equal_nan=True):
             raise self._error("with only the parameters that they use, its stages differ from it")
         return info
 
     def _alone(
-        self, info: CutInfo, number: int, received: torch.Tensor | None,
-        without: Names = frozenset(),
-    ) -> torch.Tensor:
+        self, info: CutInfo, number: int, received: _Handed, without: Names = frozenset(),
+    ) -> _Handed:
         """What a stage hands on that owns what ``info`` says, but for some parameters."""
         lo, hi = self._between[number]
         stage = prune(copy.deepcopy(self._model), info, lo, hi)
@@ -297,17 +315,18 @@ class _Stages:
                 ghost_parameter(stage, name)
         passage, listed = Passage(stage, info, lo, hi), block_list(stage, self._blocks)
         # With autograd, as the whole: some attention gives other bits without.
-        leaf = None if received is None else received.requires_grad_()
+        own = [t.requires_grad_() for t in received]
+        leaf, relays = own[0] if own else None, own[1:]
         with generators_kept():
             try:
-                with passage.open(leaf, self._name):
-                    return _drawing(stage, listed, self._run, not number, 0).detach()
+                with passage.open(leaf, self._name, relays):
+                    return (_drawing(stage, listed, self._run, not number, 0).detach(),)
             except CutReached as cut:
-                return cut.hidden.detach()
+                return tuple(t.detach() for t in (cut.hidden, *cut.relays))
 
     def _read(
-        self, everywhere: CutInfo, number: int, received: torch.Tensor | None,
-        handed: torch.Tensor, candidates: Names,
+        self, everywhere: CutInfo, number: int, received: _Handed, handed: _Handed,
+        candidates: Names,
     ) -> Names:  # fmt: skip
         """Which of some parameters a stage reads: without them it differs. No gradient comes to
         frozen tables of positions, which are read without autograd."""
@@ -317,7 +336,7 @@ class _Stages:
                 without = self._alone(everywhere, number, received, names)
             except USER_CODE_RAISES:  # it does not run without them
                 return True
-            return not torch.equal(without, handed)
+            return not all(map(torch.equal, without, handed))
 
         if not candidates or not differs(candidates):
             return frozenset()

@@ -31,7 +31,8 @@ from raymm.actors.stages.stage_inputs import (
     shown_output,
     to_side,
 )
-from raymm.actors.weights.source import ModuleSource, Part
+from raymm.actors.weights.part import Part
+from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.gather_tokens import contribute_once
 from raymm.kernels.collectives.p2p import Exchange

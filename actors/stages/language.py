@@ -43,7 +43,8 @@ from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.stages.labels import Labelled
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import from_side, from_stages, message_of
-from raymm.actors.weights.source import ModuleSource, Part
+from raymm.actors.weights.part import Part
+from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.cross_entropy import (

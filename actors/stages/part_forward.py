@@ -3,6 +3,7 @@ not depend on where that is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,12 +49,14 @@ class PartForward:
         return self._blocks
 
     def __call__(
-        self, received: torch.Tensor | None, context: MicrobatchContext, **inputs: Any
-    ) -> Any:
+        self, received: torch.Tensor | None, context: MicrobatchContext,
+        relays: Sequence[torch.Tensor] = (), **inputs: Any,
+    ) -> Any:  # fmt: skip
         """One microbatch.
 
         Args:
             received: the hidden state from the previous stage; None in the first one.
+            relays: outputs of earlier blocks that come with it.
             **inputs: of the module.
 
         Returns:
@@ -67,7 +70,7 @@ class PartForward:
         if self._passage is None:
             return self._module(**inputs)
         what = f"the forward of {self._name!r} in microbatch {context.microbatch}"
-        with self._passage.open(received, what):
+        with self._passage.open(received, what, relays):
             return self._module(**inputs)
 
     def _draw_as(self, context: MicrobatchContext) -> None:

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 from raymm.actors.adapters.lora import adapt, is_adapter
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.adapters.targets import find_targets
-from raymm.actors.weights.source import ModuleSource, Part, set_mode
+from raymm.actors.weights.part import Part
+from raymm.actors.weights.source import ModuleSource, set_mode
 
 
 @dataclass(frozen=True)

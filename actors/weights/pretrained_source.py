@@ -14,13 +14,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.brief_error import brief
-from raymm.actors.modules.cut import prune
 from raymm.actors.weights.custom_code import custom_code, own_class, why_not_loaded
 from raymm.actors.weights.model_classes import ModelClassError, find_model_class
+from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import (
     ConfigSource,
     ModuleSource,
-    Part,
     SourceError,
     derive_seed,
     set_tensor,
@@ -153,7 +152,7 @@ class PretrainedSource(ModuleSource):
             def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
                 base.__init__(self, config, *args, **kwargs)
                 self.tie_weights()  # now, not after loading: ties decide who owns what
-                prune(self, part.info, part.lo, part.hi)
+                part.prune(self)
                 held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
                 self.all_tied_weights_keys = {
                     target: origin

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raymm.actors.modules.cut import CutInfo, prune, stage_parameters
 from raymm.actors.modules.seeds import derive_seed
 from raymm.actors.weights.constructed_values import constructed_values
 from raymm.actors.weights.parametrized import (
@@ -33,21 +32,13 @@ from raymm.actors.weights.parametrized import (
     packed,
     unpacked,
 )
+from raymm.actors.weights.part import Part
 from raymm.actors.weights.stored_weights import WeightsError, header_tensors
 from raymm.errors import USER_CODE_RAISES, InputError
 
 
 class SourceError(InputError, ValueError):
     """A module that cannot be built. Names the field, its value and what is accepted."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Blocks [lo, hi) of a module; what ``info`` says surrounds them comes along."""
-
-    info: CutInfo
-    lo: int
-    hi: int
 
 
 def import_object(target: str) -> Any:
@@ -95,6 +86,10 @@ class ModuleSource(ABC):
     def for_names(self, names: Iterable[str]) -> ModuleSource:
         """This source with whatever a rank that owns ``names`` needs to travel with it."""
         return self
+
+    def as_made(self, model: nn.Module) -> nn.Module:
+        """What this source makes of a model of its class (a small copy), which is changed."""
+        return model
 
     @property
     def origin(self) -> ModuleSource:
@@ -188,14 +183,14 @@ class LiveSource(ModuleSource):
         for name in _owned(module, part):
             set_tensor(module, name, self.state[name].clone())
         if part is not None:
-            prune(module, part.info, part.lo, part.hi)
+            part.prune(module)
         return self._finish(module)
 
 
 def _owned(module: nn.Module, part: Part | None) -> list[str]:
     if part is None:
         return [name for name, _ in module.named_parameters()]
-    return stage_parameters(module, part.info, part.lo, part.hi)
+    return part.owned(module)
 
 
 @dataclass(frozen=True)
@@ -233,7 +228,7 @@ class ConfigSource(ModuleSource):
         model = self._skeleton()
         self._initialize(model, _owned(model, part))
         if part is not None:
-            prune(model, part.info, part.lo, part.hi)
+            part.prune(model)
         return self._finish(model)
 
     def _skeleton(self) -> PreTrainedModel:
@@ -357,7 +352,7 @@ class FactorySource(ModuleSource):
         if self.weights is not None:
             self._load(module, self.weights, load_file)
         if part is not None:
-            prune(module, part.info, part.lo, part.hi)
+            part.prune(module)
         return self._finish(module)
 
     def check(self) -> list[str]:

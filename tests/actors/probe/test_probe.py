@@ -11,7 +11,8 @@ from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.modules.cut import stage_parameters
 from raymm.actors.probe.cut import ProbeError, probe_encoder, probe_language_model
 from raymm.actors.probe.small_model import small_model
-from raymm.actors.weights.source import ConfigSource, LiveSource, Part
+from raymm.actors.weights.part import Part
+from raymm.actors.weights.source import ConfigSource, LiveSource
 from raymm.errors import InputError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule

@@ -11,8 +11,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from raymm.actors.probe.cut import probe_language_model
+from raymm.actors.weights.part import Part
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import ConfigSource, FactorySource, Part, SourceError
+from raymm.actors.weights.source import ConfigSource, FactorySource, SourceError
 from raymm.model.modality_module import ModalityModule, WeightsWarning
 from raymm.model.multimodal import MultimodalModule
 

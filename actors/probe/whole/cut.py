@@ -1,0 +1,224 @@
+"""How a whole model's towers and its language model are cut, tried on a copy of it.
+
+The copy runs whole and its parts in stages, as in :mod:`raymm.actors.probe.stage_comparison`. A
+part that reads outputs of blocks far from their stage (features of several layers) has them
+relayed, and a language model whose later stages read features (deepstack, cross attention) these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.cut import CutInfo
+from raymm.actors.modules.merge import Prepend
+from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
+from raymm.actors.probe.whole.relays import read_outputs
+from raymm.actors.probe.whole.towers import Tower
+from raymm.actors.stages.features import ReceivedFeatures
+from raymm.actors.stages.tower import TowerSpec
+from raymm.actors.stages.whole_language import TowerPort, WholeLanguageSpec
+from raymm.actors.weights.model_part import PartSource
+from raymm.actors.weights.source import ModuleSource, initialize_by_name, set_mode, set_tensor
+from raymm.errors import USER_CODE_RAISES
+
+_ONE_STAGE = "give it one stage (pp 1)"
+Inputs = Mapping[str, Any]
+
+
+def tower_source(
+    source: ModuleSource, tower: Tower, frozen: tuple[str, ...] = ()
+) -> PartSource:
+    """Where ranks get a tower from.
+
+    Args:
+        source: of the whole model.
+        tower: which.
+        frozen: names of submodules and parameters that are not trained.
+    """
+    return PartSource(source, tower.places, False, tower.call, tower.root, frozen)
+
+
+def language_source(
+    source: ModuleSource, towers: tuple[Tower, ...], frozen: tuple[str, ...] = ()
+) -> PartSource:
+    """Where ranks get all of a model but its towers from.
+
+    Args:
+        source, frozen: as of :func:`tower_source`.
+        towers: all of them.
+    """
+    places = tuple(place for tower in towers for place in tower.places)
+    return PartSource(source, places, True, frozen_places=frozen)
+
+
+def tower_spec(source: PartSource, tower: Tower, blocks: int) -> TowerSpec:
+    """A tower as data for ranks, not cut.
+
+    Args:
+        source: of the tower.
+        tower: which.
+        blocks: how many it has.
+    """
+    return TowerSpec(tower.name, source, blocks, constants=tower.constants, form=tower.form)
+
+
+def language_spec(
+    name: str, source: PartSource, towers: tuple[Tower, ...], blocks: int
+) -> WholeLanguageSpec:
+    """The language model as data for ranks, not cut.
+
+    Args:
+        name: of the module.
+        source: of it.
+        towers: that it reads.
+        blocks: how many it has.
+    """
+    ports = tuple(TowerPort(tower.name, tower.call, tower.form) for tower in towers)
+    return WholeLanguageSpec(name, source, blocks, Prepend(), towers=ports)
+
+
+def cut_tower(spec: TowerSpec, inputs: Inputs) -> TowerSpec:
+    """The spec with how the tower is cut.
+
+    Args:
+        spec: of :func:`tower_spec`.
+        inputs: of the tower.
+
+    Raises:
+        ProbeError: it cannot be cut.
+    """
+    constants = dict(spec.constants)
+
+    def run_with(travels: frozenset[str]) -> Run:
+        def run(stage: nn.Module, first: bool) -> torch.Tensor:
+            shown = inputs if first else ghost_inputs(inputs, travels)
+            assert spec.form is not None
+            tensors, _ = spec.form.packed(stage(**shown, **constants))
+            return torch.cat([tensor.flatten() for tensor in tensors])
+
+        return run
+
+    floats = frozenset(
+        name for name, value in inputs.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
+
+    def probe(model: nn.Module) -> tuple[CutInfo, frozenset[str]]:
+        try:
+            return _compare(model, spec.source, run_with(frozenset())), frozenset()
+        except NotRunError:
+            raise
+        except ProbeError:
+            return _compare(model, spec.source, run_with(floats)), floats
+
+    cut, travels = of_one_that_runs(spec.source, probe)
+    cut = _relaying(cut, spec, lambda model: run_with(travels)(model, True))
+    return replace(spec, cut=cut, travels=travels)
+
+
+def cut_language_model(
+    spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs
+) -> WholeLanguageSpec:
+    """The spec with how the language model is cut.
+
+    Args:
+        spec: of :func:`language_spec`.
+        towers: that it reads.
+        inputs: of the whole model.
+
+    Raises:
+        ProbeError: it cannot be cut.
+    """
+    source = cast(PartSource, spec.source)
+
+    def probe(whole: nn.Module) -> tuple[CutInfo, bool]:
+        outputs = {tower.name: _features(whole, tower, inputs) for tower in towers}
+        model = source.as_made(copy.deepcopy(whole))
+        for port in spec.towers:
+            port.call.replace(model, ReceivedFeatures(port.name))
+
+        def run_with(relays: bool) -> Run:
+            def run(stage: nn.Module, first: bool) -> torch.Tensor:
+                for port in spec.towers:
+                    tensors, side = outputs[port.name]
+                    if not first and not relays:
+                        tensors = tuple(torch.zeros_like(t) for t in tensors)
+                    received = cast(ReceivedFeatures, port.call.of(stage))
+                    received.output = port.form.unpacked(tensors, side)
+                entries = {entry for tower in towers for _, entry in tower.arguments}
+                floats = {n: v for n, v in inputs.items() if n in entries}
+                rest = {n: v for n, v in inputs.items() if n not in entries}
+                return stage(**rest, **ghost_inputs(floats), use_cache=False).logits
+
+            return run
+
+        try:
+            return _compare(model, source, run_with(False)), False
+        except NotRunError:
+            raise
+        except ProbeError:
+            if not towers:
+                raise
+        return _compare(model, source, run_with(True)), True
+
+    cut, relays = of_one_that_runs(source.whole, probe)
+    if cut.relayed:
+        raise ProbeError(
+            "the language model reads what its blocks return far from them, which stages do not "
+            f"hand on there; {_ONE_STAGE}"
+        )
+    return replace(spec, cut=cut, relays=relays)
+
+
+def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Tensor]) -> CutInfo:
+    """The cut of a tower in its own sizes: blocks are numbered as in the tower itself. Nothing of
+    it is computed but what is outside of its blocks, of parameters that are zeros."""
+    if not cut.relayed:
+        return cut
+    source = cast(PartSource, spec.source)
+    model = source.whole.skeleton()
+    if isinstance(model, PreTrainedModel):
+        initialize_by_name(model, [], 0)
+    model = source.as_made(model)
+    for name, parameter in list(model.named_parameters()):
+        zero = torch.zeros((), dtype=parameter.dtype)
+        set_tensor(model, name, zero.expand(parameter.shape))
+    return replace(cut, relayed=read_outputs(model.eval(), cut.blocks, cut.tuple_length, run))
+
+
+def _features(
+    whole: nn.Module, tower: Tower, inputs: Inputs
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    model = copy.deepcopy(whole)
+    try:
+        with torch.no_grad():
+            output = tower.call.of(model)(**(tower.inputs(inputs) or {}), **dict(tower.constants))
+        return tower.form.packed(output)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise NotRunError(
+            f"{tower.call} of {type(whole).__name__} does not run on the example: {brief(error)}"
+        ) from error
+
+
+def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:
+    name, blocks = type(model).__name__, find_blocks(model)
+    if blocks is None or len(block_list(model, blocks)) < 2:
+        raise ProbeError(f"{name} has no list of blocks to cut between; {_ONE_STAGE}")
+    trains = set_mode(source.skeleton()).training
+    try:
+        length = uncut_forward(model, blocks, run, 0).tuple_length
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
+    relayed = read_outputs(copy.deepcopy(model), blocks, length, lambda part: run(part, True))
+    return compare_stages(model.eval(), blocks, run, trains, relayed)

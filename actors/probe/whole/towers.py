@@ -1,0 +1,355 @@
+"""The towers of a whole model, found by looking at which of its functions its forward calls.
+
+Nothing here knows a model by name. transformers' models have functions ``get_image_features``,
+``get_audio_features`` and so on; a model without runs what ``get_encoder(modality)`` says. The
+model's forward runs once on an example, and what it calls from outside all others, with what, is
+noted. Gradients of what comes back say which parameters are the tower's; those that come to it
+from the model's output, which part of it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from raymm.actors.modules.blocks import method_of
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.stages.features import Form
+from raymm.actors.weights.model_part import Call, is_within
+from raymm.errors import USER_CODE_RAISES
+
+_FEATURES = re.compile(r"^get_(\w+)_features$")
+_MODALITIES = ("image", "video", "audio")
+_NAMES = {"image": "vision", "video": "vision"}
+_PLAIN = (bool, int, float, str, type(None))
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A part of a model that its forward calls for features.
+
+    Attributes:
+        name: ``vision``, ``audio``, or what else the function is named for.
+        call: which function.
+        arguments: of it, by name, which entry of the model's inputs each is.
+        constants: arguments that are the same for all inputs.
+        places: names of the submodules and parameters that the features come from.
+        root: name of the encoder itself among them, within which are the blocks.
+        form: structure of what the call returns.
+    """
+
+    name: str
+    call: Call
+    arguments: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    places: tuple[str, ...]
+    root: str
+    form: Form
+
+    def inputs(self, batch: Inputs) -> dict[str, Any] | None:
+        """What the call is given of a model's inputs; None if there is nothing for it."""
+        own = {name: batch[entry] for name, entry in self.arguments if entry in batch}
+        return own if any(isinstance(v, torch.Tensor) for v in own.values()) else None
+
+
+@dataclass
+class Called:
+    """A call that was seen: its arguments by name, what it returned, and submodules that ran."""
+
+    call: Call
+    modality: str
+    arguments: dict[str, Any]
+    output: Any
+    modules: set[str]
+
+
+def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
+    """The towers that a model's forward calls on these inputs.
+
+    Args:
+        model: in evaluation mode; it is left as it is.
+        inputs: of its forward, with items of all modalities.
+
+    Raises:
+        ProbeError: there is a tower that its ranks cannot be given the inputs of, or that is not
+            apart from the language model.
+        NotRunError: the model does not run on them.
+    """
+    observed_model = copy.deepcopy(model)
+    seen = _seen(observed_model, inputs)
+    towers: dict[str, Tower] = {}
+    for called in seen:
+        name = _NAMES.get(called.modality, called.modality)
+        if name in towers:
+            raise ProbeError(
+                f"the forward of {type(model).__name__} calls {called.call} beside "
+                f"{towers[name].call} for one microbatch; a tower is called once: give images and "
+                "videos in batches of their own"
+            )
+        towers[name] = _tower(observed_model, name, called, inputs)
+    return _apart(model, inputs, tuple(towers.values()))
+
+
+def run_model(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's forward, as stages call it.
+
+    Raises:
+        NotRunError: it fails.
+    """
+    try:
+        return model(**inputs, use_cache=False)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise NotRunError(
+            f"{type(model).__name__} does not run on the example: {brief(error)}"
+        ) from error
+
+
+def calls_of(model: nn.Module, inputs: Inputs) -> list[Called]:
+    """Outermost calls of functions that make features, in order, and even if the forward fails
+    after them.
+
+    Args:
+        model: it is left as it is.
+        inputs: of its forward.
+    """
+    return _observed_run(copy.deepcopy(model), inputs, dict(_functions(model)), fails=True)
+
+
+def _seen(model: nn.Module, inputs: Inputs) -> list[Called]:
+    """Outermost calls of functions that make features, in order."""
+    calls = _observed_run(model, inputs, dict(_functions(model)))
+    run = {name for called in calls for name in called.modules}
+    encoders = {
+        call: modality for call, modality in _encoders(model)
+        if not any(is_within(name, (call.owner,)) for name in run)
+    }
+    if encoders:
+        calls = _observed_run(model, inputs, dict(_functions(model)) | encoders)
+    return calls
+
+
+def _functions(model: nn.Module) -> Iterator[tuple[Call, str]]:
+    for owner, child in model.named_modules():
+        for name in dir(type(child)):
+            if (match := _FEATURES.match(name)) and callable(getattr(type(child), name)):
+                yield Call(owner, name), match[1]
+
+
+def _encoders(model: nn.Module) -> Iterator[tuple[Call, str]]:
+    names = {id(child): name for name, child in model.named_modules()}
+    for modality in _MODALITIES:
+        encoder = method_of(model, "get_encoder")(modality)
+        if isinstance(encoder, nn.Module) and names.get(id(encoder)):
+            yield Call(names[id(encoder)], "forward"), modality
+
+
+def _observed_run(
+    model: nn.Module, inputs: Inputs, functions: Mapping[Call, str], fails: bool = False
+) -> list[Called]:
+    calls: list[Called] = []
+    open_calls: list[Call] = []
+    hooks = []
+    own = {call: call.of(model) for call in functions}
+    for call, modality in functions.items():
+        call.replace(model, _observing(call, modality, own[call], calls, open_calls))
+    for name, child in model.named_modules():
+        hooks.append(child.register_forward_pre_hook(
+            lambda _, __, name=name: calls[-1].modules.add(name) if open_calls else None
+        ))  # fmt: skip
+    try:
+        run_model(model, inputs)
+    except NotRunError:
+        if not fails:
+            raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for call in functions:
+            vars(model.get_submodule(call.owner)).pop(call.method)
+    return calls
+
+
+def _observing(
+    call: Call, modality: str, function: Callable[..., Any], calls: list[Called],
+    open_calls: list[Call],
+) -> Callable[..., Any]:  # fmt: skip
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if open_calls:
+            return function(*args, **kwargs)
+        bound, arguments = signature.bind(*args, **kwargs).arguments, {}
+        for name, value in bound.items():
+            variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            arguments |= value if variable else {name: value}
+        calls.append(Called(call, modality, arguments, None, set()))
+        open_calls.append(call)
+        try:
+            calls[-1].output = function(*args, **kwargs)
+        finally:
+            open_calls.pop()
+        return calls[-1].output
+
+    return observed
+
+
+def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower:
+    arguments, constants = [], []
+    for argument, value in called.arguments.items():
+        if isinstance(value, _PLAIN) or not _tensors(value):
+            constants.append((argument, value))
+            continue
+        entries = [entry for entry, stored in inputs.items() if _same(stored, value)]
+        if not entries:
+            raise ProbeError(
+                f"{type(model).__name__} calls {called.call} with {argument!r}, which is not as it "
+                "is in the batch; the tower's ranks cannot be given it"
+            )
+        arguments.append((argument, entries[0]))
+    places, root = _places(model, called)
+    return Tower(
+        name, called.call, tuple(arguments), tuple(constants), places, root,
+        Form.of(called.output),
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _same(ours: Any, value: Any) -> bool:
+    if not isinstance(ours, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return ours is value
+    return ours is value or (ours.shape == value.shape and torch.equal(ours, value))
+
+
+def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
+    """Where a call's parameters are, and its largest submodule."""
+    reached = _reached(model, _tensors(called.output))
+    run = [name for name in called.modules if name]
+    outermost = {
+        name for name in run
+        if not any(name.startswith(other + ".") for other in run)
+        # What only holds the function (a base model that has the language model, too).
+        and not called.call.owner.startswith(name)
+    } | ({called.call.owner} if called.call.method == "forward" else set())
+    own = {
+        name for name, _ in model.named_parameters()
+        if name in reached or is_within(name, outermost)
+    }
+    places = outermost | {name for name in own if not is_within(name, outermost)}
+    if not own:
+        raise ProbeError(f"{called.call} of {type(model).__name__} makes its features of nothing")
+    sizes = {
+        place: sum(p.numel() for n, p in model.named_parameters() if is_within(n, (place,)))
+        for place in outermost
+    }
+    root = max(sizes, key=lambda place: (sizes[place], place)) if sizes else called.call.owner
+    return tuple(sorted(places)), root
+
+
+def _reached(model: nn.Module, outputs: Collection[torch.Tensor]) -> set[str]:
+    """Parameters that a gradient comes to."""
+    total = _scalar(outputs)
+    if total is None:
+        return set()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(
+        total, list(named.values()), allow_unused=True, retain_graph=True
+    )
+    return {n for n, gradient in zip(named, gradients, strict=True) if gradient is not None}
+
+
+def _scalar(outputs: Collection[torch.Tensor]) -> torch.Tensor | None:
+    parts = [
+        (t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum()
+        for t in outputs if t.requires_grad
+    ]  # fmt: skip
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _apart(
+    model: PreTrainedModel, inputs: Inputs, towers: tuple[Tower, ...]
+) -> tuple[Tower, ...]:
+    """The towers, each with what is read of its features.
+
+    Raises:
+        ProbeError: a parameter is of two towers, or of one and the language model.
+    """
+    handed = copy.deepcopy(model)
+    outputs = {
+        tower.call: tower.call.of(handed)(
+            **copy.deepcopy(tower.inputs(inputs) or {}), **dict(tower.constants)
+        ) for tower in towers
+    }  # fmt: skip
+    leaves: dict[str, list[torch.Tensor | None]] = {}
+    for tower in towers:
+        leaves[tower.name], output = cut_off(tower.form, outputs[tower.call])
+        tower.call.replace(handed, lambda *_, output=output, **__: output)
+    total = _scalar([run_model(handed, inputs).logits])
+    assert total is not None
+    total.backward()
+    language = {n for n, p in handed.named_parameters() if p.grad is not None}
+    for tower in towers:
+        others = {place: t.name for t in towers if t is not tower for place in t.places}
+        for name, _ in model.named_parameters():
+            if not is_within(name, tower.places):
+                continue
+            if name in language or is_within(name, others):
+                whose = others.get(name, "language model")
+                raise ProbeError(
+                    f"{name!r} of {type(model).__name__} is used by its {tower.name} tower and by "
+                    f"its {whose}, which cannot be modules of their own"
+                )
+    return tuple(
+        replace(tower, form=_read(tower.form, outputs[tower.call], leaves[tower.name]))
+        for tower in towers
+    )
+
+
+def _read(form: Form, output: Any, leaves: list[torch.Tensor | None]) -> Form:
+    """The form of what is read of an output: of which a gradient came to the leaves."""
+    flags = [
+        leaf is not None and (leaf.grad is not None or not leaf.is_floating_point())
+        for leaf in leaves
+    ]
+    if isinstance(output, Mapping):
+        counts = [len(Form.of(output, (name,)).leaves) for name in output]
+        parts = iter(flags)
+        read: dict[str, list[bool]] = {}
+        for name, count in zip(output, counts, strict=True):
+            own = list(itertools.islice(parts, count))
+            if any(own):
+                read[name] = own
+        form, flags = Form.of(output, tuple(read)), list(itertools.chain(*read.values()))
+    return form.reading(flags)
+
+
+def cut_off(form: Form, output: Any) -> tuple[list[torch.Tensor | None], Any]:
+    """An output whose tensors are leaves; and these, per leaf of the form."""
+    everything = form.reading([leaf.kind != "value" for leaf in form.leaves])
+    tensors, side = everything.packed(output)
+    own = iter([t.detach().requires_grad_() for t in tensors])
+    floats = []
+    ordered: list[torch.Tensor | None] = []
+    for tensor in everything.tensors(output):
+        if tensor is None or not tensor.is_floating_point():
+            ordered.append(tensor)
+            continue
+        floats.append(next(own))
+        ordered.append(floats[-1])
+    return ordered, everything.unpacked(floats, side)

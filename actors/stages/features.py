@@ -1,0 +1,174 @@
+"""What a tower's call returns, as tensors of a message, and the same again where it is read.
+
+A call returns a structure (a model output, a list with an entry per image). Lists of tensors that
+differ in their first dimension travel as one tensor, with the rows of each entry beside it. Only
+what is read travels; the rest is None there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from raymm.errors import InputError
+from raymm.kernels.host_copies import on_host, to_device
+
+_ROWS = "rows/"
+
+
+class FeaturesError(InputError, ValueError):
+    """Features of another structure than those that a model was tried with."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A part of what a call returns.
+
+    Attributes:
+        kind: ``tensor``, ``list`` or ``tuple`` (of tensors with one row shape), ``value``.
+        value: of ``value``.
+        read: whether the model reads it.
+    """
+
+    kind: str
+    value: Any = None
+    read: bool = True
+
+
+@dataclass(frozen=True)
+class Form:
+    """The structure of what a call returns, the same for all microbatches.
+
+    Attributes:
+        tree: of its leaves.
+        leaves: of it, in order.
+        fields: of a model output, those that it is about, as the others are not read; None for
+            all, or of anything else.
+    """
+
+    tree: TreeSpec
+    leaves: tuple[Leaf, ...]
+    fields: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, output: Any, fields: tuple[str, ...] | None = None) -> Form:
+        """That of an output, all of which is read, or all of some fields."""
+        leaves, tree = tree_flatten(_shown(output, fields), _is_leaf)
+        return cls(tree, tuple(_leaf(value) for value in leaves), fields)
+
+    def reading(self, read: Sequence[bool]) -> Form:
+        """Of the same structure, of which this is read."""
+        return Form(self.tree, tuple(
+            Leaf(leaf.kind, leaf.value, is_read)
+            for leaf, is_read in zip(self.leaves, read, strict=True)
+        ), self.fields)  # fmt: skip
+
+    def tensors(self, output: Any) -> list[torch.Tensor | None]:
+        """Per leaf, what an output has there, lists put together; None of values.
+
+        Raises:
+            FeaturesError: the output has another structure.
+        """
+        values, tree = tree_flatten(_shown(output, self.fields), _is_leaf)
+        kinds = [_leaf(value).kind for value in values]
+        if tree != self.tree or kinds != [leaf.kind for leaf in self.leaves]:
+            raise FeaturesError(f"features are of structure {tree}, not {self.tree}")
+        return [
+            value if isinstance(value, torch.Tensor)
+            else None if leaf.kind == "value" else torch.cat(list(value))
+            for value, leaf in zip(values, self.leaves, strict=True)
+        ]
+
+    def packed(self, output: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """What travels of an output: floating-point tensors, and the rest by name.
+
+        Raises:
+            FeaturesError: the output has another structure.
+        """
+        tensors, side = [], {}
+        values = tree_flatten(_shown(output, self.fields), _is_leaf)[0]
+        for n, (value, tensor) in enumerate(zip(values, self.tensors(output), strict=True)):
+            if tensor is None or not self.leaves[n].read:
+                continue
+            if self.leaves[n].kind != "tensor":
+                side[f"{_ROWS}{n}"] = torch.tensor([len(entry) for entry in value], device="cpu")
+            if tensor.is_floating_point():
+                tensors.append(tensor)
+            else:
+                side[str(n)] = tensor
+        return tuple(tensors), side
+
+    def unpacked(self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor]) -> Any:
+        """The output again.
+
+        Args:
+            tensors, side: what :meth:`packed` returned.
+        """
+        ready = iter(tensors)
+        values: list[Any] = []
+        for n, leaf in enumerate(self.leaves):
+            if leaf.kind == "value" or not leaf.read:
+                values.append(leaf.value)
+                continue
+            tensor = side.get(str(n))
+            tensor = next(ready) if tensor is None else tensor
+            if tensor.device.type == "cpu" and tensors:
+                tensor = to_device(tensor, tensors[0].device)
+            if leaf.kind == "tensor":
+                values.append(tensor)
+                continue
+            entries = tensor.split(on_host(side[f"{_ROWS}{n}"]).tolist())
+            values.append(list(entries) if leaf.kind == "list" else tuple(entries))
+        return tree_unflatten(values, self.tree)
+
+    def shapes(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Shapes of the floating-point tensors, for stages that do not read them."""
+        return {
+            f"shape/{str(t.dtype).removeprefix('torch.')}/{n}": torch.tensor(t.shape, device="cpu")
+            for n, t in enumerate(tensors)
+        }
+
+
+def _shown(output: Any, fields: tuple[str, ...] | None) -> Any:
+    if fields is None:
+        return output
+    return type(output)(**{name: output.get(name) for name in fields})
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return (
+        type(value) in (list, tuple) and len(value) > 0
+        and all(isinstance(entry, torch.Tensor) and entry.dim() > 0 for entry in value)
+        and len({(entry.shape[1:], entry.dtype) for entry in value}) == 1
+    )
+
+
+def _leaf(value: Any) -> Leaf:
+    if isinstance(value, torch.Tensor):
+        return Leaf("tensor")
+    if _is_leaf(value):
+        return Leaf(type(value).__name__)
+    return Leaf("value", value)
+
+
+class ReceivedFeatures:
+    """In place of a tower's call on the ranks of the language model: it returns what came.
+
+    Attributes:
+        output: of this microbatch; None if nothing came.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.output: Any = None
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if self.output is None:
+            raise FeaturesError(f"the model asks for features of {self._name!r} without items")
+        return self.output

@@ -1,0 +1,170 @@
+"""Stages of a whole model's language model: the model's own forward, to which its towers' calls
+return what their ranks have handed over.
+
+All that a batch has goes to the forward as it is, on every stage; of what towers are given, numbers
+that are no floats (grids, sizes) and of the others the shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from raymm.actors.modules.cut import CutReached
+from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.stages.features import Form, ReceivedFeatures
+from raymm.actors.stages.language import Labelled, LanguageSpec, LanguageStage
+from raymm.actors.stages.stage_inputs import from_side, to_side
+from raymm.actors.weights.model_part import Call
+from raymm.kernels.host_copies import on_host
+
+_TARGETS, _FEATURES = "targets", "features/"
+
+
+@dataclass(frozen=True)
+class TowerPort:
+    """What the language model is handed by a tower.
+
+    Attributes:
+        name: of the tower.
+        call: which function of the model returns it.
+        form: its structure.
+    """
+
+    name: str
+    call: Call
+    form: Form
+
+
+@dataclass(frozen=True)
+class WholeLanguageSpec(LanguageSpec):
+    """A whole model without its towers.
+
+    Attributes:
+        towers: what they hand over.
+        relays: whether later stages read that, too.
+    """
+
+    towers: tuple[TowerPort, ...] = ()
+    relays: bool = False
+
+
+def language_inputs(
+    text: dict[str, Any], towers: dict[str, dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """What the first stage is given of a microbatch.
+
+    Args:
+        text: what is of no tower: ``input_ids``, ``labels`` (B, T) int64, masks.
+        towers: by name, arguments of the model that go into a tower.
+    """
+    inputs = to_side(text, (), "the language model")
+    for name, own in towers.items():
+        inputs |= to_side({k: v for k, v in own.items() if k != "sample_index"}, (), name)
+    return inputs
+
+
+class WholeLanguageStage(LanguageStage):
+    """Blocks [lo, hi) of a whole model's language model; the last stage returns the loss.
+
+    Args:
+        spec: of the whole language model.
+        lo, hi, module: as of :class:`LanguageStage`.
+    """
+
+    spec: WholeLanguageSpec
+
+    def __init__(self, spec: WholeLanguageSpec, lo: int, hi: int, module: nn.Module) -> None:
+        super().__init__(spec, lo, hi, module)
+        self._features = {port.name: ReceivedFeatures(port.name) for port in spec.towers}
+        for port in spec.towers:
+            port.call.replace(module, self._features[port.name])
+        self._relayed_blocks = len(spec.cut.relayed_before(lo)) if spec.cut else 0
+
+    def run(
+        self,
+        inputs: dict[str, Any] | None,
+        received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        """One microbatch.
+
+        Args:
+            inputs: of the first stage: what :func:`language_inputs` returns.
+            received: messages by tower (first stage), or of the stage before.
+            context: the step's label count.
+
+        Returns:
+            Hidden state and features that later stages read, with what the forward is given as
+            side tensors; from the last stage, the loss.
+        """
+        hidden, relays = None, []
+        if self.first:
+            assert inputs is not None
+            device = next(self.module.parameters()).device
+            side, features = self._begun(inputs, received)
+        else:
+            (message,) = received.values()
+            (hidden, *tensors), side = message.tensors, dict(message.side)
+            device, rest = hidden.device, iter(tensors)
+            relays, features = list(islice(rest, self._relayed_blocks)), list(rest)
+        self._show(side, features, device)
+        arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
+        labelled = Labelled(on_host(side[_TARGETS]), device) if self.last else None
+        try:
+            self._labelled = labelled
+            logits = self._forward(
+                hidden, context, relays, **from_side(arguments, device), use_cache=False
+            ).logits
+        except CutReached as cut:
+            handed = features if self.spec.relays else []
+            return Message((cut.hidden, *cut.relays, *handed), side)
+        finally:
+            self._labelled = None
+            for port in self._features.values():
+                port.output = None
+        assert labelled is not None  # a stage before the last is left at its cut
+        rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
+        total = self._cross_entropy_sum(rows, labelled.targets)
+        return Message((), {}, loss=total / max(context.label_tokens, 1))
+
+    def _begun(
+        self, inputs: dict[str, Any], received: dict[str, Message]
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """What goes on to all stages, and the towers' features."""
+        side = {name: value for name, value in inputs.items() if name != "labels"}
+        labels = on_host(inputs["labels"])
+        side[_TARGETS] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        features: list[torch.Tensor] = []
+        for port in self.spec.towers:
+            if (message := received.get(port.name)) is None:
+                continue
+            shapes = port.form.shapes(message.tensors)
+            side |= {
+                f"{_FEATURES}{port.name}/{name}": value
+                for name, value in {**message.side, **shapes}.items()
+            }
+            features += message.tensors
+        return side, features
+
+    def _show(
+        self, side: dict[str, torch.Tensor], features: list[torch.Tensor], device: torch.device
+    ) -> None:
+        """Let the towers' calls return what came, or, where that is not read, zeros."""
+        came = iter(features)
+        for port in self.spec.towers:
+            start = f"{_FEATURES}{port.name}/"
+            own = {n.removeprefix(start): v for n, v in side.items() if n.startswith(start)}
+            if not own:
+                continue
+            shapes = {name: v for name, v in own.items() if name.startswith("shape/")}
+            tensors = list(islice(came, len(shapes)))
+            if not tensors:
+                tensors = [zeros.clone() for zeros in from_side(shapes, device).values()]
+            self._features[port.name].output = port.form.unpacked(tensors, own)

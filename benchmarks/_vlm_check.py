@@ -1,0 +1,307 @@
+"""A whole model in modules and stages, beside the same model in one process: loss, every gradient,
+and the losses of three steps of AdamW."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from benchmarks._family_check import (
+    EXACT,
+    NOT_APPLICABLE,
+    REFUSED,
+    TOLERANCE,
+    UNCLEAR,
+    WRONG,
+    Outcome,
+    Result,
+    _last_lines,
+    differences,
+)
+from benchmarks._family_classes import Family
+from benchmarks._family_configs import UnmakeableError, _parts, tiny_configs
+from benchmarks._vlm_inputs import batches, styles
+from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.step_meta import StepMeta
+from raymm.actors.modules.blocks import num_blocks
+from raymm.actors.probe.whole.cut import (
+    cut_language_model,
+    cut_tower,
+    language_source,
+    language_spec,
+    tower_source,
+    tower_spec,
+)
+from raymm.actors.probe.whole.towers import find_towers
+from raymm.actors.stages.tower import TowerStage
+from raymm.actors.stages.whole_language import WholeLanguageStage, language_inputs
+from raymm.actors.weights.source import ConfigSource
+from raymm.errors import Error
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import Instruction, Op
+
+LLM = "llm"
+_MOST_PARAMETERS = 60_000_000
+_STEPS = 3
+_FLAGS: dict[str, Any] = {}
+Batch = dict[str, torch.Tensor]
+
+
+class NotRunnableError(UnmakeableError):
+    """A class with which no tiny configuration and no inputs ran in one process."""
+
+
+def check(family: Family, training: bool = True) -> Outcome:
+    """A class, with each of its modules in two stages, beside one process."""
+    try:
+        config, microbatches = runnable(family)
+    except UnmakeableError as error:
+        return Outcome(NOT_APPLICABLE, str(error)[:1500])
+    try:
+        source = ConfigSource(family.model_class, config, seed=1)
+        stages = _Stages(source, microbatches)
+        mine = stages.steps()
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the outcome
+        if isinstance(error, Error):
+            return Outcome(REFUSED, str(error))
+        return Outcome(UNCLEAR, _last_lines(error))
+    due = one_process(source, microbatches)
+    problems = differences(mine[0], due[0])
+    for step, (own, other) in enumerate(zip(mine[1:], due[1:], strict=True), 2):
+        if not math.isfinite(own[0]) or abs(own[0] - other[0]) > TOLERANCE * abs(other[0]):
+            problems.append(f"loss of step {step} is {own[0]:.7g}, not {other[0]:.7g}")
+    return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
+
+
+def runnable(family: Family) -> tuple[PretrainedConfig, list[Batch]]:
+    """A tiny configuration and microbatches with which the class runs as transformers has it.
+
+    Raises:
+        UnmakeableError: there is none.
+    """
+    errors: list[str] = []
+    for config in itertools.islice(tiny_configs(family.config_class, _FLAGS), 6):
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in family.model_class._from_config(config).parameters())
+            if size > _MOST_PARAMETERS:
+                raise ValueError(f"{size:,} parameters are more than tiny")
+            _fit_widths(config)
+            _fit_sections(ConfigSource(family.model_class, config, seed=1).skeleton(), config)
+            model = ConfigSource(family.model_class, config, seed=1).build().train()
+        except Exception as error:  # noqa: BLE001
+            errors.append("not built: " + _last_lines(error))
+            continue
+        for found in _tries(model, config, errors):
+            return config, found
+    raise NotRunnableError(" | ".join(dict.fromkeys(errors)) or "no configuration")
+
+
+def _fit_widths(config: PretrainedConfig) -> None:
+    """What towers give is as wide as the text model takes, which defaults often are not; and
+    nothing is drawn."""
+    for part in (config, *_parts(config)):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
+    text = getattr(config, "text_config", None) or config
+    wide = getattr(text, "hidden_size", None)
+    for part in _parts(config):
+        if isinstance(getattr(part, "out_hidden_size", None), int) and wide:
+            part.out_hidden_size = wide
+
+
+def _fit_sections(model: nn.Module, config: PretrainedConfig) -> None:
+    """Sections of rotary positions that are as wide together as heads have become. Their default
+    is often not in a configuration, but in the class."""
+    for child in model.modules():
+        sections, table = getattr(child, "mrope_section", None), getattr(child, "inv_freq", None)
+        if not isinstance(sections, list | tuple) or table is None:
+            continue
+        wide = table.shape[-1]
+        if sum(sections) != wide:
+            fitted = [max(1, wide * n // sum(sections)) for n in sections]
+            fitted[0] += wide - sum(fitted)
+            for part in (config, *_parts(config)):
+                if isinstance(getattr(part, "rope_parameters", None), dict):
+                    part.rope_parameters["mrope_section"] = fitted
+
+
+def _tries(model: Any, config: PretrainedConfig, errors: list[str]) -> Iterator[list[Batch]]:
+    vocabulary, width = model.get_input_embeddings().weight.shape
+    for style in styles(model, config):
+        try:
+            found = batches(model.eval(), config, style, vocabulary, width)
+            for batch in found:
+                logits = logits_of(model, batch)
+                if not torch.isfinite(logits).all():
+                    raise ValueError("the output is not finite")
+                if logits.shape[:2] != batch["input_ids"].shape:
+                    raise ValueError(f"logits are of shape {tuple(logits.shape)}")
+            if len(set(map(frozenset, found))) < 2:
+                raise ValueError("no items")
+        except Exception as error:  # noqa: BLE001
+            errors.append(f"{style.modality}: " + _last_lines(error))
+            continue
+        yield found
+
+
+def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The model's own forward."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return model(**inputs, use_cache=False).logits
+
+
+def one_process(source: ConfigSource, microbatches: list[Batch]) -> list[Result]:
+    """Loss and gradients of three steps."""
+    model = noisy(source.build())
+    model.train()
+    labels = _label_tokens(microbatches)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    found: list[Result] = []
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in microbatches:
+            logits = logits_of(model, batch)
+            loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten(),
+                reduction="sum",
+            ) / labels  # fmt: skip
+            loss.backward()
+            total += float(loss.detach())
+        found.append((total, _gradients([model])))
+        optimizer.step()
+    return found
+
+
+def noisy(model: nn.Module) -> nn.Module:
+    """With what begins as zeros or ones away from them, alike in any part of the model."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            name = name.removeprefix("module.")
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _label_tokens(microbatches: list[Batch]) -> int:
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in microbatches)
+
+
+def _gradients(modules: list[nn.Module]) -> dict[str, torch.Tensor | None]:
+    found: dict[str, torch.Tensor | None] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            name, new, known = name.removeprefix("module."), parameter.grad, None
+            known = found.get(name)
+            if new is not None:
+                new = new.clone() if known is None else known + new
+            found[name] = known if new is None else new
+    return found
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    spec: Any
+    stage: Any
+
+
+class _Stages:
+    """A model's towers and its language model, each in two stages if it has two blocks."""
+
+    def __init__(self, source: ConfigSource, microbatches: list[Batch]) -> None:
+        self._microbatches = microbatches
+        example = {k: v for k, v in microbatches[0].items() if k != "labels"}
+        model = cast(PreTrainedModel, noisy(source.build()).eval())
+        self.towers = find_towers(model, example)
+        if not self.towers:
+            raise UnmakeableError("its forward calls no tower")
+        modules = []
+        for tower in self.towers:
+            own = tower_source(source, tower)
+            blocks = num_blocks(own.skeleton())
+            spec = tower_spec(own, tower, blocks)
+            if blocks > 1:
+                spec = cut_tower(spec, tower.inputs(example) or {})
+            modules.append(_Module(tower.name, spec, TowerStage))
+        own = language_source(source, self.towers)
+        spec = language_spec(LLM, own, self.towers, num_blocks(own.skeleton()))
+        if spec.num_blocks > 1:
+            spec = cut_language_model(spec, self.towers, example)
+        modules.append(_Module(LLM, spec, WholeLanguageStage))
+        self.stages: dict[StageId, Any] = {}
+        for module in modules:
+            spec, count = module.spec, 2 if module.spec.cut else 1
+            bounds = [spec.num_blocks * n // count for n in range(count + 1)]
+            for n, (lo, hi) in enumerate(itertools.pairwise(bounds)):
+                self.stages[StageId(module.name, n)] = noisy(module.stage.build(spec, lo, hi))
+        for stage in self.stages.values():
+            stage.train()
+
+    def _of(self, name: str) -> list[StageId]:
+        return [stage for stage in self.stages if stage.module == name]
+
+    def steps(self) -> list[Result]:
+        """Loss and gradients of three steps."""
+        entries = {entry for tower in self.towers for _, entry in tower.arguments}
+        inputs: dict[StageId, list[Any]] = {StageId(t.name, 0): [] for t in self.towers}
+        inputs[StageId(LLM, 0)] = []
+        program: list[Instruction] = []
+        for m, batch in enumerate(self._microbatches):
+            own = {tower.name: tower.inputs(batch) for tower in self.towers}
+            text = {name: value for name, value in batch.items() if name not in entries}
+            there = {name: value for name, value in own.items() if value is not None}
+            inputs[StageId(LLM, 0)].append(language_inputs(text, {
+                t.name: {entry: batch[entry] for _, entry in t.arguments if entry in batch}
+                for t in self.towers if t.name in there
+            }))  # fmt: skip
+            for tower in self.towers:
+                inputs[StageId(tower.name, 0)].append(own[tower.name])
+            order = [s for s in self.stages if s.module in there or s.module == LLM]
+            program += [Instruction(Op.FORWARD, stage, m) for stage in order]
+            program += [Instruction(Op.BACKWARD, stage, m) for stage in reversed(order)]
+        edges = [pair for t in (*self.towers,) for pair in itertools.pairwise(self._of(t.name))]
+        edges += [(self._of(t.name)[-1], StageId(LLM, 0)) for t in self.towers]
+        edges += itertools.pairwise(self._of(LLM))
+        executor = Executor(self.stages, edges, {}, {}, {})
+        prepared = executor.compile(program)
+        parameters = _shared([p for s in self.stages.values() for p in s.named_parameters()])
+        optimizer = torch.optim.AdamW([own for owned in parameters for own in owned], lr=1e-4)
+        found = []
+        for step in range(_STEPS):
+            optimizer.zero_grad()
+            meta = StepMeta(
+                step, _label_tokens(self._microbatches), tuple(range(len(self._microbatches)))
+            )
+            result = executor.run(prepared, inputs, meta)
+            found.append((sum(result.losses.values()), _gradients(list(self.stages.values()))))
+            for owned in parameters:
+                _sum_gradients(owned)
+            optimizer.step()
+        return found
+
+
+def _shared(named: list[tuple[str, nn.Parameter]]) -> list[list[nn.Parameter]]:
+    """Parameters by name: those of several stages together."""
+    by_name: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in named:
+        by_name.setdefault(name, []).append(parameter)
+    return list(by_name.values())
+
+
+def _sum_gradients(owned: list[nn.Parameter]) -> None:
+    gradients = [p.grad for p in owned if p.grad is not None]
+    if len(owned) > 1 and gradients:
+        total = torch.stack(gradients).sum(dim=0)
+        for parameter in owned:
+            parameter.grad = total.clone()

@@ -1,0 +1,306 @@
+"""Batches for a whole model: text with placeholders for items of several sizes, made from what its
+forward's parameters and its configuration are called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.probe.whole.towers import calls_of
+
+Item = dict[str, torch.Tensor]
+Random = Callable[..., torch.Tensor]
+_PLACEHOLDERS = {
+    "image": ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id"),
+    "audio": ("audio_token_id", "audio_token_index", "speech_token_id"),
+}
+_KINDS = {"image": 1, "audio": 3}  # in mm_token_type_ids
+
+
+@dataclass(frozen=True)
+class Style:
+    """One way in which items may be given.
+
+    Attributes:
+        make: an item of the first, second, ... size.
+        per_row: rows of items have a dimension of their own, before that of items.
+    """
+
+    modality: str
+    make: Callable[[int], Item]
+    per_row: bool = False
+
+    def collate(self, rows: list[list[Item]]) -> Item:
+        """Of several rows, with their items in order."""
+        if self.per_row:
+            most = max(map(len, rows))
+            filled = [
+                _joined([*row, *[_nothing(rows) for _ in range(most - len(row))]]) for row in rows
+            ]
+            return {n: torch.stack([row[n] for row in _same_size(filled)]) for n in filled[0]}
+        return _joined([item for row in rows for item in row])
+
+
+def _nothing(rows: list[list[Item]]) -> Item:
+    like = next(item for row in rows for item in row)
+    return {name: torch.zeros_like(value) for name, value in like.items()}
+
+
+def _joined(items: list[Item]) -> Item:
+    items = _same_size(items)
+    return {name: torch.cat([item[name] for item in items]) for name in items[0]}
+
+
+def _same_size(items: list[Item]) -> list[Item]:
+    """Padded behind with zeros, in all dimensions but the first."""
+    grown: list[Item] = [{} for _ in items]
+    for name in items[0]:
+        shape = [max(item[name].shape[d] for item in items) for d in range(items[0][name].dim())]
+        for item, big in zip(items, grown, strict=True):
+            value = item[name]
+            padded = value.new_zeros(value.shape[0], *shape[1:])
+            padded[tuple(slice(size) for size in value.shape)] = value
+            big[name] = padded
+    return grown
+
+
+def styles(model: nn.Module, config: PretrainedConfig) -> Iterator[Style]:
+    """Ways to give a model items, the likeliest first."""
+    names = set(inspect.signature(type(model).forward).parameters)
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if "pixel_values" in names or "image_pixel_values" in names:
+        yield from _image_styles(names, config, random)
+    if names & {"input_features", "input_values", "audio_input_features"}:
+        yield from _audio_styles(names, config, random)
+
+
+def _value(config: Any, *names: str, default: Any = None) -> Any:
+    parts = [config] + [
+        getattr(config, part) for part in ("vision_config", "audio_config", "encoder_config")
+        if isinstance(getattr(config, part, None), PretrainedConfig)
+    ]  # fmt: skip
+    for name in names:
+        for part in reversed(parts):
+            if isinstance(value := getattr(part, name, None), int | list | tuple):
+                return value[0] if isinstance(value, list | tuple) else value
+    return default
+
+
+def _image_styles(names: set[str], config: Any, random: Random) -> Iterator[Style]:
+    first = "pixel_values" if "pixel_values" in names else "image_pixel_values"
+    channels = _value(config, "in_channels", "in_chans", "num_channels", default=3)
+    patch = _value(config, "patch_size", default=14)
+    size = _value(config, "image_size", default=32)
+    merge = _value(config, "spatial_merge_size", "merge_size", "downsample_factor", default=2)
+    times = _value(config, "temporal_patch_size", default=1)
+    grid_name = next((n for n in ("image_grid_thw", "image_grid_hw") if n in names), None)
+    if grid_name:
+        for shape in (
+            (channels * times * patch * patch,), (channels, patch, patch),
+            (channels * patch * patch,), (2 * channels * patch * patch,),
+            (channels, times, patch, patch), (times, channels, patch, patch),
+        ):  # fmt: skip
+            def packed(n: int, shape: tuple[int, ...] = shape) -> Item:
+                h, w = 2 * merge, (2 + n) * merge
+                item = {first: random(h * w, *shape), grid_name: torch.tensor([[1, h, w]])}
+                if grid_name == "image_grid_hw":
+                    item[grid_name] = item[grid_name][:, 1:]
+                if "image_merge_sizes" in names:
+                    item["image_merge_sizes"] = torch.tensor([merge])
+                return item
+
+            yield Style("image", packed)
+    wide = channels * patch * patch
+
+    def rows(n: int) -> Item:
+        h, w = 2 * merge, (2 + n) * merge
+        return {
+            first: random(1, h * w, wide), "pixel_attention_mask": torch.ones(1, h * w).long(),
+            "spatial_shapes": torch.tensor([[h, w]]),
+        }  # fmt: skip
+
+    def places(n: int) -> Item:
+        pool = _value(config, "pooling_kernel_size", default=1)
+        h, w = 2 * pool, (2 + n) * pool
+        grid = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
+        return {first: random(1, h * w, wide), "image_position_ids": grid.reshape(1, -1, 2)}
+
+    if "spatial_shapes" in names:
+        yield Style("image", rows)
+    if "image_position_ids" in names:
+        yield Style("image", places)
+    for side in dict.fromkeys((size, 2 * patch * merge, 2 * patch, 64)):
+        yield from _pictures(names, first, channels, side, patch, merge, random, config)
+
+
+def _pictures(
+    names: set[str], first: str, channels: int, side: int, patch: int, merge: int, random: Random,
+    config: Any,
+) -> Iterator[Style]:  # fmt: skip
+    def picture(n: int) -> Item:
+        return {first: random(1, channels, side, side)}
+
+    def sized(n: int) -> Item:
+        h, w = 2 * patch * merge, (2 + n) * patch * merge
+        return {first: random(1, channels, h, w), "image_sizes": torch.tensor([[h, w]])}
+
+    def tiles(n: int) -> Item:
+        return {
+            first: random(1, 1 + 2 ** (n + 1), channels, side, side),
+            "image_sizes": torch.tensor([[side, (n + 1) * side]]),
+        }
+
+    def five(n: int) -> Item:
+        item = {first: random(1, channels, side, side)}
+        if "pixel_attention_mask" in names:
+            mask = torch.ones(1, side, side, dtype=torch.bool)
+            item["pixel_attention_mask"] = mask
+        return item
+
+    def cross(n: int) -> Item:
+        most = _value(config, "max_num_tiles", default=4)
+        return {
+            first: random(1, most, channels, side, side),
+            "aspect_ratio_ids": torch.ones(1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(1, most, dtype=torch.long),
+        }
+
+    if "aspect_ratio_ids" in names:
+        yield Style("image", cross, per_row=True)
+        return
+    if "pixel_attention_mask" in names:
+        yield Style("image", five, per_row=True)
+    if "image_sizes" in names:
+        yield Style("image", sized)
+        yield Style("image", tiles)
+    yield Style("image", picture)
+    yield Style("image", five, per_row=True)
+
+
+def _audio_styles(names: set[str], config: Any, random: Random) -> Iterator[Style]:
+    first = next(
+        n for n in ("input_features", "input_values", "audio_input_features") if n in names
+    )
+    bins = _value(config, "num_mel_bins", "input_feat_size", "input_dim", "n_mels", default=80)
+    positions = _value(config, "max_source_positions", default=None)
+    masks = [
+        n for n in ("input_features_mask", "feature_attention_mask", "input_values_mask")
+        if n in names
+    ]  # fmt: skip
+    for frames in dict.fromkeys(([2 * positions] if positions else []) + [64, 128, 400]):
+        for shape in ((1, bins, frames), (1, frames, bins), (1, frames), (1, 1, 40 * frames)):
+            def sound(n: int, shape: tuple[int, ...] = shape, frames: int = frames) -> Item:
+                item = {first: random(*shape)}
+                for name in masks:
+                    item[name] = torch.ones(1, frames, dtype=torch.long)
+                    item[name][:, frames - 8 * n :] *= 0 if n else 1
+                return item
+
+            yield Style("audio", sound)
+            if masks:
+                yield Style("audio", lambda n, shape=shape: {first: random(*shape)})
+
+
+def placeholder(config: PretrainedConfig, modality: str) -> int | None:
+    """Id of the token in whose place features are put."""
+    parts = [config, getattr(config, "text_config", None)]
+    for name in _PLACEHOLDERS[modality]:
+        for part in parts:
+            if isinstance(value := getattr(part, name, None), int):
+                return value
+    return None
+
+
+def item_tokens(model: nn.Module, item: Item, width: int, ids: torch.Tensor) -> int | None:
+    """How many tokens an item becomes, by what the model's call returns; None if it calls none."""
+    try:
+        calls = calls_of(model, {"input_ids": ids, **item})
+    except ProbeError:
+        return None
+    for called in calls:
+        output = called.output
+        if output is None:
+            continue
+        for value in (getattr(output, "pooler_output", None), output):
+            tensors = [t for t in _tensors(value) if t.shape[-1] == width]
+            if tensors:
+                return sum(t.numel() for t in tensors) // width
+    return None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for one in value for t in _tensors(one)]
+    first = getattr(value, "last_hidden_state", None)
+    return [first] if isinstance(first, torch.Tensor) else []
+
+
+# Which items each row of a microbatch has, by number of their size; and text around them.
+MICROBATCHES = ([[0], [1]], [[], []], [[], [1, 0]])
+
+
+def batches(
+    model: nn.Module, config: PretrainedConfig, style: Style, vocabulary: int, width: int
+) -> list[dict[str, torch.Tensor]]:
+    """Three microbatches: an item per row, text only, and two items in one of two rows."""
+    names = set(inspect.signature(type(model).forward).parameters)
+    token = placeholder(config, style.modality)
+    generator = torch.Generator().manual_seed(9)
+    special = {v for v in _token_ids(config) if v < vocabulary}
+    usual = [n for n in range(3, vocabulary) if n not in special]
+
+    def words(count: int) -> list[int]:
+        return [usual[int(n)] for n in torch.randint(len(usual), (count,), generator=generator)]
+
+    items = [style.make(n) for n in range(2)]
+    ids = torch.tensor([words(6)])
+    counts = [
+        0 if token is None else item_tokens(model, style.collate([[item]]), width, ids) or 0
+        for item in items
+    ]
+    found = []
+    for rows in MICROBATCHES:
+        texts = [
+            words(4) + sum(([token] * counts[n] + words(3) for n in row), []) + words(2)
+            for row in rows
+        ]
+        length = max(map(len, texts))
+        ids = torch.tensor([text + [usual[0]] * (length - len(text)) for text in texts])
+        mask = torch.tensor([[1] * len(t) + [0] * (length - len(t)) for t in texts])
+        own = (ids == token) if token is not None else torch.zeros_like(ids, dtype=torch.bool)
+        batch = {
+            "input_ids": ids, "attention_mask": mask,
+            "labels": ids.masked_fill((mask == 0) | own, -100),
+        }
+        if "mm_token_type_ids" in names:
+            batch["mm_token_type_ids"] = own.long() * _KINDS[style.modality]
+        if "token_type_ids" in names:
+            batch["token_type_ids"] = own.long()
+        chosen = [[items[n] for n in row] for row in rows]
+        if any(rows):
+            batch |= style.collate(chosen)
+        found.append(batch)
+    return found
+
+
+def _token_ids(config: PretrainedConfig) -> set[int]:
+    found = set()
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            found |= _token_ids(value)
+        elif ("token_id" in name or "token_index" in name) and isinstance(value, int):
+            found.add(value)
+    return found

@@ -1,0 +1,85 @@
+"""Every image-text-to-text, audio-text and omni class of the installed transformers, in modules.
+
+Each class gets a tiny configuration made from its own defaults, and three microbatches: an item of
+a size of its own in each row, text only, and two items in one of two rows. Its towers and its
+language model run in two stages each, as ranks run them, beside the class's own forward in one
+process: loss, every gradient, and the losses of three steps of AdamW. What comes of a class is as
+of :mod:`benchmarks.families`.
+
+    python -m benchmarks.vlm_matrix --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from benchmarks._common import console, emit, machine, parser
+from benchmarks._family_check import EXACT, Outcome
+from benchmarks._family_classes import Family, _pairs
+from benchmarks._vlm_check import check
+from benchmarks.families import RESULTS, TIMEOUT_SECONDS, outcomes
+
+KIND = "whole model"
+
+
+def whole_models() -> list[Family]:
+    """Every class of transformers' registries of models of text with images, or with anything."""
+    found: dict[type[PreTrainedModel], Family] = {}
+    for registry in (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    ):
+        for config, model in _pairs(registry):
+            found.setdefault(model, Family(KIND, model, model.config_class or config))
+    return sorted(found.values(), key=lambda family: family.name)
+
+
+def main() -> None:
+    arguments = _arguments()
+    out = console()
+    families = whole_models()
+    if arguments.only:
+        families = [family for family in families if family.name in arguments.only]
+    found: dict[Family, Outcome] = {}
+    started = time.monotonic()
+    for family, outcome, seconds in outcomes(families, arguments, check):
+        found[family] = outcome
+        out.print(
+            f"{len(found):4}/{len(families)} {seconds:6.1f} s  {family.name}: {outcome.result}"
+            f"{'  ' + outcome.sentence if outcome.sentence else ''}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    result = summary(found)
+    result |= {"seconds": round(time.monotonic() - started, 1), "machine": machine()}
+    out.print(", ".join(f"{result[r]} {r}" for r in RESULTS))
+    emit(result, arguments.json)
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser((__doc__ or "").splitlines()[0])
+    options.add_argument("--only", nargs="+", metavar="NAME", help="these classes only")
+    options.add_argument("--eval", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds per class")
+    options.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    return options.parse_args()
+
+
+def summary(found: dict[Family, Outcome]) -> dict[str, Any]:
+    """How many classes have each result, and which, with their sentences."""
+    listed = sorted((family.name, outcome) for family, outcome in found.items())
+    counts = {r: sum(o.result == r for _, o in listed) for r in RESULTS}
+    names: dict[str, Any] = {
+        r: {name: o.sentence for name, o in listed if o.result == r} for r in RESULTS
+    }
+    names[EXACT] = list(names[EXACT])
+    return {**counts, "classes": names}
+
+
+if __name__ == "__main__":
+    main()
