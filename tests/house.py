@@ -158,11 +158,12 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/model", "raymm/data", "raymm/costs", "raymm/config", "raymm/planning",
     ),
     "raymm/callbacks": ("actors/weights", "raymm/files"),
+    "raymm/recovery": ("actors/recovery", "raymm/data", "raymm/runtime"),
     "raymm/training": (
         "scheduler", "actors", "raymm/callbacks", "raymm/files", "raymm/data/readers", "raymm/draw",
         "raymm/model",
         "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/costs", "raymm/runtime",
-        "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor",
+        "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor", "raymm/recovery",
     ),
     "raymm/cli": (
         "kernels", "scheduler", "actors", "raymm/files", "raymm/version.py", "raymm/draw",

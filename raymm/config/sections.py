@@ -184,6 +184,10 @@ class RunConfig(Section):
         max_failures: times that the run goes on by itself, from its last checkpoint, after a
             process or a node was lost; null for any number. What would happen again ends it.
         max_preemptions: the same of nodes that were announced to end (spot instances, drains).
+        snapshot_every: steps between copies in host memory of what trains, from which the run goes
+            on in the processes that are left when others are lost; null: only from checkpoints,
+            with new processes.
+        max_recoveries: times within an hour that it does; null for any number.
         wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
         max_seconds: after so many, the wait for nodes included, the run is saved and ends.
         timeout_s: seconds a rank may wait for another, and one instruction (a forward) may take.
@@ -213,6 +217,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_failures: NonNegative | None = 3
     max_preemptions: NonNegative | None = None
+    snapshot_every: Count | None = None
+    max_recoveries: NonNegative | None = 20
     wait_for_nodes_s: Seconds | None = None
     max_seconds: Seconds | None = None
     timeout_s: Seconds = 300.0

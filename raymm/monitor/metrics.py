@@ -31,6 +31,17 @@ class MetricsLog:
             self.rows = [row for row in read_metrics(path) if row["step"] <= resume_step]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
+    def rewind(self, step: int) -> None:
+        """Drop rows after a step: those steps happen again.
+
+        Args:
+            step: its number.
+        """
+        rows = read_metrics(self._path)
+        kept = [row for row in rows if row["step"] <= step]
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.rows = [row for row in self.rows if row["step"] <= step]
+
     def add(self, row: dict[str, Any]) -> None:
         """Append a row; ``step`` counts steps taken, from 1 (0: before the first). JSON has no
         numbers that are not finite: they become None."""
@@ -52,6 +63,14 @@ class SampleLog:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self._log = MetricsLog(path, resume_step)
         self._log.rows = []  # nobody asks for them
+
+    def rewind(self, step: int) -> None:
+        """Drop rows after a step, as of the metrics.
+
+        Args:
+            step: its number.
+        """
+        self._log.rewind(step)
 
     def add(
         self, step: int, microbatches: Sequence[Sequence[str]], skipped: Sequence[str]

@@ -40,6 +40,15 @@ class RunProgress:
             text += f"  {self._not_applied} not applied"
         self._bar.show(self._done, self._steps, text)
 
+    def rewind(self, done: int) -> None:
+        """Steps are taken again.
+
+        Args:
+            done: those that are not.
+        """
+        self._done = done
+        self._show()
+
     def advance(self, loss: float) -> None:
         """One more step is done."""
         self._done, self._loss = self._done + 1, f"{loss:.4f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from raymm.callbacks.callback import Restart, RunInfo
 from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
 from raymm.data import DataWorkerError
+from raymm.errors import RunFailedError
 from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.drain_notices import DrainObserver
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog
@@ -20,16 +21,19 @@ from raymm.monitor.observed_run import ObservedRun
 from raymm.monitor.progress import RunProgress
 from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData
+from raymm.recovery.failure_policy import Cause
+from raymm.recovery.recovery import Recovery
+from raymm.recovery.run_controller import RunController, cause_of, first_line
 from raymm.runtime.parallel_module import MultimodalActors
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.training.execution import Execution
-from raymm.training.failure_policy import Cause
 from raymm.training.restarts import Attempted
 from raymm.training.result import Result
+from raymm.training.run_batches import Batches
 from raymm.training.run_start import data_position
 from raymm.training.stop_request import StopReason, StopRequest
-from raymm.training.training_loop import Batches, TrainingLoop, last_step, steps_not_applied
+from raymm.training.training_loop import TrainingLoop, last_step, steps_not_applied
 
 
 @dataclass
@@ -49,6 +53,7 @@ class Attempt:
         console: where to print.
         stop: asks it to end, or to leave.
         saved: called after every checkpoint but the last.
+        controller: of the run.
         loop: its steps; None until they begin.
     """
 
@@ -66,6 +71,7 @@ class Attempt:
     console: Console
     stop: StopRequest
     saved: Callable[[], None]
+    controller: RunController
     loop: TrainingLoop | None = None
 
     def take_steps(self, parallel: MultimodalActors, execution: Execution) -> Result:
@@ -80,10 +86,11 @@ class Attempt:
             restore(parallel, self.checkpoint.folder)
             self._say(f"going on from {self.checkpoint.folder}")
         metrics = self._metrics(folder, parallel.steps_taken)
-        self._tell(RunInfo(
+        info = RunInfo(
             folder.name, folder, parallel.steps_taken, self.run.steps, self.store.run,
             execution.modules,
-        ))
+        )
+        self._tell(info)
         with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
             observer = execution.observer(ObservedRun(
                 parallel, self.model, self.data, self.training, folder, progress.line
@@ -97,10 +104,24 @@ class Attempt:
             throughput = Throughput(
                 self.model, execution.processes, self.device, self.run.precision, progress.line
             )
+            recovery = Recovery(
+                parallel, self.controller, self.run.snapshot_every, progress.line
+            )
+
+            def recovered(step: int, error: RunFailedError) -> None:
+                metrics.add({
+                    "step": step, "recoveries": recovery.count, "recovered_after": first_line(error)
+                })
+                self.callbacks.restart(Restart(
+                    recovery.count, cause_of(error).value, first_line(error),
+                    replace(info, first_step=step),
+                ))
+
             self.loop = TrainingLoop(
                 self.run, batches=batches, parallel=parallel, store=self.store, metrics=metrics,
                 samples=samples, observer=observer, throughput=throughput,
                 callbacks=self.callbacks, progress=progress, stop=self.stop, saved=self.saved,
+                recovery=recovery, enter=self.controller.enter, recovered=recovered,
             )
             with DrainObserver(parallel.group.nodes, self._ask_to_leave):
                 try:

@@ -93,6 +93,11 @@ class RunCheckpoints:
         """Do not wait: somebody wants the run to end at once."""
         self._store.abandon()
 
+    def drop(self) -> None:
+        """What is being written is not to be committed: the run goes back, and saves again."""
+        self._store.abandon()
+        self._store.remove_leftovers()
+
     def _asked(self, ask: Callable[[], Saved | None]) -> Saved | None:
         try:
             return ask()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from raymm.training.failure_policy import Cause
+from raymm.recovery.failure_policy import Cause
 
 # How long after a signal the same one is taken for the very same wish: `timeout`, `make` and
 # terminals send it to a process and to its process group.

@@ -29,6 +29,8 @@ from raymm.monitor.progress_bar import under_way
 from raymm.monitor.rebalancing import FILE as DECISIONS
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
 from raymm.planning.request import PlanRequest
+from raymm.recovery.failure_policy import Cause, FailurePolicy
+from raymm.recovery.run_controller import RunController
 from raymm.runtime.cluster import connected, pick_device
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -40,7 +42,6 @@ from raymm.storage.run_folder import RunFolder
 from raymm.training.attempt import Attempt
 from raymm.training.elastic import ElasticPlans
 from raymm.training.execution import Execution, execution_of
-from raymm.training.failure_policy import Cause, FailurePolicy
 from raymm.training.restarts import Attempted, Restarts
 from raymm.training.result import Result
 from raymm.training.run_plan import RunPlanner
@@ -247,8 +248,11 @@ class Trainer:
         self._take_data(checkpoint, splits)
         if self.training.dataset is not None:
             give_examples(self.model, self.data, self.training.dataset)
-        policy = FailurePolicy(self.run.max_failures, self.run.max_preemptions)
-        restarts = Restarts(policy, self.stop, self._step_under_way, self._say)
+        policy = FailurePolicy(
+            self.run.max_failures, self.run.max_preemptions, self.run.max_recoveries
+        )
+        self._controller = RunController(policy, self._step_under_way)
+        restarts = Restarts(self._controller, self.stop, self._say)
         with (
             faults_kept_in(self.path), connected(),
             self._elastic.asking() if self._elastic else nullcontext(),
@@ -324,7 +328,7 @@ class Trainer:
             self._under_way = attempt = Attempt(
                 self.path, self.run, self.model, self.data, self.training, store, checkpoint,
                 device, callbacks, attempted, self._changed, self.console, self.stop,
-                lambda: self._look_for_room(resources),
+                lambda: self._look_for_room(resources), self._controller,
             )
             return attempt.take_steps(parallel, execution)
 

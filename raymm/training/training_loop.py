@@ -4,98 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
 from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
-from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
-from raymm.data.loading.builder import SampleCheck
+from raymm.data import DataWorkerError, Skipped
+from raymm.errors import RunFailedError
 from raymm.monitor.metrics import MetricsLog, SampleLog
 from raymm.monitor.observed_run import ObservedStep
 from raymm.monitor.progress import RunProgress, heldout_line, skipped_line, step_line
 from raymm.monitor.throughput import Throughput
-from raymm.monitor.training_data import TrainingData
+from raymm.recovery.recovery import Recovery
+from raymm.recovery.replayed_batches import ReplayedBatches
+from raymm.recovery.run_state import RunState
 from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStep
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.execution import StepObserver
+from raymm.training.run_batches import Batch, Batches, timed
 from raymm.training.run_checkpoints import RunCheckpoints
 from raymm.training.stop_request import StopRequest
 
 # Skipped samples that a run reports one by one; all are counted.
 SKIPPED_SHOWN = 20
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A step's data: parts and metadata per microbatch, and where the data goes on."""
-
-    parts: Sequence[Mapping[str, Any]]
-    meta: Sequence[MicrobatchMeta]
-    state_after: Any
-    skipped: Sequence[Skipped]
-    owner: Any
-
-
-class Batches:
-    """The data of a run.
-
-    Args:
-        data: a :class:`DataConfig`, or batches in memory.
-        training: how the training data are taken.
-        check: looks whether the model can take a sample of data on disk.
-        places: of the data workers: those of the training data, then those of the held-out ones.
-    """
-
-    def __init__(
-        self, data: DataConfig | Sequence[Any], training: TrainingData,
-        check: SampleCheck | None = None, places: Sequence[Any] = (),
-    ) -> None:
-        self._data, self._training, self._check = data, training, check
-        workers = data.num_workers if isinstance(data, DataConfig) else 0
-        self._places, self._heldout_places = places[:workers], places[workers:]
-
-    def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
-        """Training data from a position on.
-
-        Args:
-            state: the position; None for the beginning.
-            steps: how many there may be.
-            parallel: what the batches are for.
-        """
-        if isinstance(self._data, DataConfig):
-            with StepLoader(
-                self._data, "train", start_state=state, steps=steps,
-                sampler=self._training.sampler, dataset=self._training.dataset,
-                check=self._check, places=self._places,
-            ) as loader:
-                for step in loader:
-                    yield Batch(
-                        step.microbatches, step.meta, step.state_after, step.skipped, step.owner
-                    )
-            return
-        start = (state or {}).get("position", 0)
-        for position in range(start, start + steps):
-            parts, meta = parallel.prepare(self._data[position % len(self._data)])
-            yield Batch(parts, meta, {"position": position + 1}, (), None)
-
-    @property
-    def modalities(self) -> tuple[str, ...] | None:
-        """Those of the held-out data; None if there are no held-out data."""
-        if not isinstance(self._data, DataConfig) or not self._data.heldout:
-            return None
-        return tuple(self._data.modalities)
-
-    def heldout(self, steps: int | None, shuffled: Sequence[str]) -> StepLoader:
-        """One pass over the held-out data, with some modalities' items in the wrong samples."""
-        assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones
-        return StepLoader(
-            self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check,
-            places=self._heldout_places,
-        )
 
 
 class TrainingLoop:
@@ -116,6 +49,9 @@ class TrainingLoop:
         callbacks: are told of every row and checkpoint.
         progress: says how far it is.
         stop: is looked at between steps.
+        recovery: goes on after failures that processes have survived.
+        enter: is told what the run does.
+        recovered: called after every recovery, with the step that the run goes on after.
         saved: called after every checkpoint but the last.
     """
 
@@ -133,8 +69,12 @@ class TrainingLoop:
         callbacks: CallbackHandler,
         progress: RunProgress,
         stop: StopRequest,
+        recovery: Recovery,
+        enter: Callable[[RunState], None] = lambda state: None,
+        recovered: Callable[[int, RunFailedError], None] = lambda step, error: None,
         saved: Callable[[], None] = lambda: None,
     ) -> None:
+        self._recovery, self._enter, self._recovered = recovery, enter, recovered
         self._after_save = saved
         self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
         self._metrics, self._samples = metrics, samples
@@ -165,8 +105,14 @@ class TrainingLoop:
                 would not be finite.
         """
         with self._stop.deferred():
+            steps = self._run.steps
+            source = ReplayedBatches(
+                lambda position, step: self._batches.train(position, steps - step, self._parallel),
+                self._first, state, self._recovery.enabled,
+            )
             try:
-                self._take_steps(state)
+                self._enter(RunState.RUNNING)
+                self._take_all_steps(source, state)
                 return self._stopped()
             except Exception:
                 self._checkpoints.settle()
@@ -174,6 +120,8 @@ class TrainingLoop:
             except BaseException:
                 self._checkpoints.abandon()
                 raise
+            finally:
+                source.close()
 
     @property
     def unsaved_steps(self) -> int:
@@ -185,34 +133,74 @@ class TrainingLoop:
         """Of all steps whose results are not there, the first; from 1. After the last one: that."""
         return min(self._read + 1, self._run.steps)
 
-    def _take_steps(self, state: Any) -> None:
-        first, last = self._first, self._run.steps
-        if first == 0:
-            self._evaluate(0)
+    def _take_all_steps(self, source: ReplayedBatches[Batch], state: Any) -> None:
+        self._position = state
+        self._recovery.after_step(self._first, state, first=True)
+        while True:
+            try:
+                return self._take_steps(source)
+            except RunFailedError as error:
+                self._recover(error, source)
+
+    def _recover(self, error: RunFailedError, source: ReplayedBatches[Batch]) -> None:
+        if isinstance(error, DataWorkerError):
+            self._parallel.group.look_at_nodes()
+        snapshot = self._recovery.recover(error)
+        if isinstance(error, DataWorkerError):
+            source.load_anew()
+        if snapshot is None:
+            return
+        step, self._position = snapshot.step, snapshot.kept
+        source.rewind(step, self._position)
+        self._pending.clear()
+        self._checkpoints.drop()
+        self._metrics.rewind(step)
+        if self._samples is not None:
+            self._samples.rewind(step)
+        self._progress.rewind(step)
+        self._in_a_row = steps_not_applied(self._metrics.rows, at_the_end=True)
+        self._read, self._owed = step, False
+        self._recovered(step, error)
+
+    def _take_steps(self, source: ReplayedBatches[Batch]) -> None:
+        first, last = self._parallel.steps_taken, self._run.steps
+        # What a step still owes that a failure came after.
+        if first == 0 or first > self._first and self._stops_at(first):
+            self._pause_after(first)
         self._last_read = time.perf_counter()
-        batches = self._batches.train(state, last - first, self._parallel)
-        for batch, waited in _timed(self._stop.until_asked(batches)):
+        for batch, waited in timed(self._stop.until_asked(source)):
             pending = self._parallel.submit(
                 (batch.parts, batch.meta), update=True, keep=batch.owner
             )
             step, self._position = self._parallel.steps_taken, batch.state_after
             self._pending.append((step, batch, pending, waited))
+            self._recovery.after_step(step, self._position)
+            if (newest := self._recovery.newest) is not None:
+                source.forget(newest)
             if self._stops_at(step):
-                self._drain(0)
-                if self._is_due(step, self._run.eval_every) or step == last:
-                    self._evaluate(step)
-                self._owed |= step % self._run.checkpoint_every == 0
-                if step == last or self._owed and not self._in_a_row:
-                    save = self._checkpoints.take if step < last else self._checkpoints.take_now
-                    save(self._position)
-                    self._owed = False
-                self._last_read = time.perf_counter()
+                self._pause_after(step)
             else:
                 self._drain(self._run.steps_in_flight - 1)
             if self._checkpoints.look() and step < last:
                 self._after_save()
         self._drain(0)
         self._checkpoints.finish()
+
+    def _pause_after(self, step: int) -> None:
+        """With nothing under way: evaluate and save, if that is due and was not done."""
+        last = self._run.steps
+        self._drain(0)
+        if not step or self._is_due(step, self._run.eval_every) or step == last:
+            self._evaluate(step)
+        if step and self._checkpoints.saved < step:
+            self._owed |= step % self._run.checkpoint_every == 0
+            if step == last or self._owed and not self._in_a_row:
+                self._enter(RunState.SAVING)
+                save = self._checkpoints.take if step < last else self._checkpoints.take_now
+                save(self._position)
+                self._owed = False
+                self._enter(RunState.RUNNING)
+        self._last_read = time.perf_counter()
 
     def _stopped(self) -> str | None:
         """What became of a run that was asked to stop; saves what is not saved."""
@@ -319,6 +307,8 @@ class TrainingLoop:
     def _evaluate(self, step: int) -> None:
         if self._run.eval_every is None or self._batches.modalities is None:
             return
+        if any(row["step"] == step and "heldout_loss" in row for row in self._metrics.rows):
+            return
         loss, skipped = self._heldout_loss()
         self._report_skipped(step, skipped)
         row: dict[str, Any] = {
@@ -358,14 +348,6 @@ class TrainingLoop:
         while pending:
             read()
         return total / max(tokens, 1), skipped
-
-
-def _timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
-    """Batches with the seconds that each was waited for."""
-    start = time.perf_counter()
-    for batch in batches:
-        yield batch, time.perf_counter() - start
-        start = time.perf_counter()
 
 
 def steps_not_applied(rows: Sequence[dict[str, Any]], at_the_end: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymm.training.failure_policy import Action, Cause, FailurePolicy, Interruption
+from raymm.recovery.failure_policy import Action, Cause, FailurePolicy, Interruption
 
 GO_ON, END, FOR_GOOD = Action.GO_ON, Action.END, Action.END_FOR_GOOD
 

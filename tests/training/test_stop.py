@@ -11,9 +11,9 @@ from tiny_run import curve
 
 from raymm.cli.main import EXIT_START_AGAIN
 from raymm.monitor.metrics import MetricsLog
+from raymm.recovery.failure_policy import Cause
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
-from raymm.training.failure_policy import Cause
 from raymm.training.stop_request import (
     SAME_SIGNAL_S,
     RunInterruptedError,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+HOUR_S = 3600.0
+
 
 class Cause(Enum):
     """Why an attempt ended before the run did.
@@ -21,6 +23,8 @@ class Cause(Enum):
     """The cluster has room for other degrees."""
     ERROR = "error"
     """Code that ranks run raised."""
+    RESOURCES = "resources"
+    """It raised, as there was no memory, or a file or a connection failed."""
     CLUSTER = "cluster"
     """There is no cluster any more to start processes on."""
 
@@ -28,6 +32,8 @@ class Cause(Enum):
 class Action(Enum):
     """What to do."""
 
+    RECOVER = "recover"
+    """Go on in the processes that are left, from the last snapshot."""
     GO_ON = "go on"
     """Start processes anew, from the last checkpoint."""
     END = "end"
@@ -44,11 +50,20 @@ class Interruption:
         cause: why.
         step: that was under way; None before the first step of the attempt.
         text: what happened, without what is another time and again (numbers of processes).
+        at: when, in seconds.
+        in_place: whether processes have survived that can go on.
     """
 
     cause: Cause
     step: int | None
     text: str
+    at: float = 0.0
+    in_place: bool = False
+
+    @property
+    def what(self) -> tuple[Cause, int | None, str]:
+        """What is the same when it happens again."""
+        return self.cause, self.step, self.text
 
 
 @dataclass(frozen=True)
@@ -66,10 +81,12 @@ class FailurePolicy:
     Attributes:
         max_failures: interruptions by failures after which a run goes on; None: any number.
         max_preemptions: the same of preemptions.
+        max_recoveries: in the same processes, within an hour; None: any number.
     """
 
     max_failures: int | None
     max_preemptions: int | None
+    max_recoveries: int | None = None
 
     def decide(self, interruptions: Sequence[Interruption]) -> Decision:
         """
@@ -77,23 +94,37 @@ class FailurePolicy:
             interruptions: of the run so far, oldest first; the last one is to be decided on.
         """
         *before, last = interruptions
-        if last.cause is Cause.ERROR:
+        if last.cause is Cause.ERROR or (last.cause is Cause.RESOURCES and not last.in_place):
             return Decision(Action.END_FOR_GOOD, "what the run's code raises, it would raise again")
         if last.cause is Cause.CLUSTER:
             return Decision(Action.END, "there is no cluster to go on in")
         if last.cause is Cause.RESIZE:
             return Decision(Action.GO_ON, "the cluster has changed")
-        if last.cause is Cause.FAILURE and last in before:
+        passing = last.cause is Cause.PREEMPTION
+        if not passing and last.what in [each.what for each in before]:
             where = "before the first step" if last.step is None else f"in step {last.step}"
             return Decision(
                 Action.END_FOR_GOOD, f"the same has happened {where} before, and would again"
             )
+        if last.in_place:
+            return self._recovery(interruptions)
         field, most = (
-            ("run.max_preemptions", self.max_preemptions) if last.cause is Cause.PREEMPTION
+            ("run.max_preemptions", self.max_preemptions) if passing
             else ("run.max_failures", self.max_failures)
         )
-        count = sum(interruption.cause is last.cause for interruption in interruptions)
-        if most is not None and count > most:
-            return Decision(Action.END, f"{last.cause.value} {count}, and {field} is {most}")
-        limit = "" if most is None else f" of at most {most}"
-        return Decision(Action.GO_ON, f"{last.cause.value} {count}{limit} ({field})")
+        count = sum(each.cause is last.cause and not each.in_place for each in interruptions)
+        return _within(Action.GO_ON, last.cause.value, count, most, field)
+
+    def _recovery(self, interruptions: Sequence[Interruption]) -> Decision:
+        since = interruptions[-1].at - HOUR_S
+        count = sum(each.in_place and each.at > since for each in interruptions)
+        return _within(
+            Action.RECOVER, "recovery", count, self.max_recoveries, "run.max_recoveries, an hour"
+        )
+
+
+def _within(action: Action, what: str, count: int, most: int | None, field: str) -> Decision:
+    if most is not None and count > most:
+        return Decision(Action.END, f"{what} {count}, and {field.partition(',')[0]} is {most}")
+    limit = "" if most is None else f" of at most {most}"
+    return Decision(action, f"{what} {count}{limit} ({field})")

@@ -1,0 +1,119 @@
+"""What a run is doing, and what has happened to it: one per start of a run."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from raymm.errors import (
+    ClusterLostError,
+    NodeLostError,
+    NodePreemptedError,
+    RankRaisedError,
+    RunFailedError,
+)
+from raymm.recovery.failure_policy import Cause, Decision, FailurePolicy, Interruption
+from raymm.recovery.run_state import RunState, checked
+
+# In errors: what is another time and again, of processes and addresses.
+_PASSING = re.compile(r", process \d+ on [^)]*|[0-9a-f]{8,}|\d{3,}")
+# What code raises that may well not raise it again.
+_RESOURCES = re.compile(r" failed: (MemoryError|OutOfMemoryError|OSError)\b")
+
+
+class RunController:
+    """A run's state, and its interruptions, on which a policy decides.
+
+    Args:
+        policy: decides.
+        step: that is under way; None before the first.
+        clock: seconds, for budgets of an hour.
+
+    Attributes:
+        state: what the run is doing.
+        interruptions: so far, oldest first.
+    """
+
+    def __init__(
+        self, policy: FailurePolicy, step: Callable[[], int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy, self._step, self._clock = policy, step, clock
+        self.state = RunState.INITIALIZING
+        self.interruptions: list[Interruption] = []
+        self._decided: tuple[BaseException, Decision] | None = None
+
+    def enter(self, state: RunState) -> None:
+        """The run does something else now.
+
+        Args:
+            state: what.
+
+        Raises:
+            TransitionError: it cannot.
+        """
+        self.state = checked(self.state, state)
+
+    def decide(self, cause: Cause, text: str, in_place: bool = False) -> Decision:
+        """What to do after an interruption, which is noted.
+
+        Args:
+            cause: of it.
+            text: what happened.
+            in_place: whether processes have survived that can go on.
+        """
+        self.interruptions.append(Interruption(
+            cause, self._step(), _PASSING.sub("", text), self._clock(), in_place
+        ))
+        return self._policy.decide(self.interruptions)
+
+    def decide_on(
+        self, error: RunFailedError, announced: bool = False, in_place: bool = False
+    ) -> Decision:
+        """:meth:`decide`, once of every error.
+
+        Args:
+            error: what happened.
+            announced: whether a node was to end.
+            in_place: whether processes have survived that can go on.
+        """
+        if self._decided is None or self._decided[0] is not error:
+            cause, text = cause_of(error, announced), first_line(error)
+            self._decided = error, self.decide(cause, text, in_place)
+        return self._decided[1]
+
+    def add_notes(self, error: BaseException, why: str) -> None:
+        """Say with an error what has happened before, and why the run does not go on.
+
+        Args:
+            error: that the run ends by.
+            why: in words.
+        """
+        for number, before in enumerate(self.interruptions[:-1], start=1):
+            at = "before the first step" if before.step is None else f"in step {before.step}"
+            error.add_note(f"Interrupted before: {number}, {at}: {before.text}")
+        error.add_note(f"The run does not go on by itself: {why}.")
+
+
+def first_line(error: BaseException) -> str:
+    """What happened, without what ranks were doing."""
+    return str(error).partition("\n")[0]
+
+
+def cause_of(error: RunFailedError, announced: bool = False) -> Cause:
+    """Of an attempt that ended by an error.
+
+    Args:
+        error: the error.
+        announced: whether a node was to end.
+    """
+    if isinstance(error, RankRaisedError) and _RESOURCES.search(first_line(error)):
+        return Cause.RESOURCES
+    if error.repeats:
+        return Cause.ERROR
+    if isinstance(error, ClusterLostError) and not isinstance(error, NodeLostError):
+        return Cause.CLUSTER
+    if isinstance(error, NodePreemptedError) or announced:
+        return Cause.PREEMPTION
+    return Cause.FAILURE

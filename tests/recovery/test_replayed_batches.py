@@ -1,0 +1,61 @@
+"""Batches after recoveries are those that would have come without."""
+
+from itertools import islice
+from typing import NamedTuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.recovery.replayed_batches import KEPT_BATCHES, ReplayedBatches
+
+
+class Batch(NamedTuple):
+    number: int
+    state_after: int
+
+
+STEPS = 60
+
+
+def source(keep=True, loads=None):
+    def load(position, step):
+        if loads is not None:
+            loads.append(step)
+        assert (position or 0) == step  # of these data
+        return iter([Batch(n, n + 1) for n in range(step, STEPS)])
+
+    return ReplayedBatches(load, 0, None, keep)
+
+
+@given(st.lists(st.tuples(
+    st.sampled_from(["take", "back", "forget", "lost"]), st.integers(0, KEPT_BATCHES + 8)
+), max_size=30))
+def test_any_order_of_failures_gives_the_same_batches(events) -> None:
+    """A snapshot is never newer than what was taken, nor older than the one before it."""
+    batches, taken, snapshot = source(), 0, 0
+    for what, count in events:
+        if what == "take":
+            numbers = [batch.number for batch in islice(batches, count)]
+            assert numbers == list(range(taken, min(taken + count, STEPS)))
+            taken += len(numbers)
+        elif what == "forget":
+            snapshot = max(snapshot, taken - count)
+            batches.forget(snapshot)
+        elif what == "lost":
+            batches.load_anew()
+        else:
+            batches.rewind(snapshot, snapshot)
+            taken = snapshot
+    assert [batch.number for batch in batches] == list(range(taken, STEPS))
+
+
+def test_what_is_kept_is_not_loaded_again() -> None:
+    loads = []
+    batches = source(loads=loads)
+    assert len(list(islice(batches, 5))) == 5
+    batches.forget(2)
+    batches.rewind(2, 2)
+    assert [batch.number for batch in islice(batches, 5)] == [2, 3, 4, 5, 6] and loads == [0]
+    list(islice(batches, KEPT_BATCHES))
+    batches.rewind(3, 3)  # too long ago
+    assert next(iter(batches)).number == 3 and loads == [0, 3]

@@ -1,0 +1,70 @@
+"""What a run may do next, as a table; and who keeps to it."""
+
+import pytest
+
+from raymm.errors import ClusterLostError, NodePreemptedError, RankFailedError, RankRaisedError
+from raymm.recovery.failure_policy import Action, Cause, FailurePolicy
+from raymm.recovery.run_controller import RunController, cause_of
+from raymm.recovery.run_state import TRANSITIONS, RunState, TransitionError, checked
+
+
+def test_every_state_can_be_reached_and_has_a_way_to_the_end() -> None:
+    reached, ends = {RunState.INITIALIZING}, {RunState.FINISHED, RunState.FAILED}
+    for _ in RunState:
+        reached |= {after for before in reached for after in TRANSITIONS[before]}
+    assert reached == set(RunState) == set(TRANSITIONS)
+    for state in set(RunState) - ends:
+        assert ends <= TRANSITIONS[state]
+    assert not any(TRANSITIONS[end] for end in ends)
+
+
+@pytest.mark.parametrize("before", RunState)
+@pytest.mark.parametrize("after", RunState)
+def test_what_the_table_does_not_have_is_refused(before, after) -> None:
+    if after is before or after in TRANSITIONS[before]:
+        assert checked(before, after) is after
+        return
+    with pytest.raises(TransitionError, match=f"{before.value} cannot be {after.value} next"):
+        checked(before, after)
+
+
+@pytest.mark.parametrize(("error", "cause"), [
+    (RankFailedError("rank 0 died"), Cause.FAILURE),
+    (RankRaisedError("rank 0 failed: KeyError: 'a'"), Cause.ERROR),
+    (RankRaisedError("rank 0 failed: MemoryError: no memory"), Cause.RESOURCES),
+    (RankRaisedError("rank 0 failed: KeyError: a MemoryError"), Cause.ERROR),
+    (ClusterLostError("gone"), Cause.CLUSTER),
+    (NodePreemptedError("gone"), Cause.PREEMPTION),
+])
+def test_causes(error, cause) -> None:
+    assert cause_of(error) is cause
+    if cause is Cause.FAILURE:
+        assert cause_of(error, announced=True) is Cause.PREEMPTION
+
+
+def controller(clock=lambda: 0.0, step=lambda: 3, recoveries=2) -> RunController:
+    return RunController(FailurePolicy(1, None, recoveries), step, clock)
+
+
+def test_an_error_is_decided_on_once() -> None:
+    run, error = controller(), RankFailedError("rank 0 (stages a, process 17 on b) died")
+    assert run.decide_on(error, in_place=True).action is Action.RECOVER
+    assert run.decide_on(error).action is Action.RECOVER and len(run.interruptions) == 1
+    again = RankFailedError("rank 0 (stages a, process 18 on b) died")
+    decision = run.decide_on(again, in_place=True)
+    assert decision.action is Action.END_FOR_GOOD and "in step 3 before" in decision.why
+    run.add_notes(again, decision.why)
+    assert again.__notes__[0] == "Interrupted before: 1, in step 3: rank 0 (stages a) died"
+
+
+def test_recoveries_have_a_budget_per_hour_of_their_own() -> None:
+    now = [0.0]
+    steps = iter(range(100))
+    run = controller(lambda: now[0], lambda: next(steps))
+    recover = lambda: run.decide(Cause.FAILURE, "died", in_place=True)  # noqa: E731
+    assert [recover().action for _ in range(2)] == [Action.RECOVER] * 2
+    assert run.decide(Cause.FAILURE, "died").action is Action.GO_ON  # run.max_failures is another
+    end = recover()
+    assert end.action is Action.END and end.why == "recovery 3, and run.max_recoveries is 2"
+    now[0] = 3601.0
+    assert recover().action is Action.RECOVER

@@ -1,0 +1,44 @@
+"""A run whose processes are lost goes on in those that are left, bit for bit."""
+
+import random
+
+import pytest
+from tiny_run import STEPS, curve, heldout_rows
+from watching_callbacks import CALLS
+
+from raymm.monitor.metrics import read_metrics
+
+KILL = "killing_callbacks:KillRanks"
+KILL_WORKER = "killing_callbacks:KillDataWorker"
+
+
+@pytest.fixture
+def calls():
+    CALLS.clear()
+    yield CALLS
+    CALLS.clear()
+
+
+def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
+    finished, make_config, raymm, tmp_path, calls, inputs
+):
+    """Ranks, one of them before the first checkpoint, and a data worker."""
+    step, rank = random.randrange(7, STEPS - 2), random.randrange(2)
+    run = tmp_path / "killed"
+    code, text = raymm("train", make_config({
+        "run.storage_path": str(run), "run.max_failures": 0, "run.snapshot_every": 1,
+        "run.log_samples": True, "data.heldout": str(inputs / "heldout.jsonl"),
+        "run.eval_every": STEPS, "run.callbacks": [
+            {KILL: {"after": [1, step], "rank": rank}},
+            {KILL_WORKER: {"after": [4]}}, "watching_callbacks:Recorder",
+        ],
+    }))
+    assert code == 0, text
+    assert text.count("so the run goes on in place") == 3, text
+    assert curve(run) == curve(finished.path), (step, rank)
+    assert heldout_rows(run) == heldout_rows(finished.path)
+    rows = read_metrics(run / "samples.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    restarts = [value for kind, value in calls if kind == "restart"]
+    assert [restart.cause for restart in restarts] == ["failure"] * len(restarts)
+    assert [kind for kind, _ in calls if kind in ("start", "end")] == ["start", "end"]
