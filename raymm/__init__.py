@@ -17,6 +17,7 @@ _PUBLIC = {
     "MultimodalModule": "raymm.model.multimodal",
     "LoraConfig": "raymm.actors.adapters.lora_config",
     "FactorySource": "raymm.actors.weights.source",
+    "CrossAttend": "raymm.actors.modules.merge",
     "Prepend": "raymm.actors.modules.merge",
     "ReplaceTokens": "raymm.actors.modules.merge",
     "Projector": "raymm.actors.modules.projector",
@@ -66,7 +67,7 @@ __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAl
 
 if TYPE_CHECKING:
     from raymm.actors.adapters.lora_config import LoraConfig
-    from raymm.actors.modules.merge import Prepend, ReplaceTokens
+    from raymm.actors.modules.merge import CrossAttend, Prepend, ReplaceTokens
     from raymm.actors.modules.projector import Projector
     from raymm.actors.optimizer.optimizer import OptimizerConfig
     from raymm.actors.placement.placement import ClusterError

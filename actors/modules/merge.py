@@ -14,8 +14,9 @@ with :func:`raymm.kernels.host_copies.to_device`, does not wait for the device.
 
 A policy may hand the language model's layers tensors beside its sequence, whose gradients go back
 (states for cross attention, features for some layers): ``ports`` names those that it may return.
-Which layers read them is found by trying. Its ``model_arguments(side, ports)``, if it has one, is
-asked in every stage for more keyword arguments of the model, given what it has returned besides.
+Which layers read them is found by trying. Its ``model_arguments(arguments)``, if it has one, is
+asked in every stage for the model's keyword arguments, given what it has returned. For trying it,
+its ``tried``, if it has one, is the same policy without placeholders.
 
 If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a number from 1 per
 encoder, and what is returned must hold ``token_layout``
@@ -283,3 +284,117 @@ class ReplaceTokens:
                 )
                 error.row = row
                 raise error
+
+
+@dataclass(frozen=True)
+class CrossAttend:
+    """Leave the text as it is, and hand modality tokens to cross-attention layers, as Mllama has
+    them: ``cross_attention_states`` (B, V, H), a row's items one after another.
+
+    Text tokens are shown the items of their row; with ``token_id``, from an item's placeholder in
+    the text on, of which a row has as many as items. What is shown travels as a byte per token
+    and item (``cross_shown``), of which every stage makes the model's masks.
+
+    Attributes:
+        token_id: of the placeholder.
+    """
+
+    token_id: int | None = None
+
+    ports = ("cross_attention_states",)
+
+    @property
+    def tried(self) -> CrossAttend:
+        """Without placeholders."""
+        return CrossAttend()
+
+    def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
+        """The merged length: that of the text."""
+        if len(tokens) > 1:
+            raise MergeError(f"cross attention reads items of one encoder, not {list(tokens)}")
+        for name in tokens:
+            self._shown(inputs, *_slots(inputs, name)[2:])
+        return inputs["labels"].shape[1]
+
+    def __call__(
+        self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
+    ) -> dict[str, Any]:
+        extra = _text_only(inputs)
+        if not encoder_outputs:
+            return {**inputs, **extra}
+        self.check(inputs, {name: f.shape[1] for name, f in encoder_outputs.items()})
+        ((name, features),) = encoder_outputs.items()
+        rows, slots, counts = _slots(inputs, name)
+        embeds = inputs["inputs_embeds"]
+        most, (_, tokens, width) = int(counts.max()), features.shape
+        states = embeds.new_zeros(len(counts) * most, tokens, width)
+        places = to_device(rows * most + slots, embeds.device)
+        states = states.index_copy(0, places, features.to(embeds.dtype))
+        return {
+            **inputs, **extra, "cross_shown": self._shown(inputs, counts),
+            "cross_attention_states": states.view(len(counts), most * tokens, width),
+        }
+
+    def _shown(self, inputs: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
+        # (B, T, I) uint8 on the host: 1 of an item of the token's row, 2 of one that it is shown
+        there = (torch.arange(int(counts.max())) < counts[:, None])[:, None].to(torch.uint8)
+        ids = on_host(inputs["input_ids"])
+        if self.token_id is None:
+            return 2 * there.expand(-1, ids.shape[1], -1)
+        places = ids == self.token_id
+        if not torch.equal(places.sum(1), counts):
+            row = int((places.sum(1) != counts).nonzero()[0])
+            error = MergeError(
+                f"sample {row} of the microbatch has {int(places[row].sum())} placeholder tokens "
+                f"(id {self.token_id}) and {int(counts[row])} items; the two must be equal"
+            )
+            error.row = row
+            raise error
+        begun = places.cumsum(1)[..., None] > torch.arange(int(counts.max()))
+        return there * (1 + begun.to(torch.uint8))
+
+    def model_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The model's keyword arguments, with its masks instead of what is shown.
+
+        Args:
+            arguments: with ``cross_shown`` (B, T, I) and ``cross_attention_states`` (B, V, H), of a
+                microbatch with items.
+        """
+        arguments = dict(arguments)
+        shown = arguments.pop("cross_shown", None)
+        if shown is None:
+            return arguments
+        states = arguments["cross_attention_states"]
+        dtype, tokens = states.dtype, states.shape[1] // shown.shape[2]
+        some = to_device(shown == 2, states.device).any(-1)[:, None, :, None]
+        hidden = to_device(~seen_items(shown), states.device)[:, None]
+        hidden = hidden.repeat_interleave(tokens, dim=3)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return {
+            **arguments, "full_text_row_masked_out_mask": some.to(dtype),
+            "cross_attention_mask": mask.masked_fill_(hidden, torch.finfo(dtype).min),
+        }
+
+
+def seen_items(shown: torch.Tensor) -> torch.Tensor:
+    """What text tokens attend to, (B, T, I) bool on the host: items that they are shown, or, as in
+    Mllama, whose layers leave out the rest of their work then, all of their row.
+
+    Args:
+        shown: (B, T, I) uint8, as :class:`CrossAttend` returns it.
+    """
+    shown = on_host(shown)
+    return shown == shown.amax(-1, keepdim=True)
+
+
+def _slots(
+    inputs: Mapping[str, Any], name: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """On the host: of each item of an encoder its row and its number there; items by row."""
+    rows = on_host(inputs["sample_index"][name])
+    counts = torch.bincount(rows, minlength=len(inputs["labels"]))
+    order = torch.argsort(rows, stable=True)
+    slots = torch.empty_like(rows)
+    starts = counts.cumsum(0) - counts
+    slots[order] = torch.arange(len(rows)) - starts[rows[order]]
+    return rows, slots, counts

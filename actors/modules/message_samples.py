@@ -68,8 +68,8 @@ def of_all_ports(gradients: Tensors, message: Message, ports: EdgePorts) -> Grad
 
 def _carried(message: Message, ports: EdgePorts) -> list[int]:
     """The numbers of the tensors that an edge carries."""
-    if not message.names:
-        return list(range(len(message.tensors)))
+    if not message.names:  # the microbatch has no ports
+        return [] if ports.alone else list(range(len(message.tensors)))
     return [
         number for number, name in enumerate(message.names)
         if (name in ports.names if ports.alone else name not in ports.withheld)

@@ -130,7 +130,8 @@ def from_stages(
     for producer, message in received.items():
         if producer != module and producer.partition(".")[0] != module:
             continue
-        named = dict(zip(message.names or (HIDDEN,), message.tensors, strict=True))
+        names = message.names or (HIDDEN,) * len(message.tensors)
+        named = dict(zip(names, message.tensors, strict=True))
         if HIDDEN in named:
             hidden, side = named.pop(HIDDEN), message.side
         ports.update(named)

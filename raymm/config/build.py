@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raymm.actors.modules.merge import MergePolicy, Prepend, ReplaceTokens
+from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.weights.source import FactorySource, SourceError, import_object
 from raymm.config.example_section import example_tensors
 from raymm.config.model_config import model_config
@@ -131,6 +131,8 @@ def build_merge(config: TrainConfig) -> MergePolicy:
     merge = config.model.merge
     if merge == "prepend":
         return Prepend()
+    if merge == "cross_attention":
+        return CrossAttend()
     if isinstance(merge, str):
         policy = _callback("model.merge", merge)
         assert policy is not None  # it is named

@@ -21,6 +21,7 @@ from raymm.actors.stages.language import LanguageSpec
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import on_meta
 from raymm.errors import USER_CODE_RAISES
+from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.scheduler.graph.module_graph import Port
 
 _ROWS, _TOKENS, _ITEM_TOKENS = 2, 8, 3
@@ -55,7 +56,8 @@ def language_ports(spec: LanguageSpec) -> tuple[Port, ...]:
 
 
 def _run(arguments: Mapping[str, Any], model: nn.Module) -> Any:
-    return model(**arguments, use_cache=False).logits
+    with no_packed_rows(True):  # it would look at values
+        return model(**arguments, use_cache=False).logits
 
 
 def _on(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def merged_arguments(spec: LanguageSpec, model: nn.Module) -> dict[str, Any]:
         for name in spec.encoders
     }
     try:
-        merged = dict(spec.merge(features, inputs))
+        merged = dict(getattr(spec.merge, "tried", spec.merge)(features, inputs))
     except USER_CODE_RAISES as error:  # whatever a policy may raise
         raise ProbeError(
             f"the merge policy fails on {_ROWS} rows of {_TOKENS} tokens, with one item of "
