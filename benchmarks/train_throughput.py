@@ -22,7 +22,7 @@ import torch
 
 from benchmarks._common import console, emit, machine, parser
 from raymm.actors.modules.precision import cast_frozen
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps

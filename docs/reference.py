@@ -12,10 +12,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from raymm.actors.adapters.lora_config import LoraConfig
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.config.model_section import LoraSection
+from raymm.config.optimizer_section import OptimizerSection, UpdateSection
 from raymm.config.planning_options import PlanningOptions
-from raymm.config.sections import LayoutSection, OptimizerSection, PlanningSection, TrainConfig
+from raymm.config.sections import LayoutSection, PlanningSection, TrainConfig
 from raymm.data import DataConfig
 from raymm.data.samples.limits import Limits
 from raymm.runtime.specs import ParallelSpec
@@ -33,6 +34,7 @@ leading `~` is the home folder. Files that are ready to run:
 # Classes whose fields of the same names say what a section's fields are.
 EXPLAINED_BY: dict[type[BaseModel], type] = {
     LayoutSection: ParallelSpec, OptimizerSection: OptimizerConfig,
+    UpdateSection: UpdateRule,
     PlanningSection: PlanningOptions, DataConfig: Limits, LoraSection: LoraConfig,
 }  # fmt: skip
 _ATTRIBUTES = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -66,9 +68,8 @@ def description(section: type[BaseModel], name: str) -> str:
     Raises:
         LookupError: no class says so.
     """
-    for source in (EXPLAINED_BY.get(section), *section.__mro__):
-        if source is None:
-            continue
+    explained_by = EXPLAINED_BY.get(section)
+    for source in (*(explained_by.__mro__ if explained_by else ()), *section.__mro__):
         if is_dataclass(source):
             for field in fields(source):
                 if field.name == name and "help" in field.metadata:

@@ -28,7 +28,7 @@ _PUBLIC = {
     "NotFiniteError": "raymm.runtime.skipped_step",
     "SkippedStep": "raymm.runtime.skipped_step",
     "SkippedStepWarning": "raymm.runtime.skipped_step",
-    "OptimizerConfig": "raymm.actors.optimizer.optimizer",
+    "OptimizerConfig": "raymm.actors.optimizer.optimizer_config",
     "RankResources": "raymm.actors.rank.rank_resources",
     "Error": "raymm.errors",
     "InputError": "raymm.errors",
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from raymm.actors.adapters.lora_config import LoraConfig
     from raymm.actors.modules.merge import CrossAttend, Prepend, ReplaceTokens
     from raymm.actors.modules.projector import Projector
-    from raymm.actors.optimizer.optimizer import OptimizerConfig
+    from raymm.actors.optimizer.optimizer_config import OptimizerConfig
     from raymm.actors.placement.placement import ClusterError
     from raymm.actors.rank.rank_resources import RankResources
     from raymm.actors.weights.source import FactorySource

@@ -31,7 +31,9 @@ from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.optimizer.checkpoint_shards import Loaded, ShardFile
 from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor
 from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
-from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
+from raymm.actors.optimizer.optimizer import RankOptimizer
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.quota import (
     Backend,
     ConcurrentModules,

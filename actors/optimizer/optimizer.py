@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,125 +17,16 @@ from raymm.actors.optimizer.finite import (
     not_finite,
     parameter_places,
 )
-from raymm.actors.optimizer.gradient_reduction import (
-    GradientReduction,
-    ReductionGroup,
-    SharedParameter,
-)
+from raymm.actors.optimizer.gradient_reduction import GradientReduction, ReductionGroup
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.optimizer.progress import Progress
+from raymm.actors.optimizer.updates import ParameterUpdates, matrices_of
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.scheduler.plan.stage import StageId
 
-# Hyperparameters above have overflowed before the first step is over.
-_MOST = 1e30
-_RANGES = (
-    ("lr", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
-    ("eps", f"a number above 0, at most {_MOST:g}", lambda x: x > 0),
-    ("weight_decay", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
-    ("max_grad_norm", f"none, or a number above 0, at most {_MOST:g}", lambda x: x > 0),
-    ("min_lr_ratio", "a number from 0 to 1", lambda x: 0 <= x <= 1),
-)
-
 # AdamW keeps squares of gradients, in fp32: gradients of a larger norm are as good as infinite.
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its learning-rate schedule.
-
-    Attributes:
-        lr: peak learning rate.
-        betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
-        schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
-            at ``total_steps``, after ``warmup_steps`` of linear warm-up. Later steps go on at that.
-
-    Raises:
-        ValueError: naming the field, its value and what is accepted.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    min_lr_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"schedule is {self.schedule!r}; accepted: constant, linear, cosine")
-        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise ValueError(f"betas is {self.betas!r}; accepted: two numbers, from 0 to below 1")
-        for beta in self.betas:
-            _check_number("betas", beta, "two numbers, from 0 to below 1", lambda x: 0 <= x < 1)
-        for name, accepted, fits in _RANGES:
-            if name != "max_grad_norm" or self.max_grad_norm is not None:
-                _check_number(name, getattr(self, name), accepted, fits)
-        self._check_steps()
-
-    def _check_steps(self) -> None:
-        for name, least in (("warmup_steps", 0), ("total_steps", 1)):
-            value = getattr(self, name)
-            if name == "total_steps" and value is None:
-                continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}; accepted: a whole number from {least}")
-        if self.schedule == "constant":
-            return
-        if self.total_steps is None:
-            raise ValueError(f"schedule {self.schedule!r} needs total_steps")
-        if self.total_steps < self.warmup_steps:
-            raise ValueError(
-                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; the "
-                "second must not be larger"
-            )
-
-    def factor(self, step: int) -> float:
-        """Learning rate of a step (from 0) as a fraction of ``lr``."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return 1.0
-        assert self.total_steps is not None  # a schedule has them, see _check_steps
-        span = max(self.total_steps - self.warmup_steps, 1)
-        done = min((step - self.warmup_steps) / span, 1.0)
-        decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
-
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The torch optimizer for these parameters."""
-        return torch.optim.AdamW(
-            parameters, lr=self.lr, betas=self.betas, eps=self.eps,
-            weight_decay=self.weight_decay, fused=True,
-        )
-
-
-def _check_number(
-    name: str, value: object, accepted: str, fits: Callable[[float], bool]
-) -> None:
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not -_MOST <= number <= _MOST or not fits(number):  # NaN fails, too
-        raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
-
-
-@dataclass(frozen=True)
-class ParameterOwnership:
-    """What a process has of parameters that others have too.
-
-    Attributes:
-        shared: parameters that are summed with others, in an order common to all processes.
-        in_grad_norm: (stage, name) of the parameters that this process, among all that have the
-            very same, counts in the gradient norm; it writes their optimizer state, too.
-        saves: those whose values it writes.
-    """
-
-    shared: tuple[SharedParameter, ...] = ()
-    in_grad_norm: frozenset[tuple[StageId, str]] = frozenset()
-    saves: frozenset[tuple[StageId, str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,7 +36,7 @@ class Update:
     Attributes:
         grad_norm: of all gradients before clipping; NaN if a loss is not finite. None if nobody
             asked for it.
-        learning_rate: of the step; None if it was not applied.
+        learning_rate: of the step, by the rule for all modules; None if it was not applied.
         not_finite: if it was not applied, what was not finite here.
     """
 
@@ -156,7 +46,7 @@ class Update:
 
 
 class RankOptimizer:
-    """Gradient reduction, clipping and AdamW for the parameters of one process.
+    """Gradient reduction, clipping and updates of the parameters of one process.
 
     Every process calls every method in the same order: they are collective. None waits for the
     device but :meth:`finish`, which ends a step: whether it is applied, and to which parameters
@@ -164,8 +54,8 @@ class RankOptimizer:
 
     A step is not applied, on any process, if a loss of it or the norm of its gradients on any of
     them is not finite, or if the norm after clipping is above :data:`LARGEST_NORM`. Parameters,
-    AdamW's state and running statistics are then those before it. It counts as a step all the same:
-    the learning rate of step n is that of the schedule whatever became of the steps before it.
+    optimizers' state and running statistics are then those before it. It counts as a step all the
+    same: the learning rate of step n is that of the schedule whatever became of steps before it.
 
     Args:
         process: its number.
@@ -213,14 +103,15 @@ class RankOptimizer:
             p for key, p in self.updated.items() if key not in parameter_ownership.in_grad_norm
         ]
         self._steps, self._within_step = 0, False
+        modules = list(modules)
         self.observer = FiniteObserver(device, modules)
         self._norm: torch.Tensor | None = None  # of the step's gradients, while it is under way
         # 1 if the step must not be applied, else 0.
         self._refused = torch.zeros((), device=device)
         self._rate: float | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
-        if self.updated:
-            self.optimizer = config.build(self.updated.values())
+        own = {id(parameters[key]): id(plain) for key, plain in self.updated.items()}
+        matrices = {own[whole] for whole in matrices_of(modules) if whole in own}
+        self._updates = ParameterUpdates(self.updated, config, matrices)
 
     def clip(self) -> None:
         """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
@@ -261,34 +152,24 @@ class RankOptimizer:
         return square.sqrt()
 
     def step(self) -> None:
-        """AdamW step, unless the norm says otherwise."""
+        """Update the parameters, unless the norm says otherwise."""
         self._take_local_parts()
-        self._rate = self.config.lr * self.config.factor(self._steps)
+        self._rate = self.config.rate(self._steps)
         self._steps += 1
         self._within_step = True
         self._apply(self._refused)
 
     def _apply(self, refused: torch.Tensor) -> None:
-        """AdamW's step, and its values for others; of nothing where ``refused`` is 1."""
-        if self.optimizer is not None:
-            absent = {id(parameter): flag for parameter, flag in self.reduction.perhaps_absent}
-            flags = {key: absent.get(id(self.parameters[key])) for key in self.updated}
-            self._adamw([p for key, p in self.updated.items() if flags[key] is None], refused)
-            for key, flag in flags.items():
-                if flag is not None:
-                    self._adamw([self.updated[key]], flag.maximum(refused))
+        """The updates of the step, and their values for others; nothing where ``refused`` is 1."""
+        step = self._steps - 1
+        absent = {id(parameter): flag for parameter, flag in self.reduction.perhaps_absent}
+        flags = {key: absent.get(id(self.parameters[key])) for key in self.updated}
+        there = [p for key, p in self.updated.items() if flags[key] is None]
+        self._updates.step(there, refused, step)
+        for key, flag in flags.items():
+            if flag is not None:
+                self._updates.step([self.updated[key]], flag.maximum(refused), step)
         self.reduction.send_updates()
-
-    def _adamw(self, parameters: list[nn.Parameter], refused: torch.Tensor) -> None:
-        optimizer: Any = self.optimizer
-        (group,) = optimizer.param_groups
-        every = group["params"]
-        optimizer.found_inf, group["lr"] = refused, self._rate
-        group["params"] = parameters
-        try:
-            optimizer.step()
-        finally:
-            group["params"] = every
 
     @property
     def stepped(self) -> bool:
@@ -366,32 +247,25 @@ class RankOptimizer:
 
     def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
         """Optimizer state by (stage, name, key)."""
-        if self.optimizer is None:
-            return {}
         return {
-            (stage, name, key): value
-            for (stage, name), parameter in self.updated.items()
-            if self.optimizer.state[parameter].get("step", 0)  # else no step was applied to it
-            for key, value in self.optimizer.state[parameter].items()
+            (*place, key): value
+            for place in self.updated for key, value in self._updates.state(place).items()
         }
 
     def forget_state(self) -> None:
         """What it keeps of parameters is as before the first step."""
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
+        self._updates.forget()
 
     def load_state_tensors(
         self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int
     ) -> None:
         """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
         self._steps, self._within_step = step, False
-        if self.optimizer is None:
-            return
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
-            states.setdefault((stage, name), {})[key] = value.to(self.updated[stage, name].device)
+            states.setdefault((stage, name), {})[key] = value
         for place, state in states.items():
-            self.optimizer.state[self.updated[place]] = state
+            self._updates.load_state(place, state)
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

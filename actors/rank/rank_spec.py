@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.quota import Backend
 from raymm.actors.rank.connection_plan import ConnectionPlan
 from raymm.actors.rank.meeting_store import EVERYONE, peers

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.device import Device
 from raymm.actors.executor.step_meta import StepMeta, StepResult
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.rank.meeting import stay_on
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.costs.analytic import analytic_profile

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
 from examples.alignment.cache import default_root
 from examples.alignment.processors import load_image
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.contrastive import clip_dag
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.storage.location import check_location
 from raymm.config.model_section import ModelSection
+from raymm.config.optimizer_section import OptimizerSection
 from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
 from raymm.files.config_error import ConfigError, explain
@@ -128,37 +128,6 @@ class ResourcesSection(Section):
     def for_device(self, device: str) -> RankResources:
         gpus = self.gpus if self.gpus is not None else float(device == "cuda")
         return RankResources(self.cpus, gpus, self.custom, self.env)
-
-
-class OptimizerSection(Section):
-    """AdamW: see :class:`raymm.actors.optimizer.optimizer.OptimizerConfig`.
-
-    Attributes:
-        warmup_steps: first steps, over which the learning rate rises linearly.
-        total_steps: where the schedule ends; by default ``run.steps``.
-        min_lr_ratio: of ``lr``, where the schedule ends.
-    """
-
-    lr: float = 1e-3
-    betas: Tuple[float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
-    total_steps: Count | None = None
-    min_lr_ratio: float = 0.0
-
-    @model_validator(mode="after")
-    def _numbers_make_sense(self) -> OptimizerSection:
-        self.build(steps=1)
-        return self
-
-    def build(self, steps: int) -> OptimizerConfig:
-        values = self.model_dump()
-        # A run that ends within its warm-up is a short try of a longer one.
-        values["total_steps"] = self.total_steps or max(steps, self.warmup_steps)
-        return OptimizerConfig(**values)
 
 
 class RunConfig(Section):

@@ -17,7 +17,7 @@ from raymm.actors.optimizer.gradient_reduction import (
     ReductionGroup,
     SharedParameter,
 )
-from raymm.actors.optimizer.optimizer import ParameterOwnership
+from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raymm.actors.optimizer.optimizer import ParameterOwnership
+from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups

@@ -25,6 +25,7 @@ from raymm.actors.rank.step_calls import StepHandle, remember
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
+from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants
 from raymm.layout.rank_specs import RankSpecs, rank_specs
@@ -110,13 +111,15 @@ class PlannedModule(ParallelModule):
 
         Raises:
             PlanError: before any actor starts, if a rank needs more memory than the plan's limit,
-                or has quotas that its device cannot set apart.
+                has quotas that its device cannot set apart, or cannot update its parameters as
+                asked for.
             ProbeError: before any actor starts, if a module cannot be cut as planned.
             ClusterError: if the cluster is too small.
             ModelError: if weights are not finite.
         """
         run = self.options
         check_fits(plan)
+        check_optimizer(run.optimizer, plan)
         connect()
         if any(stage.quota is not None for stage in plan.stages):
             check_grants(plan, _multiprocessors(run.device))

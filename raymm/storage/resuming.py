@@ -39,6 +39,8 @@ RULES = (
     # Progress and rates: the usual reasons to go on with another file.
     Rule("run.steps", True, ""),
     Rule("optimizer.total_steps", True, "the rest of the learning rate's schedule is another one"),
+    Rule("optimizer.name", False, "what is kept of parameters is another algorithm's"),
+    Rule("optimizer.modules.*.name", False, "what is kept of parameters is another algorithm's"),
     Rule("optimizer.*", True, "it holds from the next step on"),
     Rule("run.precision", True, "numbers are rounded otherwise"),
     Rule("run.seed", False, "weights that no checkpoint has, and dropout, would be others"),

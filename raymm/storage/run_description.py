@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
 from raymm.config.sections import RunConfig

@@ -4,31 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.config.sections import ConfigError
 from raymm.data import DataConfig
+from raymm.layout.optimizer_check import check_modules, check_optimizer
 from raymm.model.batch_rules import Vocabulary
 from raymm.model.module_kind import ModuleKind
-from raymm.model.multimodal import MultimodalModule
+from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint, CheckpointError
 
 
-def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
-    """Look whether every step of a run has a learning rate.
+def check_updates(
+    optimizer: OptimizerConfig, steps: int, model: MultimodalModule, plan: object
+) -> None:
+    """Look whether every step of a run has a learning rate, and every rule a module.
+
+    Args:
+        optimizer: the run's.
+        steps: of the run.
+        model: its description.
+        plan: what runs where; another thing than a plan if that is not known yet.
 
     Raises:
         ConfigError: steps that would change nothing.
+        PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer`.
     """
-    if (first := _first_without_rate(optimizer, steps)) is not None:
-        raise ConfigError(
-            f"optimizer.total_steps is {optimizer.total_steps} and run.steps {steps}: from step "
-            f"{first} on the {optimizer.schedule} learning rate would be 0, and nothing would be "
-            f"learnt. Accepted: total_steps of at least {steps}, or none (then it is run.steps); "
-            "or min_lr_ratio above 0, at which the last steps are taken"
-        )
+    if isinstance(plan, Plan):
+        check_optimizer(optimizer, plan)
+    else:
+        check_modules(optimizer, module_graph(model))
+    rules = {"optimizer": optimizer} | {
+        f"optimizer.modules.{name}": optimizer.rule(name) for name in optimizer.modules
+    }
+    for where, rule in rules.items():
+        if (first := _first_without_rate(rule, steps)) is not None:
+            raise ConfigError(
+                f"{where}.total_steps is {rule.total_steps} and run.steps {steps}: from step "
+                f"{first} on the {rule.schedule} learning rate would be 0, and nothing would be "
+                f"learnt. Accepted: total_steps of at least {steps}, or none (then it is "
+                "run.steps); or min_lr_ratio above 0, at which the last steps are taken"
+            )
 
 
-def _first_without_rate(optimizer: OptimizerConfig, steps: int) -> int | None:
+def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
     """Number, from 1, of the first of a run's steps from which on the learning rate is 0 to the
     run's end, as its schedule is over; None if there is none."""
     if optimizer.schedule == "constant" or optimizer.min_lr_ratio > 0:

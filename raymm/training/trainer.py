@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from raymm.actors.faults.fault_folder import faults_kept_in
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.callbacks.callback import Callback
@@ -45,7 +45,7 @@ from raymm.training.execution import Execution, execution_of
 from raymm.training.restarts import Attempted, Restarts
 from raymm.training.result import Result
 from raymm.training.run_plan import RunPlanner
-from raymm.training.run_start import check_schedule, data_position, with_vocabulary
+from raymm.training.run_start import check_updates, data_position, with_vocabulary
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training.training_loop import TrainingLoop, last_step, steps_not_applied
 
@@ -112,7 +112,7 @@ class Trainer:
         self.data = with_vocabulary(data, model)
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
-        check_schedule(self.optimizer, run_config.steps)
+        check_updates(self.optimizer, run_config.steps, model, self.plan)
         self.resources = resources
         self.threads = threads
         self.callbacks = (RayMetrics(), *named_callbacks(run_config.callbacks), *callbacks)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.model_config import model_config

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
-from raymm.actors.optimizer.optimizer import ParameterOwnership
+from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan
 from raymm.actors.sharding.parameter_shards import ShardSpec, parts_of
 from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan

@@ -16,7 +16,7 @@ from parity_oracle import (
     prepend,
 )
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_module import StepOutput
 from raymm.runtime.pipelined import MultimodalParallelModule

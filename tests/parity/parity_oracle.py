@@ -198,6 +198,7 @@ def parameter_errors(
     expected: Mapping[str, torch.Tensor],
     before: Mapping[str, torch.Tensor],
     learning_rate: float,
+    tolerance: float = PARAMETER_TOLERANCE,
 ) -> list[str]:
     """What is wrong with parameters after some steps, relative to how far each has moved."""
     problems = [f"{name}: missing" for name in expected if name not in actual]
@@ -205,7 +206,7 @@ def parameter_errors(
     for name in expected.keys() & actual.keys():
         moved = float((expected[name] - before[name]).double().norm())
         error = float((actual[name] - expected[name]).double().norm())
-        allowed = PARAMETER_TOLERANCE * moved
+        allowed = tolerance * moved
         if ZERO_GRADIENT.search(name):
             allowed = max(allowed, 1e-2 * learning_rate * expected[name].numel() ** 0.5)
         if not error <= allowed:

@@ -11,7 +11,7 @@ from parity_check import OPTIMIZER
 from safetensors.torch import load_file
 from torch import nn
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.multiplexed import MultiplexedParallelModule

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.probe.error import ProbeError
 from raymm.model.batch_rules import BatchError
 from raymm.model.contrastive import clip_dag

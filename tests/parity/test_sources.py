@@ -6,7 +6,7 @@ import torch
 from parity_check import OPTIMIZER, check_gradients, close, oracle_of
 from safetensors.torch import save_file
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.weights.source import FactorySource
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule

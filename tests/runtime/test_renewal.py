@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.recovery.snapshots import Snapshots
 from raymm.errors import RankFailedError, RankRaisedError
 from raymm.model.modality_module import ModalityModule

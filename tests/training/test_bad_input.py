@@ -29,6 +29,18 @@ BAD_SETTINGS = {
         ["model.language_model.train={lora: {targets: [embed_tokens]}}"],
         ["model.language_model: targets has 'embed_tokens'", "Embedding", "nn.Linear"],
     ),
+    "optimizer of no module": (
+        ["optimizer.modules={text: {lr: 0.1}}"],
+        ["optimizer.modules has 'text'; the model's are vision, llm, vision_projector"],
+    ),
+    "field of a module's optimizer": (
+        ["optimizer.modules={llm: {rate: 0.1}}"], ["optimizer.modules.llm.rate: unknown key"],
+    ),
+    "muon of matrices in shares": (
+        ["optimizer.name=muon",
+         "parallel={language_model: {tp: 2, ranks: [1]}, encoders: {vision: {ranks: [0]}}}"],
+        ["tp of 'llm' is 2", "'muon'", "accepted: tp 1, or adamw"],
+    ),
     "unknown key of a layout": (
         ["parallel.language_model.stages=2"], ["parallel.language_model.stages", "pp", "ranks"],
     ),

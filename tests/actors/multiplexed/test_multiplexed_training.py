@@ -27,7 +27,7 @@ from torch import nn
 
 import raymm
 from raymm.actors.modules.node import OutputError
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.errors import RankFailedError
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule

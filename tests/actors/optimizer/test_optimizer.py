@@ -13,12 +13,9 @@ from raymm.actors.optimizer.gradient_reduction import (
     ParameterReference,
     SharedParameter,
 )
-from raymm.actors.optimizer.optimizer import (
-    OptimizerConfig,
-    ParameterOwnership,
-    RankOptimizer,
-    Update,
-)
+from raymm.actors.optimizer.optimizer import RankOptimizer, Update
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.scheduler.plan.stage import StageId
 
 

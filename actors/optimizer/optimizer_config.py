@@ -1,0 +1,190 @@
+"""What updates parameters, and at which rate: of a whole model, and of modules that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+# Hyperparameters above have overflowed before the first step is over.
+_MOST = 1e30
+_RANGES = (
+    ("lr", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
+    ("eps", f"a number above 0, at most {_MOST:g}", lambda x: x > 0),
+    ("weight_decay", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
+    ("momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1),
+    ("min_lr_ratio", "a number from 0 to 1", lambda x: 0 <= x <= 1),
+)
+ADAMW, MUON = "adamw", "muon"
+ALGORITHMS = (ADAMW, MUON)
+PROJECTOR = "_projector"
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How parameters are updated, and the schedule of their learning rate.
+
+    Attributes:
+        name: ``"adamw"``, or ``"muon"``: weight matrices but the embedding and the head by
+            ``torch.optim.Muon``, with rates as AdamW has them (``match_rms_adamw``); all else by
+            AdamW.
+        lr: peak learning rate.
+        betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        no_decay: parameters without weight decay, by patterns of their names within the module, as
+            ``"*.bias"`` or ``"*norm*"``.
+        momentum: Muon's.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
+            at ``total_steps``, after ``warmup_steps`` of linear warm-up. Later steps go on at that.
+
+    Raises:
+        ValueError: naming the field, its value and what is accepted.
+    """
+
+    name: Literal["adamw", "muon"] = ADAMW
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    no_decay: tuple[str, ...] = ()
+    momentum: float = 0.95
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ALGORITHMS:
+            raise ValueError(f"name is {self.name!r}; accepted: {', '.join(ALGORITHMS)}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule is {self.schedule!r}; accepted: constant, linear, cosine")
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise ValueError(f"betas is {self.betas!r}; accepted: two numbers, from 0 to below 1")
+        for beta in self.betas:
+            check_number("betas", beta, "two numbers, from 0 to below 1", lambda x: 0 <= x < 1)
+        if isinstance(self.no_decay, str) or not all(isinstance(p, str) for p in self.no_decay):
+            raise ValueError(f"no_decay is {self.no_decay!r}; accepted: a list of patterns")
+        for name, accepted, fits in _RANGES:
+            check_number(name, getattr(self, name), accepted, fits)
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        for name, least in (("warmup_steps", 0), ("total_steps", 1)):
+            value = getattr(self, name)
+            if name == "total_steps" and value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}; accepted: a whole number from {least}")
+        if self.schedule == "constant":
+            return
+        if self.total_steps is None:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps")
+        if self.total_steps < self.warmup_steps:
+            raise ValueError(
+                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; the "
+                "second must not be larger"
+            )
+
+    def factor(self, step: int) -> float:
+        """Learning rate of a step (from 0) as a fraction of ``lr``."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        assert self.total_steps is not None  # a schedule has them, see _check_steps
+        span = max(self.total_steps - self.warmup_steps, 1)
+        done = min((step - self.warmup_steps) / span, 1.0)
+        decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, from 0."""
+        return self.lr * self.factor(step)
+
+    def decay_of(self, parameter: str) -> float:
+        """Weight decay of a parameter.
+
+        Args:
+            parameter: its name within the module.
+        """
+        spared = any(fnmatchcase(parameter, pattern) for pattern in self.no_decay)
+        return 0.0 if spared else self.weight_decay
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(UpdateRule):
+    """What updates a model: a rule for all of it, and other values for modules.
+
+    Attributes:
+        max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
+        modules: by module as plans name them (``llm``, an encoder's name, and that with
+            ``_projector`` for its projector): fields in which its rule differs from this one.
+
+    Raises:
+        ValueError: naming the field, its value and what is accepted.
+    """
+
+    max_grad_norm: float | None = 1.0
+    modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_grad_norm is not None:
+            check_number(
+                "max_grad_norm", self.max_grad_norm,
+                f"none, or a number above 0, at most {_MOST:g}", lambda x: x > 0,
+            )
+        accepted = [f.name for f in fields(UpdateRule)]
+        for module, values in self.modules.items():
+            for name in values:
+                if name not in accepted:
+                    raise ValueError(
+                        f"modules.{module}.{name} is no field; accepted: {', '.join(accepted)}"
+                    )
+            try:
+                self.rule(module)
+            except ValueError as error:
+                raise ValueError(f"modules.{module}.{error}") from None
+
+    def rule(self, name: str) -> UpdateRule:
+        """The rule of a module, or of an encoder's projector.
+
+        Args:
+            name: as in :attr:`modules`.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(UpdateRule)}
+        values |= self.modules.get(name, {})
+        for several in ("betas", "no_decay"):
+            if isinstance(values[several], list):
+                values[several] = tuple(values[several])
+        return UpdateRule(**values)
+
+    def rule_of(self, module: str, parameter: str) -> UpdateRule:
+        """The rule of a parameter.
+
+        Args:
+            module: whose stage has it.
+            parameter: its name there, which begins with ``module.`` or ``projector.``.
+        """
+        projector = parameter.startswith("projector.")
+        return self.rule(module + PROJECTOR if projector else module)
+
+
+def check_number(
+    name: str, value: object, accepted: str, fits: Callable[[float], bool]
+) -> None:
+    """Look at a hyperparameter.
+
+    Args:
+        name: of the field.
+        value: of it.
+        accepted: what the error says is.
+        fits: whether a finite number is.
+
+    Raises:
+        ValueError: it is none that is accepted.
+    """
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not -_MOST <= number <= _MOST or not fits(number):  # NaN fails, too
+        raise ValueError(f"{name} is {value!r}; accepted: {accepted}")

@@ -1,0 +1,151 @@
+"""The torch optimizers of one process, and one step of them.
+
+A step may have to be taken back before anybody has looked at it (values that are not finite), and
+the host must not wait for that: whether parameters and state change, a number on the device says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from raymm.actors.optimizer.optimizer_config import MUON, OptimizerConfig, UpdateRule
+from raymm.scheduler.plan.stage import StageId
+
+Key = tuple[StageId, str]
+
+
+class GuardedMuon(torch.optim.Muon):
+    """Muon whose step changes nothing where ``found_inf`` is 1, as fused AdamW's does."""
+
+    found_inf: torch.Tensor
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Of one parameter after another: a copy of one of them is all that it needs besides."""
+        every = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = []
+        try:
+            for group, own in zip(self.param_groups, every, strict=True):
+                for parameter in own:
+                    group["params"] = [parameter]
+                    self._guarded(parameter)
+                group["params"] = []
+        finally:
+            for group, own in zip(self.param_groups, every, strict=True):
+                group["params"] = own
+
+    def _guarded(self, parameter: nn.Parameter) -> None:
+        before = {name: value.clone() for name, value in self.state[parameter].items()}
+        weights, refused = parameter.clone(), self.found_inf.bool()
+        super().step()
+        parameter.copy_(torch.where(refused, weights, parameter))
+        for name, value in self.state[parameter].items():
+            value.copy_(torch.where(refused, before.get(name, torch.zeros_like(value)), value))
+
+
+class ParameterUpdates:
+    """Updates parameters, each by its module's rule.
+
+    Args:
+        parameters: plain tensors, by stage and name.
+        config: says the rules.
+        matrices: of these, ids of those that Muon is for.
+    """
+
+    def __init__(
+        self, parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig,
+        matrices: Collection[int],
+    ) -> None:
+        self.parameters = parameters
+        grouped: dict[tuple[bool, UpdateRule, float], list[nn.Parameter]] = {}
+        self._optimizer_of: dict[int, torch.optim.Optimizer] = {}
+        for (stage, name), parameter in parameters.items():
+            rule = config.rule_of(stage.module, name)
+            muon = rule.name == MUON and id(parameter) in matrices
+            decay = rule.decay_of(name.partition(".")[2])
+            grouped.setdefault((muon, rule, decay), []).append(parameter)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        for muon in (False, True):
+            groups = [
+                {"params": own, "rule": rule, "weight_decay": decay, **_settings(rule, muon)}
+                for (by_muon, rule, decay), own in grouped.items() if by_muon == muon
+            ]
+            if groups:
+                optimizer = (
+                    GuardedMuon(groups, adjust_lr_fn="match_rms_adamw") if muon
+                    else torch.optim.AdamW(groups, fused=True)
+                )
+                self._optimizers.append(optimizer)
+                for group in groups:
+                    self._optimizer_of |= dict.fromkeys(map(id, group["params"]), optimizer)
+
+    def step(
+        self, parameters: Iterable[nn.Parameter], refused: torch.Tensor, step: int
+    ) -> None:
+        """Update parameters that have gradients.
+
+        Args:
+            parameters: some of those that this has.
+            refused: scalar, 1 where nothing is to change, else 0.
+            step: number of the step, from 0.
+        """
+        chosen = set(map(id, parameters))
+        for optimizer in cast(list[Any], self._optimizers):
+            every = [group["params"] for group in optimizer.param_groups]
+            optimizer.found_inf = refused
+            for group in optimizer.param_groups:
+                group["lr"] = group["rule"].rate(step)
+                group["params"] = [p for p in group["params"] if id(p) in chosen]
+            try:
+                optimizer.step()
+            finally:
+                for group, own in zip(optimizer.param_groups, every, strict=True):
+                    group["params"] = own
+
+    def state(self, key: Key) -> dict[str, torch.Tensor]:
+        """What is kept of a parameter; nothing before a step was applied to it."""
+        parameter = self.parameters[key]
+        state = self._optimizer_of[id(parameter)].state.get(parameter, {})
+        return dict(state) if "step" not in state or bool(state["step"]) else {}
+
+    def forget(self) -> None:
+        """Nothing is kept of any parameter."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
+    def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of :meth:`state`."""
+        parameter = self.parameters[key]
+        self._optimizer_of[id(parameter)].state[parameter] = {
+            name: value.to(parameter.device) for name, value in state.items()
+        }
+
+
+def _settings(rule: UpdateRule, muon: bool) -> dict[str, Any]:
+    if muon:
+        return {"lr": rule.lr, "momentum": rule.momentum}
+    return {"lr": rule.lr, "betas": tuple(rule.betas), "eps": rule.eps}
+
+
+def matrices_of(modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of the weight matrices of linear layers, but embeddings and heads."""
+    linear: set[int] = set()
+    ends: set[int] = set()
+    for module in modules:
+        for child in module.modules():
+            own = {id(p) for p in child._parameters.values() if p is not None and p.dim() == 2}
+            if isinstance(child, nn.Linear | Conv1D):
+                linear |= own
+            elif isinstance(child, nn.Embedding):
+                ends |= own
+            get = getattr(child, "get_output_embeddings", None)
+            head = get() if get else None
+            if head is not None:
+                ends |= {id(p) for p in head.parameters()}
+    return linear - ends

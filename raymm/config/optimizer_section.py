@@ -1,0 +1,54 @@
+"""The configuration of what updates the model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.files.section import Count, NonNegative, Section, Text, Tuple
+
+
+class UpdateSection(Section):
+    """Fields in which a module's updates differ from those of the whole model.
+
+    Attributes:
+        warmup_steps: first steps, over which the learning rate rises linearly.
+        total_steps: where the schedule ends; by default ``run.steps``.
+        min_lr_ratio: of ``lr``, where the schedule ends.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 1e-3
+    betas: Tuple[float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    no_decay: Tuple[Text] = ()
+    momentum: float = 0.95
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    total_steps: Count | None = None
+    min_lr_ratio: float = 0.0
+
+
+class OptimizerSection(UpdateSection):
+    """What updates the model: see
+    :class:`raymm.actors.optimizer.optimizer_config.OptimizerConfig`."""
+
+    max_grad_norm: float | None = 1.0
+    modules: dict[Text, UpdateSection] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _numbers_make_sense(self) -> OptimizerSection:
+        self.build(steps=1)
+        return self
+
+    def build(self, steps: int) -> OptimizerConfig:
+        values = self.model_dump()
+        # A run that ends within its warm-up is a short try of a longer one.
+        values["total_steps"] = self.total_steps or max(steps, self.warmup_steps)
+        values["modules"] = {
+            name: section.model_dump(exclude_unset=True) for name, section in self.modules.items()
+        }
+        return OptimizerConfig(**values)

@@ -1,0 +1,151 @@
+"""Updates by rules, against torch's own optimizers; and steps that must change nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.updates import ParameterUpdates, matrices_of
+from raymm.scheduler.plan.stage import StageId
+
+LLM, VISION = StageId("llm", 0), StageId("vision", 0)
+STEPS = 4
+GO, REFUSED = torch.zeros(()), torch.ones(())
+
+
+def modules() -> dict[StageId, nn.Module]:
+    torch.manual_seed(0)
+    llm = nn.ModuleDict({
+        "module": nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 8), nn.LayerNorm(8)),
+    })
+    vision = nn.ModuleDict({"module": nn.Linear(4, 5), "projector": nn.Linear(5, 6)})
+    return {LLM: llm, VISION: vision}
+
+
+def updates_of(config: OptimizerConfig, parts=None) -> ParameterUpdates:
+    parts = parts or modules()
+    parameters = {(s, n): p for s, part in parts.items() for n, p in part.named_parameters()}
+    return ParameterUpdates(parameters, config, matrices_of(parts.values()))
+
+
+def with_gradients(parameters, step: int):
+    for place, (_, parameter) in enumerate(sorted(parameters.items())):
+        generator = torch.Generator().manual_seed(100 * step + place)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return parameters.values()
+
+
+def check(config: OptimizerConfig, oracles) -> None:
+    """
+    Args:
+        oracles: of parameters by their names, torch's optimizers and their rates per step.
+    """
+    updates, mine = updates_of(config), updates_of(config).parameters
+    torch_optimizers = oracles({f"{stage.module}/{name}": p for (stage, name), p in mine.items()})
+    for step in range(STEPS):
+        updates.step(with_gradients(updates.parameters, step), GO, step)
+        with_gradients(mine, step)
+        for optimizer, rates in torch_optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rates(step)
+            optimizer.step()
+    for key, parameter in updates.parameters.items():
+        error = (parameter - mine[key]).norm() / mine[key].norm()
+        assert error < 1e-6, key
+
+
+def test_modules_have_rates_decays_and_schedules_of_their_own():
+    config = OptimizerConfig(
+        lr=1e-2, weight_decay=0.1, no_decay=("*bias",), modules={
+            "vision": {"lr": 1e-3, "schedule": "linear", "total_steps": 8, "no_decay": []},
+            "vision_projector": {"betas": [0.5, 0.9]},
+        },
+    )
+
+    def oracles(named):
+        def adamw(names, decay, rate, **more):
+            own = [named[name] for name in names]
+            return torch.optim.AdamW(own, weight_decay=decay, **more), rate
+
+        llm = [name for name in named if name.startswith("llm")]
+        biases = [name for name in llm if name.endswith("bias")]
+        betas = (0.5, 0.9)
+        return [
+            adamw([n for n in llm if n not in biases], 0.1, lambda step: 1e-2),
+            adamw(biases, 0.0, lambda step: 1e-2),
+            adamw(["vision/module.weight", "vision/module.bias"], 0.1,
+                  lambda step: 1e-3 * (1 - step / 8)),
+            adamw(["vision/projector.weight"], 0.1, lambda step: 1e-2, betas=betas),
+            adamw(["vision/projector.bias"], 0.0, lambda step: 1e-2, betas=betas),
+        ]
+
+    check(config, oracles)
+
+
+def test_muon_is_for_matrices_between_embedding_and_head():
+    config = OptimizerConfig(name="muon", lr=1e-2, modules={"vision_projector": {"name": "adamw"}})
+
+    def oracles(named):
+        matrices = ["llm/module.1.weight", "vision/module.weight"]
+        muon = torch.optim.Muon(
+            [named[name] for name in matrices], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        )
+        adamw = torch.optim.AdamW([p for n, p in named.items() if n not in matrices])
+        return [(muon, lambda step: 1e-2), (adamw, lambda step: 1e-2)]
+
+    check(config, oracles)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_refused_step_changes_nothing(name, first):
+    """Whatever gradients are, and also where it is the first."""
+    config = OptimizerConfig(name=name)
+    updates, due = updates_of(config), updates_of(config)
+    for step in (0,) * (not first):
+        for one in (updates, due):
+            one.step(with_gradients(one.parameters, step), GO, step)
+    wrong = with_gradients(updates.parameters, 1)
+    for parameter in wrong:
+        parameter.grad.fill_(float("nan"))
+    updates.step(wrong, REFUSED, 1)
+    for one in (updates, due):
+        one.step(with_gradients(one.parameters, 2), GO, 2)
+    for key, parameter in updates.parameters.items():
+        assert torch.equal(parameter, due.parameters[key]), key
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_goes_into_a_checkpoint_and_back(name):
+    config = OptimizerConfig(name=name)
+    updates, later = updates_of(config), updates_of(config)
+    updates.step(with_gradients(updates.parameters, 0), GO, 0)
+    with torch.no_grad():
+        for key, parameter in updates.parameters.items():
+            later.parameters[key].copy_(parameter)
+            later.load_state(key, {n: v.clone() for n, v in updates.state(key).items()})
+    for one in (updates, later):
+        one.step(with_gradients(one.parameters, 1), GO, 1)
+    assert all(p.equal(later.parameters[key]) for key, p in updates.parameters.items())
+
+
+def test_only_what_is_asked_for_is_updated():
+    updates, before = updates_of(OptimizerConfig(name="muon")), updates_of(OptimizerConfig())
+    chosen = list(with_gradients(updates.parameters, 0))[1:3]
+    updates.step(chosen, GO, 0)
+    for key, parameter in updates.parameters.items():
+        assert parameter.equal(before.parameters[key]) != any(parameter is c for c in chosen)
+        assert bool(updates.state(key)) == any(parameter is c for c in chosen)
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    ({"name": "sgd"}, "name is 'sgd'; accepted: adamw, muon"),
+    ({"momentum": 1.0}, "momentum is 1.0; accepted: a number from 0 to below 1"),
+    ({"no_decay": "*.bias"}, "no_decay is '*.bias'; accepted: a list of patterns"),
+    ({"modules": {"llm": {"rate": 1}}}, "modules.llm.rate is no field; accepted: name, lr, betas"),
+    ({"modules": {"llm": {"lr": -1}}}, "modules.llm.lr is -1; accepted: a number from 0"),
+])  # fmt: skip
+def test_wrong_values_are_named(values, says):
+    with pytest.raises(ValueError) as error:
+        OptimizerConfig(**values)
+    assert says in str(error.value)
