@@ -46,6 +46,10 @@ _PUBLIC = {
     "plan": "raymm.planning.plan",
     "Planned": "raymm.planning.plan",
     "plan_multiplexed": "raymm.planning.multiplexed",
+    "from_pretrained": "raymm.model.whole_model",
+    "WholeModel": "raymm.model.whole_model",
+    "WholeParallelModule": "raymm.runtime.whole.pipelined",
+    "whole_plan": "raymm.runtime.whole.pipelined",
     "ModuleDag": "raymm.model.module_dag",
     "DagModule": "raymm.model.dag_module",
     "DagLoss": "raymm.model.dag_module",
@@ -82,6 +86,7 @@ if TYPE_CHECKING:
     from raymm.model.modality_module import ModalityModule
     from raymm.model.module_dag import ModuleDag
     from raymm.model.multimodal import MultimodalModule
+    from raymm.model.whole_model import WholeModel, from_pretrained
     from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
     from raymm.planning.plan import Planned, plan
     from raymm.planning.request import PlanRequest
@@ -93,6 +98,7 @@ if TYPE_CHECKING:
     from raymm.runtime.pipelined_dag import PipelinedModule
     from raymm.runtime.skipped_step import NotFiniteError, SkippedStep, SkippedStepWarning
     from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
+    from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
     from raymm.scheduler.plan.plan import Plan, PlanError
     from raymm.scheduler.program.timeline import Timeline
     from raymm.storage.export import export_model

@@ -137,6 +137,9 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/batch", "raymm/costs",
         "raymm/draw",
     ),
+    "raymm/runtime/whole": (
+        "scheduler/plan", "actors/executor", "raymm/model", "raymm/layout", "raymm/runtime",
+    ),
     "raymm/config": (
         "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",
         "raymm/data", "raymm/runtime",
@@ -173,8 +176,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm": (
         "scheduler", "actors", "raymm/version.py", "raymm/callbacks", "raymm/model", "raymm/data",
-        "raymm/runtime", "raymm/config", "raymm/planning", "raymm/storage", "raymm/training",
-        "raymm/cli",
+        "raymm/runtime", "raymm/runtime/whole", "raymm/config", "raymm/planning", "raymm/storage",
+        "raymm/training", "raymm/cli",
     ),
 }
 

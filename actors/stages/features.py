@@ -67,6 +67,10 @@ class Form:
             for leaf, is_read in zip(self.leaves, read, strict=True)
         ), self.fields)  # fmt: skip
 
+    def like(self, output: Any) -> Form:
+        """That of what a model of another depth returns, of which the same fields are read."""
+        return self if self.fields is None else Form.of(output, self.fields)
+
     def tensors(self, output: Any) -> list[torch.Tensor | None]:
         """Per leaf, what an output has there, lists put together; None of values.
 

@@ -7,7 +7,7 @@ whatever else a probe has seen being called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,10 +85,8 @@ class PartSource(ModuleSource):
         if self.searched is not None:
             setattr(model, SEARCHED, self.searched)
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(
-                    parameter.requires_grad and not is_within(name, self.frozen_places)
-                )
+            if self.frozen or is_within(name, self.frozen_places):
+                parameter.requires_grad_(False)
         return set_mode(model)
 
     def called(self, model: nn.Module) -> None:
@@ -98,9 +96,12 @@ class PartSource(ModuleSource):
             vars(model)["forward"] = self.call.of(model)
 
     def build(self, part: Part | None = None) -> nn.Module:
-        names = self.names(self.whole.skeleton())
-        part = replace(part or Part(None), among=names)
+        among = self.names(self.whole.skeleton())
+        part = replace(part or Part(None), among=among)
         return self.as_made(self.whole.build(part))
+
+    def for_names(self, names: Iterable[str]) -> PartSource:
+        return replace(self, whole=self.whole.for_names(names))
 
     def check(self) -> list[str]:
         return self.whole.check()

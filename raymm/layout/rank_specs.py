@@ -15,8 +15,10 @@ from raymm.layout.stage_builders import (
     reloadable_modules,
     stage_builders,
 )
+from raymm.layout.whole_stages import whole_stage_builders
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.port_routes import sent_ports
 from raymm.scheduler.plan.process_grid import Process, Processes
@@ -41,7 +43,7 @@ class RankSpecs:
 
 
 def rank_specs(
-    model: MultimodalModule | ModuleDag, plan: Plan, **options: Any
+    model: MultimodalModule | ModuleDag | WholeModel, plan: Plan, **options: Any
 ) -> RankSpecs:
     """What the processes of a plan build themselves from. Needs neither Ray nor a process group.
 
@@ -55,7 +57,10 @@ def rank_specs(
         ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
         PlanError: if the model's sizes do not fit the plan's degrees.
     """
-    if isinstance(model, ModuleDag):
+    if isinstance(model, WholeModel):
+        builders = whole_stage_builders(model, plan)
+        reloadable = frozenset(node.name for node in plan.graph.nodes)
+    elif isinstance(model, ModuleDag):
         builders, reloadable = dag_stage_builders(model, plan), model.reloadable()
     else:
         builders, reloadable = stage_builders(model, plan), reloadable_modules(model)

@@ -299,25 +299,32 @@ def _slim(
 def _build_encoder(
     spec: EncoderSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
 ) -> EncoderStage:
-    return _recomputing(EncoderStage.build(spec, lo, hi), spec, lo, layer_options)
+    return recomputing(EncoderStage.build(spec, lo, hi), spec, lo, layer_options)
 
 
 def _build_node(
     spec: NodeStageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
 ) -> EncoderStage:
-    return _recomputing(NodeStage.build(spec, lo, hi), spec, lo, layer_options)
+    return recomputing(NodeStage.build(spec, lo, hi), spec, lo, layer_options)
 
 
 def _build_language(
     spec: LanguageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
 ) -> LanguageStage:
-    return _recomputing(LanguageStage.build(spec, lo, hi), spec, lo, layer_options)
+    return recomputing(LanguageStage.build(spec, lo, hi), spec, lo, layer_options)
 
 
-def _recomputing(
+def recomputing(
     stage: AnyStage, spec: EncoderSpec | LanguageSpec, lo: int, layer_options: Sequence[str]
 ) -> AnyStage:
-    """The stage, whose blocks from ``lo`` on do with their activations what the plan says."""
+    """The stage, whose blocks from ``lo`` on do with their activations what the plan says.
+
+    Args:
+        stage: is changed.
+        spec: of its module.
+        lo: its first block.
+        layer_options: of its blocks.
+    """
     if layer_options:
         module = stage.module
         assert module is not None  # its layers have options

@@ -25,7 +25,7 @@ from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
 from raymm.actors.probe.whole.relays import read_outputs
 from raymm.actors.probe.whole.towers import Tower
-from raymm.actors.stages.features import ReceivedFeatures
+from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import TowerPort, WholeLanguageSpec
 from raymm.actors.weights.model_part import PartSource
@@ -104,7 +104,8 @@ def cut_tower(spec: TowerSpec, inputs: Inputs) -> TowerSpec:
         def run(stage: nn.Module, first: bool) -> torch.Tensor:
             shown = inputs if first else ghost_inputs(inputs, travels)
             assert spec.form is not None
-            tensors, _ = spec.form.packed(stage(**shown, **constants))
+            output = stage(**shown, **constants)
+            tensors, _ = spec.form.like(output).packed(output)
             return torch.cat([tensor.flatten() for tensor in tensors])
 
         return run
@@ -151,11 +152,11 @@ def cut_language_model(
         def run_with(relays: bool) -> Run:
             def run(stage: nn.Module, first: bool) -> torch.Tensor:
                 for port in spec.towers:
-                    tensors, side = outputs[port.name]
+                    form, tensors, side = outputs[port.name]
                     if not first and not relays:
                         tensors = tuple(torch.zeros_like(t) for t in tensors)
                     received = cast(ReceivedFeatures, port.call.of(stage))
-                    received.output = port.form.unpacked(tensors, side)
+                    received.output = form.unpacked(tensors, side)
                 entries = {entry for tower in towers for _, entry in tower.arguments}
                 floats = {n: v for n, v in inputs.items() if n in entries}
                 rest = {n: v for n, v in inputs.items() if n not in entries}
@@ -182,11 +183,55 @@ def cut_language_model(
 
 
 def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Tensor]) -> CutInfo:
-    """The cut of a tower in its own sizes: blocks are numbered as in the tower itself. Nothing of
-    it is computed but what is outside of its blocks, of parameters that are zeros."""
+    """The cut of a tower in its own sizes: blocks are numbered as in the tower itself."""
     if not cut.relayed:
         return cut
-    source = cast(PartSource, spec.source)
+    model = _of_zeros(cast(PartSource, spec.source))
+    return replace(cut, relayed=read_outputs(model, cut.blocks, cut.tuple_length, run))
+
+
+def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
+    """The tower, with the form that its features have in the model itself, of which the copies
+    that are tried may have fewer blocks. Blocks do not run for that.
+
+    Args:
+        source: of the whole model.
+        tower: which.
+        inputs: of it.
+    """
+    own = tower_source(source, tower)
+    outputs: list[Any] = []
+
+    def run(model: nn.Module) -> torch.Tensor:
+        outputs.append(model(**inputs, **dict(tower.constants)))
+        form = tower.form.like(outputs[-1])
+        return torch.cat([t.flatten() for t in form.packed(outputs[-1])[0]])
+
+    def tuple_length(model: nn.Module) -> tuple[str | None, int]:
+        blocks = find_blocks(model)
+        if blocks is None:
+            return None, 0
+        return blocks, uncut_forward(model, blocks, lambda part, _: run(part), 0).tuple_length
+
+    if tower.form.fields is None:
+        return tower
+    try:
+        blocks, length = of_one_that_runs(own, tuple_length)
+        model = _of_zeros(own)
+        if blocks is None:
+            run(model)
+        else:
+            read_outputs(model, blocks, length, run)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise ProbeError(
+            f"{tower.call} of {type(own.skeleton()).__name__} does not run on the example without "
+            f"values: {brief(error)}"
+        ) from error
+    return replace(tower, form=tower.form.like(outputs[-1]))
+
+
+def _of_zeros(source: PartSource) -> nn.Module:
+    """A part in its own sizes, whose parameters are zeros and take no memory."""
     model = source.whole.skeleton()
     if isinstance(model, PreTrainedModel):
         initialize_by_name(model, [], 0)
@@ -194,17 +239,18 @@ def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Te
     for name, parameter in list(model.named_parameters()):
         zero = torch.zeros((), dtype=parameter.dtype)
         set_tensor(model, name, zero.expand(parameter.shape))
-    return replace(cut, relayed=read_outputs(model.eval(), cut.blocks, cut.tuple_length, run))
+    return model.eval()
 
 
 def _features(
     whole: nn.Module, tower: Tower, inputs: Inputs
-) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+) -> tuple[Form, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     model = copy.deepcopy(whole)
     try:
         with torch.no_grad():
             output = tower.call.of(model)(**(tower.inputs(inputs) or {}), **dict(tower.constants))
-        return tower.form.packed(output)
+        form = tower.form.like(output)
+        return form, *form.packed(output)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
             f"{tower.call} of {type(whole).__name__} does not run on the example: {brief(error)}"

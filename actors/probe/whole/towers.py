@@ -322,7 +322,8 @@ def _apart(
 
 
 def _read(form: Form, output: Any, leaves: list[torch.Tensor | None]) -> Form:
-    """The form of what is read of an output: of which a gradient came to the leaves."""
+    """The form of what is read of an output: of which a gradient came to the leaves. Of a field of
+    a model output all is read, of which there may be more in a deeper model."""
     flags = [
         leaf is not None and (leaf.grad is not None or not leaf.is_floating_point())
         for leaf in leaves
@@ -330,12 +331,11 @@ def _read(form: Form, output: Any, leaves: list[torch.Tensor | None]) -> Form:
     if isinstance(output, Mapping):
         counts = [len(Form.of(output, (name,)).leaves) for name in output]
         parts = iter(flags)
-        read: dict[str, list[bool]] = {}
-        for name, count in zip(output, counts, strict=True):
-            own = list(itertools.islice(parts, count))
-            if any(own):
-                read[name] = own
-        form, flags = Form.of(output, tuple(read)), list(itertools.chain(*read.values()))
+        read = [
+            name for name, count in zip(output, counts, strict=True)
+            if any(list(itertools.islice(parts, count)))
+        ]  # fmt: skip
+        return Form.of(output, tuple(read))
     return form.reading(flags)
 
 

@@ -1,0 +1,60 @@
+"""From a whole model and a plan to what each rank builds and owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
+from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.actors.stages.encoder import EncoderStage, encoder_stage_parameters
+from raymm.actors.stages.language import LanguageStage, language_stage_parameters
+from raymm.actors.stages.tower import TowerSpec, TowerStage
+from raymm.actors.stages.whole_language import WholeLanguageSpec, WholeLanguageStage
+from raymm.layout.stage_builders import StageBuilders, recomputing
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.whole_model import WholeModel
+from raymm.scheduler.plan.plan import Plan, PlanError
+
+
+@plain_torch()
+def whole_stage_builders(model: WholeModel, plan: Plan) -> StageBuilders:
+    """
+    Raises:
+        ProbeError: if a module cannot be cut as planned.
+        PlanError: if processes are to share samples, tokens or parameters of a module.
+    """
+    builders = StageBuilders({}, {}, {})
+    for node in plan.graph.nodes:
+        first = plan.replicas(node.name)[0][0]
+        for what, degree in first.degrees._asdict().items():
+            if degree > 1:
+                raise PlanError(
+                    f"{what} of {node.name!r} is {degree}; accepted of a module of a whole model: 1"
+                )
+        is_cut = first.layers[1] < node.num_blocks
+        builders.shard_specs[node.name] = ShardSpec()
+        if node.name == LANGUAGE_MODEL:
+            spec: Any = model.language_spec()
+            if is_cut:
+                spec = cut_language_model(spec, model.towers, model.example)
+            builders.add(plan, node.name, spec, language_stage_parameters, _build_language)
+            continue
+        spec = model.tower_spec(node.name)
+        if is_cut:
+            spec = cut_tower(spec, model.tower(node.name).inputs(model.example) or {})
+        builders.add(plan, node.name, spec, encoder_stage_parameters, _build_tower)
+    return builders
+
+
+def _build_tower(
+    spec: TowerSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> EncoderStage:
+    return recomputing(TowerStage.build(spec, lo, hi), spec, lo, layer_options)
+
+
+def _build_language(
+    spec: WholeLanguageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> LanguageStage:
+    return recomputing(WholeLanguageStage.build(spec, lo, hi), spec, lo, layer_options)

@@ -1,0 +1,246 @@
+"""A whole vision-language or audio-language model, as its folder or configuration has it.
+
+Its own forward runs on the language model's ranks. Its towers, found by running it on an example,
+are modules of their own, whose features come back where the forward calls for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.modules.blocks import num_blocks
+from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.whole.cut import (
+    in_own_depth,
+    language_source,
+    language_spec,
+    tower_source,
+    tower_spec,
+)
+from raymm.actors.probe.whole.towers import Tower, find_towers
+from raymm.actors.stages.tower import TowerSpec
+from raymm.actors.stages.whole_language import WholeLanguageSpec, language_inputs
+from raymm.actors.weights.model_classes import find_model_class
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import ConfigSource, ModuleSource
+from raymm.model.batch_rules import IDS, LABELS, BatchError, check_tensor
+from raymm.model.modality_module import ModelError
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.trainable_layers import any_trainable, trainable_blocks
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+
+FULL, FROZEN = "full", "frozen"
+PROJECTOR, LANGUAGE = "projector", "language_model"
+Batch = Mapping[str, torch.Tensor]
+
+
+def from_pretrained(
+    model: str | os.PathLike[str] | PretrainedConfig, example: Batch,
+    train: Mapping[str, str] | None = None, *, seed: int = 0, trust_remote_code: bool = False,
+) -> WholeModel:  # fmt: skip
+    """A whole model of a folder that ``save_pretrained`` wrote, or with random weights of a
+    configuration. Nothing of its weights is read here: each rank reads its own tensors.
+
+    Args:
+        model: the folder, or the configuration, which names its architecture.
+        example: inputs as its processor returns them (a batch with items of every modality that
+            is trained on), by which its towers are found.
+        train: by part, ``"full"`` or ``"frozen"``: ``"language_model"``, ``"projector"`` (what
+            is between the towers and the language model), and the towers, ``"vision"``,
+            ``"audio"``. Full where not said.
+        seed: of random weights.
+        trust_remote_code: as of :class:`raymm.ModalityModule`.
+
+    Raises:
+        SourceError: the folder lacks something.
+        ProbeError: it does not run on the example, or has no towers that can be found.
+        ModelError: ``train`` names what it has not.
+    """
+    if isinstance(model, PretrainedConfig):
+        return WholeModel(ConfigSource(_class_of(model), model, seed), example, train)
+    folder = os.fspath(model)
+    source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
+    return WholeModel(source, example, train)
+
+
+def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    if config.architectures:
+        return find_model_class(config.architectures[0], config)
+    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping:
+            return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
+    raise ModelError(
+        f"transformers knows no model of text with images or sound for {type(config).__name__}; "
+        "accepted: a config that names its architecture"
+    )
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """Which parts are not trained."""
+
+    names: frozenset[str]
+
+    def places(self, tower: Tower) -> tuple[str, ...]:
+        """Of a tower, the places that are not."""
+        own = (tower.root,) if tower.name in self.names else ()
+        if PROJECTOR in self.names:
+            own += tuple(place for place in tower.places if place != tower.root)
+        return own
+
+
+class WholeModel:
+    """A whole model, in towers and a language model.
+
+    Args:
+        source: of the model.
+        example: as of :func:`from_pretrained`.
+        train: as of :func:`from_pretrained`.
+
+    Attributes:
+        towers: as its forward calls them.
+
+    Raises:
+        ProbeError, ModelError: as of :func:`from_pretrained`.
+    """
+
+    def __init__(
+        self, source: ModuleSource, example: Batch, train: Mapping[str, str] | None = None
+    ) -> None:
+        self.source = source
+        self.example = {name: value for name, value in example.items() if name != LABELS}
+        tried = of_one_that_runs(
+            source, lambda model: find_towers(cast(PreTrainedModel, model), self.example)
+        )
+        self.towers = tuple(
+            in_own_depth(source, tower, tower.inputs(self.example) or {}) for tower in tried
+        )
+        parts = (*self.tower_names, PROJECTOR, LANGUAGE)
+        for name, value in (train or {}).items():
+            if name not in parts or value not in (FULL, FROZEN):
+                raise ModelError(
+                    f"train has {name!r}: {value!r}; accepted: {FULL!r} or {FROZEN!r} of "
+                    f"{', '.join(parts)}"
+                )
+        self._frozen = _Frozen(frozenset(n for n, v in (train or {}).items() if v == FROZEN))
+        self._whole: nn.Module | None = None
+
+    @property
+    def tower_names(self) -> tuple[str, ...]:
+        """In the order in which the forward calls them."""
+        return tuple(tower.name for tower in self.towers)
+
+    def tower(self, name: str) -> Tower:
+        """One of them."""
+        return next(tower for tower in self.towers if tower.name == name)
+
+    def tower_spec(self, name: str) -> TowerSpec:
+        """A tower as data for the ranks."""
+        tower = self.tower(name)
+        source = tower_source(self.source, tower, self._frozen.places(tower))
+        return tower_spec(source, tower, num_blocks(source.skeleton()))
+
+    def language_spec(self) -> WholeLanguageSpec:
+        """All but the towers as data for the ranks."""
+        source = language_source(self.source, self.towers)
+        if LANGUAGE in self._frozen.names:
+            source = replace(source, frozen=True)
+        return language_spec(LANGUAGE_MODEL, source, self.towers, num_blocks(source.skeleton()))
+
+    @cached_property
+    def graph(self) -> ModuleGraph:
+        """Every tower feeds the language model."""
+        nodes = []
+        for name in self.tower_names:
+            spec = self.tower_spec(name)
+            skeleton = spec.source.skeleton()
+            flags = trainable_blocks(skeleton, spec.num_blocks)
+            if name in self._frozen.names:  # what is trained of it comes after its blocks
+                flags = (*[False] * (len(flags) - 1), any_trainable(skeleton))
+            nodes.append(ModuleNode(name, flags))
+        language = self.language_spec()
+        flags = trainable_blocks(language.source.skeleton(), language.num_blocks)
+        nodes.append(ModuleNode(LANGUAGE_MODEL, flags))
+        return ModuleGraph(tuple(nodes), tuple((n, LANGUAGE_MODEL) for n in self.tower_names), ())
+
+    def check(self, microbatch: Any) -> None:
+        """
+        Raises:
+            BatchError: it is not what the model's forward takes.
+        """
+        if not isinstance(microbatch, Mapping):
+            raise BatchError("a microbatch is no dict; accepted: what the processor returns")
+        accepted = "an int64 tensor (rows, tokens)"
+        ids = check_tensor(IDS, microbatch.get(IDS), accepted)
+        labels = check_tensor(LABELS, microbatch.get(LABELS), accepted)
+        for name, value in ((IDS, ids), (LABELS, labels)):
+            if value.dtype != torch.int64 or value.dim() != 2 or value.shape != ids.shape:
+                raise BatchError(f"{name} is of shape {tuple(value.shape)}; accepted: {accepted}")
+        for name, value in microbatch.items():
+            check_tensor(name, value, "a tensor")
+            like = self.example.get(name)
+            if name != LABELS and like is None:
+                raise BatchError(
+                    f"the batch has {name!r}, which the example has not; accepted: "
+                    f"{', '.join((LABELS, *self.example))}"
+                )
+            if like is not None and (value.dtype, value.dim()) != (like.dtype, like.dim()):
+                raise BatchError(
+                    f"{name} is of dtype {value.dtype} and {value.dim()} dimensions; accepted: "
+                    f"{like.dtype} and {like.dim()}, as in the example"
+                )
+
+    def parts(self, microbatch: Batch) -> dict[str, dict[str, Any]]:
+        """What the first stage of each module is given, of those that have anything to do."""
+        own = {tower.name: tower.inputs(microbatch) for tower in self.towers}
+        there = {name: inputs for name, inputs in own.items() if inputs is not None}
+        entries = {
+            tower.name: {e: microbatch[e] for _, e in tower.arguments if e in microbatch}
+            for tower in self.towers if tower.name in there
+        }  # fmt: skip
+        taken = {entry for tower in self.towers for _, entry in tower.arguments}
+        text = {name: value for name, value in microbatch.items() if name not in taken}
+        return {**there, LANGUAGE_MODEL: language_inputs(text, entries)}
+
+    def materialize(self) -> nn.Module:
+        """The whole model in this process, for :meth:`loss`, with what is frozen."""
+        if self._whole is None:
+            model = self.source.build()
+            trained = {
+                name for spec in (*map(self.tower_spec, self.tower_names), self.language_spec())
+                for name, p in spec.source.skeleton().named_parameters() if p.requires_grad
+            }
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in trained)
+            self._whole = model.train(bool(trained))
+        return self._whole
+
+    def loss(self, microbatches: Sequence[Batch]) -> torch.Tensor:
+        """A step's loss in this process, by the model's own forward: the sum over label tokens,
+        divided by their number."""
+        model = cast(Callable[..., Any], self.materialize())
+        total = torch.zeros(())
+        for batch in microbatches:
+            inputs = {name: value for name, value in batch.items() if name != LABELS}
+            logits = model(**inputs, use_cache=False).logits
+            total = total + F.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten(),
+                ignore_index=IGNORE_INDEX, reduction="sum",
+            )  # fmt: skip
+        return total / max(sum(map(label_tokens, microbatches)), 1)
+
+
+def label_tokens(microbatch: Batch) -> int:
+    """How many tokens of it are to be predicted."""
+    return int((microbatch[LABELS][:, 1:] != IGNORE_INDEX).sum())

@@ -1,0 +1,135 @@
+"""A whole model on Ray actors: its towers and its language model in pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raymm.actors.executor.step_meta import LayoutKey, StepMeta
+from raymm.layout.plan_check import differences
+from raymm.model.batch_rules import BatchError
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.whole_model import WholeModel, label_tokens
+from raymm.runtime.options import RuntimeOptions
+from raymm.runtime.plan_module import PendingStep, PlannedModule
+from raymm.runtime.specs import ParallelSpec, plan_of
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.stage import StageId
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def whole_plan(
+    model: WholeModel, specs: Mapping[str, ParallelSpec] | None = None, num_microbatches: int = 1,
+    schedule: str = "1f1b", recompute: bool = False,
+) -> Plan:  # fmt: skip
+    """A plan for a whole model.
+
+    Args:
+        model: it.
+        specs: layouts by tower, and of the language model as ``"llm"``; one rank of its own where
+            not given.
+        num_microbatches, schedule, recompute: as of :class:`raymm.MultimodalParallelSpec`.
+
+    Raises:
+        PlanError: if the specs do not fit the model.
+    """
+    names = (*model.tower_names, LANGUAGE_MODEL)
+    layouts = dict(specs or {})
+    if unknown := sorted(layouts.keys() - set(names)):
+        raise PlanError(f"specs name {unknown}; the model's modules are {', '.join(names)}")
+    every = {name: layouts.get(name, ParallelSpec()) for name in names}
+    return plan_of(model.graph, every, num_microbatches, schedule, recompute)
+
+
+class WholeParallelModule(PlannedModule):
+    """A :class:`raymm.model.whole_model.WholeModel` on the actors of a plan
+    (:func:`whole_plan` makes one).
+
+    A step's loss is the sum of cross entropies over its label tokens, divided by their number.
+
+    Args:
+        model: the description. Ranks read their own weights.
+        plan: what runs where.
+        **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
+
+    Raises:
+        TypeError, ValueError: an option that is none, or cannot be.
+        PlanError: before any actor starts, for a plan of another model, or that shares out
+            samples, tokens or parameters of a module among processes.
+        ProbeError: before any actor starts, if a module cannot be cut as planned; by name.
+        ClusterError: if the cluster is too small.
+        ModelError: if weights are not finite.
+    """
+
+    model: WholeModel
+
+    def __init__(self, model: WholeModel, plan: Plan, **options: Any) -> None:
+        super().__init__(model, RuntimeOptions.of(options))
+        if texts := differences(plan.graph, model.graph):
+            raise PlanError(f"the plan is not of this model: {'; '.join(texts)}")
+        self._start(plan)
+
+    def _full_name(self, stage: StageId, name: str) -> str:
+        return name.removeprefix("module.")
+
+    def reloadable(self) -> frozenset[str]:
+        return frozenset((*self.model.tower_names, LANGUAGE_MODEL))
+
+    def prepare(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
+        """A step's microbatches, of which the plan has so many at most.
+
+        Args:
+            batch: a microbatch, or a list of them: what the model's processor returns, with
+                ``labels``.
+
+        Raises:
+            BatchError: one that does not fit.
+        """
+        batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        if not 1 <= len(batches) <= self.plan.num_microbatches:
+            raise BatchError(
+                f"a step has {len(batches)} microbatches; accepted: 1 to "
+                f"{self.plan.num_microbatches}, the plan's"
+            )
+        for microbatch in batches:
+            self.model.check(microbatch)
+        if not sum(map(label_tokens, batches)):
+            raise BatchError("labels of the step are all -100; accepted: at least one label")
+        return batches
+
+    def submit(
+        self, prepared: Sequence[Batch], update: bool = False, forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingStep:  # fmt: skip
+        parts = [self.model.parts(microbatch) for microbatch in prepared]
+        inputs = [
+            (stage.id, index, own)
+            for index, of_modules in enumerate(parts)
+            for name, own in of_modules.items()
+            for stage in self._readers(name, index)
+        ]
+        step = StepMeta(
+            step=self._step, label_tokens=sum(map(label_tokens, prepared)),
+            keys=tuple(_layout_key(microbatch) for microbatch in prepared),
+            training=not forward_only,
+        )
+        present = [[name for name in own if name != LANGUAGE_MODEL] for own in parts]
+        return self._submitted(present, inputs, step, update=update, keep=keep)
+
+
+def _layout_key(batch: Batch) -> LayoutKey:
+    """What the shapes of everything that modules hand on follow from: shapes, and numbers that
+    are of no token (grids, sizes), of which features may have as many rows as they say."""
+    rows = batch["input_ids"].shape
+    shapes, sizes, values = [], [], []
+    for name, tensor in sorted(batch.items()):
+        shapes.append((name, tuple(tensor.shape), str(tensor.dtype)))
+        sizes += tensor.shape
+        if not tensor.is_floating_point() and tensor.shape != rows:
+            values.append((name, tensor.flatten().tolist()))
+    structure = [(name, len(shape), dtype) for name, shape, dtype in shapes]
+    sizes += [int((batch["labels"] != -100).sum())]
+    return LayoutKey(hash(repr((shapes, values))), hash(repr(structure)), tuple(sizes))

@@ -1,0 +1,106 @@
+"""Whole models on Ray actors: loss, gradients and updates are those of their own forward in one
+process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from benchmarks._family_classes import Family
+from benchmarks._vlm_check import runnable
+from benchmarks.vlm_matrix import KIND
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.model.batch_rules import BatchError
+from raymm.model.modality_module import ModelError
+from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.runtime.specs import ParallelSpec
+from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from tests.actors.multiplex_models import gradient_problems
+
+# eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
+# norm makes clipping bite.
+MAX_NORM = 0.02
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=MAX_NORM)
+PARAMETER_TOLERANCE = 1e-3  # of how far a parameter has moved
+ROUNDING = 1e-8  # of what a softmax takes away again
+STEPS = 3
+TWO = ParallelSpec(pp=2)
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def whole(name, train=None):
+    model = getattr(transformers, name)
+    config, microbatches = runnable(Family(KIND, model, model.config_class))
+    config.architectures = [name]
+    return from_pretrained(config, microbatches[0], train, seed=4), microbatches
+
+
+def check(model: WholeModel, plan, microbatches):
+    reference = model.materialize()
+    trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    with WholeParallelModule(model, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
+        loss = model.loss(microbatches)
+        loss.backward()
+        output = running.execute(microbatches)
+        assert abs(output.loss - loss.item()) <= 1e-6 * abs(loss.item())
+        due = {name: p.grad for name, p in trained.items()}
+        assert gradient_problems(running.gradients(), due) == []
+        running.zero_grad()
+        optimizer = torch.optim.AdamW(
+            trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
+            weight_decay=OPTIMIZER.weight_decay,
+        )
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = model.loss(microbatches)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
+            optimizer.step()
+            output = running.train_step(microbatches)
+            assert abs(output.loss - loss.item()) <= 1e-5 * abs(loss.item())
+        after = running.parameters()
+    assert after.keys() == trained.keys()
+    for name, parameter in trained.items():
+        moved = (parameter.detach() - before[name]).norm()
+        difference = (after[name] - parameter.detach()).norm()
+        assert difference <= PARAMETER_TOLERANCE * moved + ROUNDING, name
+
+
+@pytest.mark.parametrize(
+    "name, specs, train",
+    [
+        ("Qwen2_5_VLForConditionalGeneration", {"vision": TWO, "llm": TWO}, None),
+        ("Qwen3VLForConditionalGeneration", {"vision": TWO, "llm": TWO}, None),
+        (
+            "LlavaForConditionalGeneration", {"vision": ParallelSpec(dp=2), "llm": TWO},
+            {"vision": "frozen"},
+        ),
+    ],
+)  # fmt: skip
+def test_steps_are_those_of_the_models_own_forward(name, specs, train):
+    model, microbatches = whole(name, train)
+    microbatches = [*microbatches, microbatches[0]]
+    check(model, whole_plan(model, specs, len(microbatches)), microbatches)
+
+
+def test_a_folder_is_trained_with_its_own_weights(tmp_path):
+    model, microbatches = whole("LlavaForConditionalGeneration")
+    model.materialize().save_pretrained(tmp_path / "folder")
+    read = from_pretrained(tmp_path / "folder", microbatches[0])
+    check(read, whole_plan(read, {"vision": TWO, "llm": TWO}, 3), microbatches)
+
+
+def test_what_does_not_fit_is_refused_before_a_rank_sees_it():
+    with pytest.raises(ModelError, match="train has 'ears'"):
+        whole("LlavaForConditionalGeneration", {"ears": "full"})
+    model, (first, *_) = whole("LlavaForConditionalGeneration")
+    for name, value, why in (
+        ("pixel_values", first["pixel_values"].long(), "as in the example"),
+        ("pixels", first["pixel_values"], "which the example has not"),
+        ("labels", first["labels"][:, 1:], "accepted: an int64 tensor"),
+    ):
+        with pytest.raises(BatchError, match=why):
+            model.check({**first, name: value})
