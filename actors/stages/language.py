@@ -14,6 +14,7 @@ from torch import nn
 from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
 from raymm.actors.modules.merge import (
     IGNORE_INDEX,
+    CrossAttend,
     MergeError,
     MergePolicy,
     merge_rows,
@@ -25,21 +26,22 @@ from raymm.actors.modules.packed_rows import pack_rows
 from raymm.actors.modules.token_layout import (
     MASKS,
     MaskPolicy,
-    row_masks,
 )
-from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.context_rows import (
     message_tokens,
-    pad_layout,
     resize_tokens,
-    shard_tokens,
-    take_tokens,
     token_pairs,
 )
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.sharding.sample_rows import take_rows
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
+from raymm.actors.sharding.visual_tokens import (
+    LENGTH,
+    SHOWN,
+    own_visual_tokens,
+)
+from raymm.actors.stages.attention_arguments import attention_arguments
 from raymm.actors.stages.labels import Labelled
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import from_side, from_stages, message_of
@@ -52,6 +54,7 @@ from raymm.kernels.cross_entropy import (
     vocabulary_parallel_cross_entropy_sum,
 )
 from raymm.kernels.hf import self_attention as hf_attention
+from raymm.kernels.hf.cross_attention import share_cross_attention
 from raymm.kernels.hf.known_masks import KnownMask, no_packed_rows
 from raymm.kernels.host_copies import on_host, to_device
 from raymm.scheduler.graph.module_graph import Port
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
-_NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length"})
+_NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length", LENGTH})
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,9 @@ class LanguageStage(StageModule):
         self.spec = spec
         self.module = cast("PreTrainedModel", module)
         self.first = lo == 0
+        self._has_cross_layers = isinstance(spec.merge, CrossAttend) and any(
+            lo <= layer < hi for port in spec.ports for layer in port.layers
+        )
         self.last = hi == spec.num_blocks
         whole = self.first and self.last
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
@@ -135,6 +141,8 @@ class LanguageStage(StageModule):
         hf_attention.register()
         self._own_attention = self.module.config._attn_implementation
         self.module.set_attn_implementation(hf_attention.NAME)
+        if self._has_cross_layers:
+            share_cross_attention(self.module)
 
     def share_tokens(self, exchange: Exchange) -> None:
         """Work on a part of every sample's tokens, together with the processes of a group."""
@@ -234,6 +242,8 @@ class LanguageStage(StageModule):
             if self._samples is not None:
                 side = take_rows(side, self._samples.rank, self._samples.size)
             ports = self._ports(side)
+            if self._mask is not None and ports:
+                ports = self._own_ports(ports, side)
             if self.spec.packing:
                 side = pack_rows(side, side.pop("token_layout"))
             embeds = side.pop("inputs_embeds")
@@ -242,7 +252,9 @@ class LanguageStage(StageModule):
             embeds = None
         attention: dict[str, Any] = {}
         if self._mask is not None:
-            attention, side, embeds, hidden = self._attention(side, embeds, hidden, self._mask)
+            attention, side, embeds, hidden = attention_arguments(
+                side, embeds, hidden, self._mask, self._exchange, self._pairs, self.module.config
+            )
         start = embeds if hidden is None else hidden
         assert start is not None  # what came, or the first stage's embeddings
         targets, device = on_host(side["targets"]), start.device
@@ -251,12 +263,14 @@ class LanguageStage(StageModule):
             width = cast(nn.Embedding, self.module.get_input_embeddings()).weight.shape[1]
             # Real zeros, not zero-stride ones: some models scale them in place (CTRL, GIT).
             embeds = torch.zeros(*targets.shape, width, device=device)
+        hidden_from_model = _NOT_FOR_MODEL | ({SHOWN} if self._mask is not None else set())
         kwargs = {
             name: _for_model(name, value, device)
             for name, value in side.items()
-            if name not in _NOT_FOR_MODEL and not name.startswith(SHAPE)
+            if name not in hidden_from_model and not name.startswith(SHAPE)
         } | from_side({n: v for n, v in side.items() if n.startswith(SHAPE)}, device) | ports
-        if (more := getattr(self.spec.merge, "model_arguments", None)) is not None:
+        more = getattr(self.spec.merge, "model_arguments", None)
+        if more is not None and self._mask is None:
             kwargs = more(kwargs)
         labelled = Labelled(targets, device) if self.last else None
         try:
@@ -302,40 +316,27 @@ class LanguageStage(StageModule):
                 )
         return ports
 
+    def _own_ports(
+        self, ports: dict[str, torch.Tensor], side: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """This process's part of them; what the side says of all goes along.
+
+        Raises:
+            MergeError: they are not for cross attention.
+        """
+        if SHOWN not in side:
+            raise MergeError(
+                f"the merge policy hands layers {', '.join(ports)}; with a mask, or cp above 1, it "
+                "may do so for cross attention (CrossAttend) only"
+            )
+        ports, side[LENGTH] = own_visual_tokens(ports, self._exchange)
+        return ports
+
     def _cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._vocabulary is None:
             return token_cross_entropy_sum(logits, targets)
         start, group = self._vocabulary
         return vocabulary_parallel_cross_entropy_sum(logits, targets, start, group)
-
-    def _attention(
-        self, side: dict[str, Any], embeds: torch.Tensor | None, hidden: torch.Tensor | None,
-        policy: MaskPolicy,
-    ) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor | None, torch.Tensor | None]:
-        """What the layers are told of the mask; and, where tokens are shared, what is left of
-        the merged microbatch, or of what came, for this process."""
-        layout, exchange = side["token_layout"], self._exchange
-        if exchange is None:
-            return {hf_attention.MASK_ARGUMENT: row_masks(layout, policy)}, side, embeds, hidden
-        length = layout.shape[2]
-        if embeds is not None:
-            layout = pad_layout(layout, exchange.size)
-        else:
-            length = int(on_host(side["length"]))
-        masks = row_masks(layout, policy)
-        group = shard_tokens(masks, length, exchange, self._pairs)
-        if embeds is not None:
-            rest = {k: v for k, v in side.items() if k != "token_layout"}
-            positions = group.queries.positions(exchange.rank)
-            side = take_tokens({**rest, "inputs_embeds": embeds}, positions, length)
-            embeds = side.pop("inputs_embeds")
-            side |= {"token_layout": layout, "length": torch.tensor(length, device="cpu")}
-        elif hidden is not None:
-            hidden, side = resize_tokens(hidden, side, group.queries.sizes[exchange.rank])
-        arguments: dict[str, Any] = {
-            hf_attention.MASK_ARGUMENT: masks, hf_attention.ATTEND_ARGUMENT: attend_over(group)
-        }
-        return arguments, side, embeds, hidden
 
     def _merge(
         self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext

@@ -249,7 +249,7 @@ def _visual_tokens(visual: torch.Tensor, batch: int, tokens: int) -> torch.Tenso
     return visual
 
 
-class _Alone(NamedTuple):
+class Alone(NamedTuple):
     """An exchange of one process."""
 
     rank: int = 0
@@ -269,7 +269,7 @@ def _try(name: str, layer: nn.Module) -> None:
     ]  # fmt: skip
     texts, visuals = (ContextLayout.even(tokens, 1) for tokens in _TRIED_TOKENS)
     masks = (mask_patterns.full(*_TRIED_TOKENS),)
-    group = ContextGroup(cast(Exchange, _Alone()), texts, visuals)
+    group = ContextGroup(cast(Exchange, Alone()), texts, visuals)
     visual = _visual_argument(type(layer))
     assert visual is not None  # by which it was found
     arguments: dict[str, Any] = dict(zip((_HIDDEN, visual), inputs, strict=True))

@@ -17,6 +17,8 @@ from transformers.models.mllama.modeling_mllama import (
 
 from raymm.actors.modules.merge import CrossAttend, MergeError
 from raymm.actors.probe.cut import ProbeError
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.actors.sharding.visual_tokens import recomputes
 from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
@@ -160,3 +162,22 @@ def test_what_cannot_be_is_refused():
     deaf = MultimodalModule({"vision": vision}, ModalityModule(pm.build(pm.llama())), CrossAttend())
     with pytest.raises(ProbeError, match="cross_attention_states"):
         module_graph(deaf)
+
+
+@pytest.mark.parametrize("placeholders", [False, True])
+def test_four_stages_of_two_processes(ray_cluster, placeholders):
+    """Text and visual tokens are shared. Of a row with many images, keys and values are made again
+    in the backward."""
+    token = pm.IMAGE_TOKEN if placeholders else None
+    model = model_of(CrossAttend(token))
+    oracle, steps = oracle_of(model, token), step(placeholders)
+    if not placeholders:
+        steps[3] = pm.batch([8], 7, vision=[0] * 24)
+        config = model.language_model.module.config
+        assert recomputes(config, 8, 24 * 4) and not recomputes(config, 17, 2 * 4)
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=4, cp=2), 4)
+    half = RankResources(cpus=0.5)
+    with spec.apply(model, optimizer=OPTIMIZER, resources=half) as parallel:
+        assert parallel.group.num_ranks == 9
+        check_gradients(parallel, oracle, steps)
+        check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])

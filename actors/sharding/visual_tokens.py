@@ -1,0 +1,96 @@
+"""Cross attention where processes share a microbatch's tokens, or a mask says what tokens see: each
+has its part of the visual tokens, once for all layers, and every layer moves queries or keys and
+values, whichever is fewer bytes (LV-XAttn §3.2).
+
+Legend: ``B`` samples, ``T`` text tokens with padding, ``I`` items of a row, ``V`` visual tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+from raymm.actors.modules.merge import seen_items
+from raymm.actors.sharding.least_bytes import LeastBytes
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.hf.cross_attention import Alone
+from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention
+from raymm.kernels.host_copies import on_host, to_device
+from raymm.kernels.mask.cross_masks import cross_masks
+
+SHOWN, LENGTH = "cross_shown", "visual_length"
+"""Side tensors: what text tokens are shown, of all processes, and V."""
+
+
+def own_visual_tokens(
+    ports: Mapping[str, torch.Tensor], exchange: Exchange | None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A process's part of the visual tokens, and V.
+
+    Args:
+        ports: tensors (B, V, H), complete on every process.
+        exchange: the processes that share them; None for one alone.
+    """
+    (length,) = {tensor.shape[1] for tensor in ports.values()}
+    total = torch.tensor(length, device="cpu")
+    if exchange is None:
+        return dict(ports), total
+    own = ContextLayout.even(length, exchange.size).positions(exchange.rank)
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if len(own):
+            return tensor.index_select(1, to_device(own, tensor.device))
+        # Models cannot run on none. Multiplied: so a backward comes by here as it does elsewhere.
+        return tensor[:, :1] * 0
+
+    return {name: part(tensor) for name, tensor in ports.items()}, total
+
+
+def cross_arguments(
+    side: Mapping[str, torch.Tensor], text: ContextGroup | None, config: Any, device: torch.device
+) -> dict[str, Any]:
+    """What cross-attention layers are told, as keyword arguments of the model.
+
+    Args:
+        side: with :data:`SHOWN` (B, up to T, I) and :data:`LENGTH`.
+        text: who has which text tokens; None for one process alone.
+        config: of the model.
+        device: of the stage.
+    """
+    shown, length = on_host(side[SHOWN]), int(on_host(side[LENGTH]))
+    if text is None:
+        alone = ContextLayout.even(shown.shape[1], 1)
+        text = ContextGroup(cast(Exchange, Alone()), alone, alone)
+    exchange, queries = text.exchange, text.queries
+    shown = F.pad(shown, (0, 0, 0, queries.length - shown.shape[1]))
+    masks = cross_masks(seen_items(shown), length // shown.shape[2])
+    group = ContextGroup(exchange, queries, ContextLayout.even(length, exchange.size))
+    rows = (shown == 2).any(-1)[:, queries.positions(exchange.rank)]
+    recompute = recomputes(config, queries.length, length)
+    return {
+        CROSS_ARGUMENT: CrossAttention(group, masks, LeastBytes(), recompute),
+        "full_text_row_masked_out_mask": to_device(rows[:, None, :, None].float(), device),
+    }
+
+
+def recomputes(config: Any, text_tokens: int, visual_tokens: int) -> bool:
+    """Whether a cross-attention layer makes its keys and values again in the backward, of the
+    visual tokens that all layers keep one copy of (LV-XAttn §3.3): where these would be most of
+    what it keeps. The same on all processes.
+
+    Args:
+        config: of the model, by transformers' names.
+        text_tokens: T of a row.
+        visual_tokens: V of a row.
+    """
+    config = config.get_text_config()
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * (hidden // heads)
+    inner = getattr(config, "intermediate_size", 4 * hidden)
+    # Of a text token: two norms' inputs and outputs, queries, attention's output; the MLP's inner.
+    return visual_tokens * 2 * keys > text_tokens * (6 * hidden + 3 * inner)
