@@ -17,8 +17,8 @@ _RANGES = (
     ("momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1),
     ("min_lr_ratio", "a number from 0 to 1", lambda x: 0 <= x <= 1),
 )
-ADAMW, MUON = "adamw", "muon"
-ALGORITHMS = (ADAMW, MUON)
+ADAMW, ADAMW_8BIT, MUON = "adamw", "adamw_8bit", "muon"
+ALGORITHMS = (ADAMW, ADAMW_8BIT, MUON)
 PROJECTOR = "_projector"
 
 
@@ -27,9 +27,9 @@ class UpdateRule:
     """How parameters are updated, and the schedule of their learning rate.
 
     Attributes:
-        name: ``"adamw"``, or ``"muon"``: weight matrices but the embedding and the head by
-            ``torch.optim.Muon``, with rates as AdamW has them (``match_rms_adamw``); all else by
-            AdamW.
+        name: ``"adamw"``; ``"adamw_8bit"``, whose moments take a byte each; or ``"muon"``: weight
+            matrices but the embedding and the head by ``torch.optim.Muon``, with rates as AdamW
+            has them (``match_rms_adamw``), all else by AdamW.
         lr: peak learning rate.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         no_decay: parameters without weight decay, by patterns of their names within the module, as
@@ -42,7 +42,7 @@ class UpdateRule:
         ValueError: naming the field, its value and what is accepted.
     """
 
-    name: Literal["adamw", "muon"] = ADAMW
+    name: Literal["adamw", "adamw_8bit", "muon"] = ADAMW
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

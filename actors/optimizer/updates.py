@@ -6,14 +6,23 @@ the host must not wait for that: whether parameters and state change, a number o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.optimizer.optimizer_config import MUON, OptimizerConfig, UpdateRule
+from raymm.actors.optimizer.adamw_8bit import AdamW8bit
+from raymm.actors.optimizer.optimizer_config import (
+    ADAMW,
+    ADAMW_8BIT,
+    ALGORITHMS,
+    MUON,
+    OptimizerConfig,
+    UpdateRule,
+)
 from raymm.scheduler.plan.stage import StageId
 
 Key = tuple[StageId, str]
@@ -63,27 +72,27 @@ class ParameterUpdates:
         matrices: Collection[int],
     ) -> None:
         self.parameters = parameters
-        grouped: dict[tuple[bool, UpdateRule, float], list[nn.Parameter]] = {}
+        grouped: dict[tuple[str, UpdateRule, float], list[nn.Parameter]] = {}
         self._optimizer_of: dict[int, torch.optim.Optimizer] = {}
         for (stage, name), parameter in parameters.items():
             rule = config.rule_of(stage.module, name)
-            muon = rule.name == MUON and id(parameter) in matrices
+            other = rule.name == MUON and id(parameter) not in matrices
             decay = rule.decay_of(name.partition(".")[2])
-            grouped.setdefault((muon, rule, decay), []).append(parameter)
+            algorithm = ADAMW if other else rule.name
+            grouped.setdefault((algorithm, rule, decay), []).append(parameter)
         self._optimizers: list[torch.optim.Optimizer] = []
-        for muon in (False, True):
-            groups = [
-                {"params": own, "rule": rule, "weight_decay": decay, **_settings(rule, muon)}
-                for (by_muon, rule, decay), own in grouped.items() if by_muon == muon
+        for algorithm in ALGORITHMS:
+            groups: list[dict[str, Any]] = [
+                {"params": own, "rule": rule, "weight_decay": decay, "lr": rule.lr}
+                | ({"momentum": rule.momentum} if algorithm == MUON
+                   else {"betas": tuple(rule.betas), "eps": rule.eps})
+                for (by, rule, decay), own in grouped.items() if by == algorithm
             ]
             if groups:
-                optimizer = (
-                    GuardedMuon(groups, adjust_lr_fn="match_rms_adamw") if muon
-                    else torch.optim.AdamW(groups, fused=True)
-                )
-                self._optimizers.append(optimizer)
+                self._optimizers.append(_MAKE[algorithm](groups))
                 for group in groups:
-                    self._optimizer_of |= dict.fromkeys(map(id, group["params"]), optimizer)
+                    own = dict.fromkeys(map(id, group["params"]), self._optimizers[-1])
+                    self._optimizer_of |= own
 
     def step(
         self, parameters: Iterable[nn.Parameter], refused: torch.Tensor, step: int
@@ -111,7 +120,11 @@ class ParameterUpdates:
     def state(self, key: Key) -> dict[str, torch.Tensor]:
         """What is kept of a parameter; nothing before a step was applied to it."""
         parameter = self.parameters[key]
-        state = self._optimizer_of[id(parameter)].state.get(parameter, {})
+        optimizer = self._optimizer_of[id(parameter)]
+        if isinstance(optimizer, AdamW8bit):
+            state = optimizer.plain_state(parameter)
+        else:
+            state = optimizer.state.get(parameter, {})
         return dict(state) if "step" not in state or bool(state["step"]) else {}
 
     def forget(self) -> None:
@@ -122,15 +135,19 @@ class ParameterUpdates:
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of :meth:`state`."""
         parameter = self.parameters[key]
-        self._optimizer_of[id(parameter)].state[parameter] = {
-            name: value.to(parameter.device) for name, value in state.items()
-        }
+        optimizer = self._optimizer_of[id(parameter)]
+        own = {name: value.to(parameter.device) for name, value in state.items()}
+        if isinstance(optimizer, AdamW8bit):
+            optimizer.load_plain_state(parameter, own)
+        else:
+            optimizer.state[parameter] = own
 
 
-def _settings(rule: UpdateRule, muon: bool) -> dict[str, Any]:
-    if muon:
-        return {"lr": rule.lr, "momentum": rule.momentum}
-    return {"lr": rule.lr, "betas": tuple(rule.betas), "eps": rule.eps}
+_MAKE: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    ADAMW: partial(torch.optim.AdamW, fused=True),
+    ADAMW_8BIT: AdamW8bit,
+    MUON: partial(GuardedMuon, adjust_lr_fn="match_rms_adamw"),
+}
 
 
 def matrices_of(modules: Iterable[nn.Module]) -> set[int]:

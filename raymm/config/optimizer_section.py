@@ -19,7 +19,7 @@ class UpdateSection(Section):
         min_lr_ratio: of ``lr``, where the schedule ends.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     lr: float = 1e-3
     betas: Tuple[float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import ALGORITHMS, OptimizerConfig
 from raymm.actors.optimizer.updates import ParameterUpdates, matrices_of
 from raymm.scheduler.plan.stage import StageId
 
@@ -16,7 +16,7 @@ GO, REFUSED = torch.zeros(()), torch.ones(())
 def modules() -> dict[StageId, nn.Module]:
     torch.manual_seed(0)
     llm = nn.ModuleDict({
-        "module": nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 8), nn.LayerNorm(8)),
+        "module": nn.Sequential(nn.Embedding(7, 64), nn.Linear(64, 64), nn.LayerNorm(64)),
     })
     vision = nn.ModuleDict({"module": nn.Linear(4, 5), "projector": nn.Linear(5, 6)})
     return {LLM: llm, VISION: vision}
@@ -96,7 +96,7 @@ def test_muon_is_for_matrices_between_embedding_and_head():
     check(config, oracles)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_refused_step_changes_nothing(name, first):
     """Whatever gradients are, and also where it is the first."""
@@ -115,7 +115,7 @@ def test_a_refused_step_changes_nothing(name, first):
         assert torch.equal(parameter, due.parameters[key]), key
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_state_goes_into_a_checkpoint_and_back(name):
     config = OptimizerConfig(name=name)
     updates, later = updates_of(config), updates_of(config)
@@ -139,7 +139,7 @@ def test_only_what_is_asked_for_is_updated():
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    ({"name": "sgd"}, "name is 'sgd'; accepted: adamw, muon"),
+    ({"name": "sgd"}, "name is 'sgd'; accepted: adamw, adamw_8bit, muon"),
     ({"momentum": 1.0}, "momentum is 1.0; accepted: a number from 0 to below 1"),
     ({"no_decay": "*.bias"}, "no_decay is '*.bias'; accepted: a list of patterns"),
     ({"modules": {"llm": {"rate": 1}}}, "modules.llm.rate is no field; accepted: name, lr, betas"),
