@@ -108,6 +108,8 @@ class SendChannel:
         oldest: on a GPU, what the device is given next does."""
         self.sent_bytes = 0
         """Payload sent so far, without descriptions."""
+        self.sent_side_bytes = 0
+        """Of that, what hosts read."""
 
     def expect(self, keys: Sequence[object]) -> None:
         """Announce the step's messages.
@@ -193,6 +195,7 @@ class SendChannel:
         self, route: _Outgoing, tensors: Sequence[torch.Tensor], sent: Sent, aside: bool = False
     ) -> None:
         self.sent_bytes += route.nbytes
+        self.sent_side_bytes += len(self._metadata_receivers) * route.layout.side_bytes
         for tensor, parts in zip(tensors, route.parts, strict=True):
             tensor = tensor.contiguous()
             if parts is None:

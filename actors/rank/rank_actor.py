@@ -32,7 +32,7 @@ from raymm.actors.rank.stored_rank import StoredRank
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.kernels.choice.choice import KERNEL_CHOICE
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Instruction, Op
 
@@ -204,6 +204,11 @@ class RankActor(StoredRank):
     def quotas(self) -> str:
         """What quotas were asked and granted, a line per module."""
         return "" if self._colocation is None else self._colocation.report()
+
+    def sent_bytes(self) -> dict[Edge, int]:
+        """What it has sent so far, by edge, without what hosts read (side tensors)."""
+        senders = self._connections.senders.items()
+        return {edge: sender.sent_bytes - sender.sent_side_bytes for edge, sender in senders}
 
     def _sum_over_data(self, gradient: torch.Tensor) -> torch.Tensor:
         assert self._connections.data is not None

@@ -209,9 +209,9 @@ class CostProfile:
         """Bytes of an element of the compute dtype."""
         return 2 if self.dtype == "bf16" else 4
 
-    def port_bytes(self, consumer: str, name: str) -> int:
-        """Bytes of a port; 0 if they are not known."""
-        return self.ports.get(consumer, {}).get(name, 0)
+    def port_bytes(self, consumer: str, name: str) -> int | None:
+        """Bytes of a port; None if they are not known."""
+        return self.ports.get(consumer, {}).get(name)
 
     def state_share(self, trainable: bool, moments_shared_by: int = 1) -> float:
         """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained

@@ -121,7 +121,7 @@ def message_bytes(
     if profile is None or ports == PLAIN:
         return output_bytes
     sizes = {
-        _name(port, edge): profile.port_bytes(port.consumer, port.name)
+        _name(port, edge): _port_bytes(port, profile)
         for port in graph.ports_of(edge[1].module) if _would_carry(port, edge)
     }
     carried = sum(sizes[name] for name in ports.names)
@@ -130,6 +130,15 @@ def message_bytes(
     if edge[0].module == edge[1].module:
         return output_bytes + carried
     return output_bytes - sum(sizes[name] for name in ports.withheld)
+
+
+def _port_bytes(port: Port, profile: CostProfile) -> int:
+    """As the profile says; else what it is made of has, if a merge makes it."""
+    nbytes = profile.port_bytes(port.consumer, port.name)
+    if nbytes is not None:
+        return nbytes
+    made_of = port.producers if port.output is None else ()
+    return sum(profile.modules[producer][-1].output_bytes for producer in made_of)
 
 
 def _by_consumer(ports: Iterable[Port]) -> list[tuple[str, list[Port]]]:
@@ -148,7 +157,7 @@ def _seconds(profile: CostProfile | None, processes: Callable[[int], Iterable[in
         if profile is None or links is None:
             return 1.0
         link = links.between([*processes(sender.rank), *processes(receiver.rank)])
-        nbytes = profile.port_bytes(port.consumer, port.name)
+        nbytes = _port_bytes(port, profile)
         return nbytes / link.bandwidth + link.latency * alone
 
     return seconds
