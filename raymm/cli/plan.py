@@ -150,6 +150,7 @@ def _planned(
 
     request.check(model)
     workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
+    workload = replace(workload, optimizer=config.optimizer.build(config.run.steps))
     if plan is not None:
         if plan.profile is not None:
             device = find_device(request.device) if request.device else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.named_devices import CPU, device_called
+from raymm.costs.optimizer_state import with_optimizer
 from raymm.costs.workload import (
     ModuleWorkloads,
     changed_tokens,
@@ -158,16 +159,16 @@ def costs_of(model: MultimodalModule, request: PlanRequest, workload: Workload) 
         table = request.profile_table
         totals = {name: _total(table, name, each) for name, each in request.tokens.items()}
         measured = table.at(totals)
+        measured = with_optimizer(measured, model, workload.optimizer)
         return Costs(measured, device or device_called(table.device), request.ranks_per_node)
     loads = loads_of(model, workload, request.tokens)
     notes = loads.notes
     if device is None:
         device = find_device(CPU)
         notes += ("no device is named: costs are those of one CPU core",)
-    return Costs(
-        analytic_profile(model, loads.by_module, device, workload.dtype), device,
-        request.ranks_per_node, notes,
-    )
+    counted = analytic_profile(model, loads.by_module, device, workload.dtype)
+    counted = with_optimizer(counted, model, workload.optimizer)
+    return Costs(counted, device, request.ranks_per_node, notes)
 
 
 def loads_of(

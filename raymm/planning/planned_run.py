@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.node_types import reachable_resources
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.planning_options import AUTO, PIPELINED
@@ -39,6 +40,7 @@ class PlannedRun:
 def plan_for_cluster(
     request: PlanRequest, model: MultimodalModule, data: DataConfig | Sequence[Any], *,
     device: str, resources: RankResources, worker_cpus: float, dtype: str,
+    optimizer: OptimizerConfig,
     say: Callable[[str], None] | None = None,
 ) -> PlannedRun:
     """Plan a run for the connected cluster.
@@ -51,6 +53,7 @@ def plan_for_cluster(
         resources: of each rank.
         worker_cpus: CPUs of the data workers.
         dtype: the run's precision.
+        optimizer: what updates the model.
         say: takes a line every few seconds of a search for pipelines.
 
     Raises:
@@ -63,6 +66,7 @@ def plan_for_cluster(
         workload = Workload.of_config(data, model.encoder_names, dtype)
     else:
         workload = Workload.of_batches(data, model.encoder_names, request.ranks, dtype)
+    workload = replace(workload, optimizer=optimizer)
     if request.style not in (PIPELINED, AUTO):  # for what runs at once: one microbatch
         workload = replace(workload, microbatches=1)
     notes = () if note is None else (note,)

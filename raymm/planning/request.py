@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.config.planning_options import PIPELINED, PlanOptions
 from raymm.config.sections import TrainConfig
 from raymm.costs.full_microbatch import full_microbatch
@@ -102,6 +103,7 @@ class Workload:
         text: the longest text of a sample, if there is no ``microbatch``.
         microbatch: a real one, or what reads it; None if there is no data (yet).
         dtype: compute dtype, ``"fp32"`` or ``"bf16"``.
+        optimizer: what updates the model: it keeps something of every trained parameter.
     """
 
     microbatches: int
@@ -109,6 +111,7 @@ class Workload:
     text: int | None = None
     microbatch: Callable[[], Mapping[str, Any]] | Mapping[str, Any] | None = None
     dtype: str = "fp32"
+    optimizer: OptimizerConfig = OptimizerConfig()
 
     def __post_init__(self) -> None:
         check_number("microbatches", self.microbatches)

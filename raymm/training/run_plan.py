@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.layout.plan_data import plan_from_dict
@@ -26,6 +27,7 @@ class RunPlanner:
         model: the description.
         data: the run's.
         precision: the run's.
+        optimizer: the run's.
         say: prints a line.
     """
 
@@ -33,6 +35,7 @@ class RunPlanner:
     model: MultimodalModule
     data: Any
     precision: str
+    optimizer: OptimizerConfig
     say: Callable[[str], None]
 
     def plan(
@@ -60,7 +63,8 @@ class RunPlanner:
 
         planned = plan_for_cluster(
             self.request, self.model, self.data, device=device, resources=resources,
-            worker_cpus=worker_cpus, dtype=self.precision, say=self.say,
+            worker_cpus=worker_cpus, dtype=self.precision,
+            optimizer=self.optimizer, say=self.say,
         )
         for line in planned.lines:
             self.say(line)

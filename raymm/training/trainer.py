@@ -307,7 +307,7 @@ class Trainer:
             self.plan, placement = self._elastic.plan(resources, placement)
         if self.plan is None:
             planner = RunPlanner(
-                self.request, self.model, self.data, self.run.precision, self._say
+                self.request, self.model, self.data, self.run.precision, self.optimizer, self._say
             )
             with under_way(self.console, "planning"):
                 self.plan = planner.plan(checkpoint, device, resources, placement)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from raymm.errors import InputError
 
@@ -63,6 +64,13 @@ class Links:
     def __post_init__(self) -> None:
         if type(self.per_node) is not int or self.per_node < 1:
             raise DeviceError(f"per_node is {self.per_node!r}; it must be a whole number >= 1")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Links:
+        """Inverse of ``asdict``, also from JSON."""
+        within, across = Link(**data["within_node"]), Link(**data["across_nodes"])
+        rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes", "nodes")}
+        return cls(within, across, **rest, nodes=tuple(data.get("nodes", ())))
 
     def node(self, process: int) -> int:
         """The number of a process's node."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from raymm.errors import InputError
 from raymm.scheduler.costs.device_memory import compute_copy_share
-from raymm.scheduler.costs.devices import DeviceError, Link, Links
+from raymm.scheduler.costs.devices import DeviceError, Links
 from raymm.scheduler.costs.recomputation import KEEP, OPTIONS, LayerOption, remade_bytes
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value
@@ -86,6 +86,7 @@ class LayerCost:
         data_bytes: what it reads of a microbatch's data, which is on the device for the whole step.
         base_bytes: of ``parameter_bytes``, what is frozen where the layer is trained: weights under
             adapters.
+        moments: fp32 numbers that the optimizer keeps of each trained parameter: AdamW two.
         options: what else it may do with its activations, if known: seconds that this adds to a
             forward and backward, and bytes that it keeps instead of ``activation_bytes``, and has
             for a time instead of ``working_bytes``.
@@ -107,6 +108,7 @@ class LayerCost:
     forward_bytes: int = 0
     data_bytes: int = 0
     base_bytes: int = 0
+    moments: float = MOMENTS
     options: tuple[LayerOption, ...] = ()
     halved: LayerBytes | None = None
 
@@ -213,17 +215,21 @@ class CostProfile:
         """Bytes of a port; None if they are not known."""
         return self.ports.get(consumer, {}).get(name)
 
-    def state_share(self, trainable: bool, moments_shared_by: int = 1) -> float:
+    def state_share(
+        self, trainable: bool, moments_shared_by: int = 1, moments: float = MOMENTS
+    ) -> float:
         """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained
-        weight in fp32 with its gradient and AdamW moments, and its copy in the compute dtype where
-        there is one, a frozen one in the compute dtype.
+        weight in fp32 with its gradient and the optimizer's moments, and its copy in the compute
+        dtype where there is one, a frozen one in the compute dtype.
 
         Args:
+            trainable: whether it is trained.
             moments_shared_by: processes among which the moments are split (ZeRO-1).
+            moments: of a parameter, in fp32 numbers.
         """
         if trainable:
             copy = compute_copy_share(self.dtype)
-            return TRAINED_COPIES - MOMENTS * (1 - 1 / moments_shared_by) + copy
+            return TRAINED_COPIES - MOMENTS + moments / moments_shared_by + copy
         return 0.5 if self.dtype == "bf16" else 1
 
     def state_bytes(self, cost: LayerCost, trainable: bool, moments_shared_by: int = 1) -> int:
@@ -237,7 +243,8 @@ class CostProfile:
         trained = cost.trained_bytes if trainable else 0
         frozen = cost.parameter_bytes - trained
         return int(
-            trained * self.state_share(True, moments_shared_by) + frozen * self.state_share(False)
+            trained * self.state_share(True, moments_shared_by, cost.moments)
+            + frozen * self.state_share(False)
         )
 
     @cached_property
@@ -278,7 +285,8 @@ class CostProfile:
             if data["format"] != PROFILE_FORMAT:
                 raise ProfileError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
             rest = {k: v for k, v in data.items() if k not in ("format", "modules", "links")}
-            rest["links"] = _links(data.get("links"))
+            links = data.get("links")
+            rest["links"] = None if links is None else Links.from_dict(links)
             modules = {
                 str(name): tuple(LayerCost.from_dict(layer) for layer in layers)
                 for name, layers in data["modules"].items()
@@ -294,14 +302,6 @@ class CostProfile:
     @classmethod
     def from_json(cls, text: str) -> CostProfile:
         return cls.from_dict(profile_data(text))
-
-
-def _links(data: Mapping[str, Any] | None) -> Links | None:
-    if data is None:
-        return None
-    within, across = Link(**data["within_node"]), Link(**data["across_nodes"])
-    rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes", "nodes")}
-    return Links(within, across, **rest, nodes=tuple(data.get("nodes", ())))
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ def _process_layer(
         forward_bytes=held(cost.forward_bytes, halved and halved.forward_bytes),
         data_bytes=cost.data_bytes,
         base_bytes=base,
+        moments=cost.moments,
         options=tuple(
             LayerOption(
                 option.name,

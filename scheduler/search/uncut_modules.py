@@ -50,9 +50,9 @@ def with_uncut_modules(
             backward_weight += backward_input
             backward_input = 0.0
         parameters = sum(c.parameter_bytes for c in own)
-        trained = sum(
-            c.trained_bytes for c, flag in zip(own, node.trainable, strict=False) if flag
-        )
+        flagged = [c for c, flag in zip(own, node.trainable, strict=False) if flag]
+        trained = sum(c.trained_bytes for c in flagged)
+        moments = sum(c.trained_bytes * c.moments for c in flagged) / max(trained, 1)
         running = [bool(w.backward) for w in done]
         together, halves = _together(own, running), [c.halved for c in own if c.halved]
         costs[node.name] = (
@@ -62,7 +62,7 @@ def with_uncut_modules(
                 sum(c.replicated_bytes for c in own),
                 sum(c.key_value_bytes for c in own),
                 together.working_bytes, together.forward_bytes, sum(c.data_bytes for c in own),
-                parameters - trained if trainable else 0, together.options,
+                parameters - trained if trainable else 0, moments, together.options,
                 _together(halves, running) if len(halves) == blocks else None,
             ),
             *profile.modules[node.name][blocks:],

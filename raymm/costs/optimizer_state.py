@@ -1,0 +1,87 @@
+"""What optimizers keep of a model's layers, for plans' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.optimizer.adamw_8bit import BLOCK, is_quantised
+from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, MUON, OptimizerConfig, UpdateRule
+from raymm.actors.optimizer.updates import matrices_of
+from raymm.model.multimodal import MultimodalModule
+from raymm.scheduler.costs.layer_costs import MOMENTS, CostProfile
+
+_FP32_BYTES = 4
+# A code of a byte per element, and a scale per block.
+_MOMENT_8BIT = (1 + _FP32_BYTES / BLOCK) / _FP32_BYTES
+
+
+def with_optimizer(
+    profile: CostProfile, model: MultimodalModule, config: OptimizerConfig
+) -> CostProfile:
+    """A profile whose layers know what is kept of their trained parameters.
+
+    Args:
+        profile: of the model.
+        model: the description.
+        config: of its modules' optimizers.
+    """
+    modules = {}
+    for name, layers in profile.modules.items():
+        spec = model.spec(name)
+        sums = [[0.0, 0.0] for _ in layers]
+        projector = getattr(spec, "projector", None)
+        parts = [("module.", spec.source.skeleton())]
+        if projector is not None:
+            parts.append(("projector.", projector.skeleton()))
+        for prefix, skeleton in parts:
+            rule, matrices = config.rule_of(name, prefix), matrices_of([skeleton])
+            places = _layers(skeleton, spec.num_blocks)
+            for layer, parameter in places:
+                if parameter.requires_grad:
+                    own = sums[layer if prefix == "module." else len(layers) - 1]
+                    own[0] += parameter.numel()
+                    own[1] += parameter.numel() * _moments(rule, parameter, matrices)
+        modules[name] = tuple(
+            replace(cost, moments=kept / count) if count else cost
+            for cost, (count, kept) in zip(layers, sums, strict=True)
+        )
+    return replace(profile, modules=modules)
+
+
+def _moments(rule: UpdateRule, parameter: nn.Parameter, matrices: set[int]) -> float:
+    if rule.name == ADAMW_8BIT and is_quantised(parameter.numel()):
+        return MOMENTS * _MOMENT_8BIT
+    return 1.0 if rule.name == MUON and id(parameter) in matrices else float(MOMENTS)
+
+
+def _layers(module: nn.Module, count: int) -> Iterator[tuple[int, nn.Parameter]]:
+    """The layer of every parameter: what is before the blocks is the first's, what is after them
+    the last's; a head that is an embedding too counts at both."""
+    path = find_blocks(module)
+    if path is None or count == 1:
+        yield from ((0, parameter) for parameter in module.parameters())
+        return
+    get = getattr(module, "get_output_embeddings", None)
+    head = get() if get else None
+    last = {id(p) for p in head.parameters()} if head is not None else set()
+    seen, first = False, set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name.startswith(path + "."):
+            seen = True
+            yield int(name.removeprefix(path + ".").split(".")[0]), parameter
+        elif seen or id(parameter) in last and id(parameter) in first:
+            yield count - 1, parameter
+        elif id(parameter) in last and not _is_embedding(module, parameter):
+            yield count - 1, parameter
+        else:
+            first.add(id(parameter))
+            yield 0, parameter
+
+
+def _is_embedding(module: nn.Module, parameter: nn.Parameter) -> bool:
+    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding))
+    return any(m.weight is parameter for m in embeddings)

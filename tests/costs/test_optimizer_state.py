@@ -1,0 +1,75 @@
+"""Bytes of weights, gradients and what optimizers keep, measured, are those of the plan."""
+
+import pytest
+import torch
+import transformers as hf
+
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.optimizer.optimizer import RankOptimizer
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.ownership import ParameterOwnership
+from raymm.costs.analytic import analytic_profile
+from raymm.costs.load import Load
+from raymm.costs.optimizer_state import with_optimizer
+from raymm.layout.stage_builders import stage_builders
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.schedule.stage_costs import stage_costs
+
+CPU = torch.device("cpu")
+LLAMA = hf.LlamaConfig(
+    hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=256, tie_word_embeddings=False,
+)
+SIGLIP = hf.SiglipVisionConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    image_size=16, patch_size=8, vision_use_head=False,
+)
+CASES = {
+    "adamw": ({}, None), "adamw_8bit": ({"name": "adamw_8bit"}, None),
+    "muon": ({"name": "muon"}, None), "adapters": ({}, LoraConfig(r=4)),
+    "by module": ({"modules": {"llm": {"name": "adamw_8bit"}, "vision": {"name": "muon"}}}, None),
+    "8-bit adapters": ({"name": "adamw_8bit"}, LoraConfig(r=64)),
+}
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value
+    return [t for part in parts if not isinstance(part, bool) for t in tensors_in(part)]
+
+
+def measured(stage, config: OptimizerConfig, module: str) -> int:
+    """Bytes after a step, of tensors that are there."""
+    parameters = {(module, n): p for n, p in stage.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    own = ParameterOwnership((), frozenset(parameters), frozenset(parameters))
+    optimizer = RankOptimizer(0, parameters, config, own, {}, CPU, [stage])
+    optimizer.clip()
+    optimizer.step()
+    states = [one.state for one in optimizer._updates._optimizers]
+    held = tensors_in([dict(state) for state in states])
+    held += [p.grad for p in parameters.values()] + list(stage.parameters())
+    return sum(tensor.nbytes for tensor in held if tensor.dim())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_as_planned(name):
+    values, lora = CASES[name]
+    config = OptimizerConfig(**values)
+    model = MultimodalModule(
+        {"vision": ModalityModule(SIGLIP, "mlp")}, ModalityModule(LLAMA, lora=lora)
+    )
+    plan = MultimodalParallelSpec(
+        {"vision": ParallelSpec()}, ParallelSpec(pp=3, layers=(1, 2, 1)), 2
+    ).plan(model)
+    profile = analytic_profile(model, {"llm": Load(1, 40)}, "cpu", "fp32")
+    costs = stage_costs(plan, with_optimizer(profile, model, config))
+    builders = stage_builders(model, plan)
+    for stage in plan.stages:
+        held = measured(builders.build[stage.id](), config, stage.id)
+        print(name, stage.id, held, costs[stage.id].state_bytes)
+        assert costs[stage.id].state_bytes == pytest.approx(held, rel=0.05), stage.id
