@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import ray
+from ray.exceptions import RayError
+
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.scheduler.plan.stage import StageId
 
@@ -78,6 +81,15 @@ class StepHandle(Generic[Result]):
         """
         sent = self._group.wait(self._refs)
         return sent if self._unpack is None else list(map(self._unpack, sent))
+
+    def forget(self) -> None:
+        """Nobody asks for it any more, as it has failed, or one before it: read what there is of
+        it, or Ray would print errors that nobody has read."""
+        for ref in self._refs:
+            try:
+                ray.get(ref, timeout=0)
+            except RayError:
+                continue
 
 
 class CallOrder:

@@ -103,8 +103,8 @@ class ObservedRanks(ABC):
         ranks = list(range(len(refs))) if ranks is None else list(ranks)
         pending = dict(zip(refs, ranks, strict=True))
         results: dict[int, Any] = {}
-        patience = self._patience if timeout is None else timeout
-        due = time.monotonic() + patience
+        patience = self._patience if timeout is None else min(timeout, self._patience)
+        due, late = time.monotonic() + patience, time.monotonic() + (timeout or 0.0)
         while pending:
             self.check_cluster()
             try:
@@ -117,10 +117,12 @@ class ObservedRanks(ABC):
             except RayError:
                 ready, _ = ray.wait([*pending], num_returns=1, timeout=LISTEN_S)
             if not ready:
-                if time.monotonic() >= due:
-                    due = time.monotonic() + self._check_progress(pending, timeout)
+                if (now := time.monotonic()) >= due:
+                    if timeout is None or now >= late or not self._all_answer():
+                        patience = self._check_progress(pending, timeout)
+                    due = time.monotonic() + patience
                 continue
-            due = time.monotonic() + patience
+            due, late = time.monotonic() + patience, time.monotonic() + (timeout or 0.0)
             for ref in ready:
                 rank = pending.pop(ref)
                 results[rank] = self._fetch(rank, ref, pending)
@@ -165,6 +167,28 @@ class ObservedRanks(ABC):
             for node in self.nodes:
                 self._observer.look_at_node(node)
             self.check_cluster()
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank may wait for another."""
+        return self._patience
+
+    def _all_answer(self) -> bool:
+        """Whether ranks that have started say where they are."""
+        inquiry = inquire(dict(enumerate(self._actors)))
+        return not inquiry.dead and not set(inquiry.silent) & set(self._addresses)
+
+    def check_answers(self) -> None:
+        """Look whether ranks live, and say where they are: one that is stopped, or holds the
+        interpreter's lock, does not.
+
+        Raises:
+            RankFailedError: one does not.
+        """
+        self.check_running()
+        inquiry = inquire(dict(enumerate(self._actors)))
+        if inquiry.dead or inquiry.silent:
+            self._blame(inquiry, "a rank does not answer")
 
     def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
         """Seconds to wait on before this is to be asked again.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raymm.actors.recovery.snapshots import Snapshots, TakenSnapshot
@@ -91,6 +92,7 @@ class Recovery:
             if decision is None or decision.action is not Action.RECOVER:
                 raise error
             self._controller.enter(RunState.RECOVERING)
+            _let_go(error)
             self.count += 1
             self._say(f"{first_line(error)}: {decision.why}, so the run goes on in place")
             try:
@@ -103,6 +105,15 @@ class Recovery:
             self._say(f"recovered{at} in {time.perf_counter() - start:.2f} s")
             return snapshot
 
+    def forget(self, steps: Sequence[Any]) -> None:
+        """Steps that were under way are taken again.
+
+        Args:
+            steps: what was to be their outputs.
+        """
+        for step in steps:
+            step.forget()
+
     def _back(self) -> TakenSnapshot | None:
         if self._parallel.group.interrupted is None:
             return None
@@ -110,3 +121,12 @@ class Recovery:
         snapshot = self._snapshots.restore()
         self._parallel.restore_step(snapshot.step)
         return snapshot
+
+
+def _let_go(error: BaseException) -> None:
+    """Frames of what an error ended hold what it had: batches, and with them data workers, whose
+    places others are to have."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.with_traceback(None).__cause__

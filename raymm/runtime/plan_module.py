@@ -66,6 +66,10 @@ class PendingStep:
         self._keep = keep  # whoever owns the input references must outlive the step
         self._processes = processes
 
+    def forget(self) -> None:
+        """Nobody asks for its output any more."""
+        self._handle.forget()
+
     def result(self) -> StepOutput:
         """The step's output.
 

@@ -57,6 +57,15 @@ class BackgroundSave:
         """Whether :meth:`result` returns at once."""
         return not self._thread.is_alive()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for it, at most so long; whether it has ended.
+
+        Args:
+            seconds: how long.
+        """
+        self._thread.join(seconds)
+        return self.ended
+
     def result(self) -> Saved:
         """Wait for it.
 

@@ -229,6 +229,14 @@ class CheckpointStore:
         """Of which step a checkpoint is being written; None if there is none, or it has ended."""
         return None if self._behind is None or self._behind.ended else self._behind.step
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for what was started, at most so long; whether nothing is under way.
+
+        Args:
+            seconds: how long.
+        """
+        return self._behind is None or self._behind.wait(seconds)
+
     def ended(self) -> Saved | None:
         """What was started, if it is committed by now, once; does not wait.
 

@@ -75,7 +75,9 @@ class RunCheckpoints:
         """Wait for what is being written, and say so. Raises as :meth:`take`."""
         if (step := self._store.under_way) is not None:
             self._say(f"waiting for the checkpoint of step {step}, which is still being written")
-        start = time.perf_counter()
+        start, group = time.perf_counter(), self._parallel.group
+        while not self._store.wait(group.patience):
+            group.check_answers()  # nobody waits for the ranks meanwhile
         saved = self._asked(self._store.finish)
         self._stood_still += time.perf_counter() - start
         self._tell(saved)

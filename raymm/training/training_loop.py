@@ -149,9 +149,10 @@ class TrainingLoop:
         if isinstance(error, DataWorkerError):
             source.load_anew()
         if snapshot is None:
-            return
+            return self._recovered(self._read, error)
         step, self._position = snapshot.step, snapshot.kept
         source.rewind(step, self._position)
+        self._recovery.forget([pending for _, _, pending, _ in self._pending])
         self._pending.clear()
         self._checkpoints.drop()
         self._metrics.rewind(step)
@@ -234,8 +235,9 @@ class TrainingLoop:
 
     def _drain(self, leave: int) -> None:
         while len(self._pending) > leave:
-            step, batch, pending, waited = self._pending.popleft()
+            step, batch, pending, waited = self._pending[0]
             output = pending.result()
+            self._pending.popleft()
             self._read, now = step, time.perf_counter()
             self._store.check_owner()  # what is logged is in the folder, too
             row = self._row(step, batch, output, now - self._last_read, waited)
