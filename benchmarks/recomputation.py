@@ -184,7 +184,7 @@ def plans(graph: ModuleGraph, profile: CostProfile, share: float) -> dict[str, P
     )).best.plan
     again = [
         replace(s, layer_options=(ALL,) * (s.layers[1] - s.layers[0]))
-        if s.module == graph.sink else s
+        if s.module == graph.backbone else s
         for s in keep.plan.stages
     ]
     return {

@@ -95,7 +95,7 @@ def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
 
 
 def _loss_kept(plan: Plan) -> Plan:
-    last = plan.module_stages(plan.graph.sink)[-1]
+    last = plan.module_stages(plan.graph.backbone)[-1]
     stages = (replace(s, recompute=False) if s == last else s for s in plan.stages)
     return replace(plan, stages=tuple(stages))
 

@@ -201,7 +201,7 @@ def _prediction(planned: PlanResult) -> str:
     seconds, bound = planned.seconds, planned.proposal.bound
     text = f"{time_text(seconds)} per step"
     if seconds > 0:
-        tokens = planned.costs.profile.tokens.get(planned.plan.graph.sink)
+        tokens = planned.costs.profile.tokens.get(planned.plan.graph.backbone)
         if tokens:
             rate = tokens * planned.plan.num_microbatches / seconds
             text += f", {rate:,.0f} tokens/s"

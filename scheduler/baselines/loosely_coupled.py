@@ -41,7 +41,7 @@ def loosely_coupled(
     Raises:
         StageSearchError: if no plan fits.
     """
-    llm = space.graph.sink
+    llm = space.graph.backbone
     combinations = 0
     evaluated = []
     for count in space.possible(llm):

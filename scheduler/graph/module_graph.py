@@ -149,10 +149,32 @@ class ModuleGraph:
         """What layers of a module read."""
         return tuple(port for port in self.ports if port.consumer == consumer)
 
-    @property
-    def sink(self) -> str:
-        """What comes last: the loss, where there is one."""
-        return self.topological[-1]
+    @cached_property
+    def backbone(self) -> str:
+        """The module that layouts are made around, a language model mostly: before or after which
+        all others come, and which reads some if any such does; of several that with the most
+        layers, of equals the last. Where there is none (towers of contrastive losses), the one with
+        the most layers."""
+        ordered = self.topological
+        before: dict[str, set[str]] = {}
+        for name in ordered:
+            before[name] = {p for q in self.producers(name) for p in {q, *before[q]}}
+        joining = [
+            name for name in ordered
+            if all(o == name or o in before[name] or name in before[o] for o in ordered)
+        ]
+        reading = [name for name in joining if self.producers(name)]
+        some = reading or joining or ordered
+        return max(reversed(some), key=lambda name: self.node(name).num_layers)
+
+    @cached_property
+    def followers(self) -> frozenset[str]:
+        """Modules that come after the backbone: heads, decoders, losses."""
+        after = {self.backbone}
+        for name in self.topological:
+            if after.intersection(self.producers(name)):
+                after.add(name)
+        return frozenset(after - {self.backbone})
 
     @cached_property
     def losses(self) -> frozenset[str]:

@@ -5,8 +5,8 @@ assignment of degrees to modules is one of its spaces, with the costs that proce
 All assignments are estimated from the sums of the modules' work (:class:`Estimate`); in the order
 of what they promise, the best are searched. What is exact: the search of stage counts under
 one assignment, and that an assignment left out because of its bound cannot be better. What is
-not: at most ``searches`` assignments are searched, :data:`PER_SINK` for each choice of the
-sink's degrees, so a better one may have looked worse than all of them.
+not: at most ``searches`` assignments are searched, :data:`PER_BACKBONE` for each
+choice of the backbone's degrees, so a better one may have looked worse than all of them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from raymm.scheduler.search.stage_search import SearchResult, joint_search
 from raymm.scheduler.search.stage_space import ROUNDING, StageSearchError, StageSpace
 
 SEARCHES = 24
-# Of assignments with the same degrees of the sink, so many are searched.
-PER_SINK = 3
+# Of assignments with the same degrees of the backbone, so many are searched.
+PER_BACKBONE = 3
 # Sharing more is worth it if a step takes less by more than this.
 WORTHWHILE = 1e-3
 LEAST_PLANS = 8
@@ -105,9 +105,9 @@ class _Module:
 
     Attributes:
         work, longest: of all its layers, and of the layer with the most.
-        spared: what the last stage, if it does not recompute as the others do, has less of
-            ``work``, as a share of what it has, at most. ``longest`` is without that, as any layer
-            may be in it.
+        spared: what stages that do not recompute as the others do have less of ``work``, as a
+            share of what they have, at most, in all. ``longest`` is without that, as any layer
+            may be in one.
         way: forward and backward of one microbatch through all layers.
         reduction: seconds of the gradients' sum, if all layers were one stage.
         memory: what they need of it.
@@ -142,7 +142,7 @@ class _Module:
         return [math.inf, *(self._seconds(self.work, n) for n in range(1, self.most + 1))]
 
     def _seconds(self, work: float, stages: int) -> float:
-        # No stage works longer than the busiest, and the last is spared ``spared`` of that at most.
+        # No stage works longer than the busiest, and ``spared`` of that is spared at most.
         return self.steps * max(work / (stages + self.spared), self.longest)
 
 
@@ -185,10 +185,10 @@ def search_degrees(
     for estimate in estimated:
         if control is not None and control.should_stop():
             break
-        sink = estimate.degrees[space.graph.sink]
-        if tried[sink] == PER_SINK:
+        degrees = estimate.degrees[space.graph.backbone]
+        if tried[degrees] == PER_BACKBONE:
             continue
-        tried[sink] += 1
+        tried[degrees] += 1
         if tried.total() > searches:
             break
         if estimate.bound * (1 - ROUNDING) >= incumbent * (1 - WORTHWHILE):
@@ -244,15 +244,14 @@ def estimates(
 
 
 def _limited(space: StageSpace, options: Mapping[str, list[_Module]]) -> list[list[_Module]]:
-    """Every module's options; if those make too many assignments, the ones before the sink
-    lose context parallelism, then tensor parallelism, then copies."""
-    sink = space.graph.sink
+    """Every module's options; if those make too many assignments, all but the backbone lose
+    context parallelism, then tensor parallelism, then copies."""
     kept = dict(options)
     for kind in ("cp", "tp", "dp"):
         if math.prod(len(some) for some in kept.values()) <= MOST_ASSIGNMENTS:
             break
         for name, some in kept.items():
-            if name != sink:
+            if name != space.graph.backbone:
                 kept[name] = [m for m in some if getattr(m.degrees, kind) == 1] or some[:1]
     return [kept[node.name] for node in space.graph.nodes]
 
@@ -310,11 +309,14 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
     )
     links = profile.links
     near = links and links.between(range(degrees.devices))
-    # The loss's stage has its activations still when it needs them.
-    loss = name in graph.losses and space.recompute and not space.recompute_loss
-    once = [w.total - w.recompute if loss else w.total for w in work]
+    # Stages that do not recompute: the loss's has its activations still when it needs them, and one
+    # that begins with layers without a backward keeps those of the others.
+    keeping = space.recompute * (
+        (name in graph.losses and not space.recompute_loss) + (not space.backward[name][0])
+    )
+    once = [w.total - w.recompute if keeping else w.total for w in work]
     shares = (w.recompute / least for w, least in zip(work, once, strict=True) if least)
-    spared = max(shares, default=0.0) if loss else 0.0
+    spared = max(shares, default=0.0) * keeping
     return _Module(
         degrees, sum(w.total for w in work), max(once), spared,
         sum(w.forward + w.recompute + w.backward_input for w in work),

@@ -4,7 +4,7 @@
   :meth:`raymm.scheduler.search.stage_space.StageSpace.plan`, or :func:`chunked` for several stages
   of a module per rank;
 - encoders colocated (Megatron style): one chain, whose first ranks each hold a stage of every
-  encoder;
+  encoder; what comes after the language model is whole on its last rank;
 - encoders replicated (Llama style): every rank of the language model holds all encoders
   whole. Where Llama's cross-attention needs the features on every rank and encodes each image
   on all of them, here the copies share the microbatches out among them.
@@ -78,20 +78,22 @@ def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Pla
             fewer layers than ranks.
     """
     graph = space.graph
-    encoders = encoders_into_sink(graph)
+    encoders = encoders_into_backbone(graph)
     if encoder_ranks < 1:
         raise StageSearchError(f"encoder_ranks is {encoder_ranks}; it must be at least 1")
-    _check_stages(graph, graph.sink, language_ranks)
+    _check_stages(graph, graph.backbone, language_ranks)
     counts = {name: min(encoder_ranks, graph.node(name).num_layers) for name in encoders}
-    partitions = {
+    partitions = _followers_whole(graph) | {
         name: partition_matrix(space.stage_seconds(name), count, None)
-        for name, count in {**counts, graph.sink: language_ranks}.items()
+        for name, count in {**counts, graph.backbone: language_ranks}.items()
     }
     plan = space.made_of(partitions)
 
     def rank(stage: Stage) -> int:
-        if stage.module == graph.sink:
+        if stage.module == graph.backbone:
             return encoder_ranks + stage.index
+        if stage.module in graph.followers:
+            return encoder_ranks + language_ranks - 1
         return encoder_ranks - counts[stage.module] + stage.index
 
     used = sorted({rank(stage) for stage in plan.stages})
@@ -108,10 +110,11 @@ def replicated(space: StageSpace, ranks: int) -> Plan:
             fewer layers than ranks.
     """
     graph = space.graph
-    encoders = encoders_into_sink(graph)
-    _check_stages(graph, graph.sink, ranks)
+    encoders = encoders_into_backbone(graph)
+    _check_stages(graph, graph.backbone, ranks)
     partitions: dict[str, Ranges] = {name: ((0, graph.node(name).num_layers),) for name in encoders}
-    partitions[graph.sink] = partition_matrix(space.stage_seconds(graph.sink), ranks, None)
+    partitions |= _followers_whole(graph)
+    partitions[graph.backbone] = partition_matrix(space.stage_seconds(graph.backbone), ranks, None)
     plan = space.made_of(partitions)
     copies = min(ranks, space.num_microbatches)
     stages = [
@@ -120,8 +123,14 @@ def replicated(space: StageSpace, ranks: int) -> Plan:
         for copy in range(copies)
         for stage in plan.module_stages(name)
     ]
-    stages += [replace(s, rank=s.index) for s in plan.module_stages(graph.sink)]
+    stages += [replace(s, rank=s.index) for s in plan.module_stages(graph.backbone)]
+    for name in graph.followers:
+        stages += [replace(s, rank=ranks - 1) for s in plan.module_stages(name)]
     return replace(plan, stages=tuple(stages), shared_ranks=None)
+
+
+def _followers_whole(graph: ModuleGraph) -> dict[str, Ranges]:
+    return {name: ((0, graph.node(name).num_layers),) for name in graph.followers}
 
 
 def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:
@@ -132,17 +141,19 @@ def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:
         )
 
 
-def encoders_into_sink(graph: ModuleGraph) -> list[str]:
-    """The modules that feed the sink, if all others do.
+def encoders_into_backbone(graph: ModuleGraph) -> list[str]:
+    """The modules that feed the backbone, if all do that do not come after it.
 
     Raises:
         StageSearchError: if there are none, or one does something else.
     """
-    encoders = [node.name for node in graph.nodes if node.name != graph.sink]
+    after = {graph.backbone, *graph.followers}
+    encoders = [node.name for node in graph.nodes if node.name not in after]
     for name in encoders:
-        if graph.consumers(name) != (graph.sink,) or graph.producers(name):
-            raise StageSearchError(f"this layout is for encoders that feed {graph.sink!r} only; "
-                                   f"{name!r} does not")
+        if graph.consumers(name) != (graph.backbone,) or graph.producers(name):
+            raise StageSearchError(
+                f"this layout is for encoders that feed {graph.backbone!r} only; {name!r} does not"
+            )
     if not encoders:
         raise StageSearchError("this layout is for models with encoders; there are none")
     return encoders

@@ -240,11 +240,12 @@ class _Planner:
         self.candidates.add_schedules(layout, best)
 
     def _makers(self, layout: str) -> list[Callable[[], Plan]]:
-        space, ranks, sink = self.space, self.space.ranks, self.space.graph.sink
-        most = space.graph.node(sink).num_layers  # stages of the sink, however many ranks
+        space, ranks, graph = self.space, self.space.ranks, self.space.graph
+        most = graph.node(graph.backbone).num_layers  # stages of it, however many ranks
         if layout == "replicated":
             return [partial(replicated, space, min(ranks, most))]
-        longest = max((n.num_layers for n in space.graph.nodes if n.name != sink), default=1)
+        after = {graph.backbone, *graph.followers}
+        longest = max((n.num_layers for n in graph.nodes if n.name not in after), default=1)
         return [
             partial(colocated, space, first, min(ranks - first, most))
             for first in range(1, min(longest, ranks - 1) + 1)

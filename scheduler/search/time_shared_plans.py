@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.layouts import colocated, replicated
 from raymm.scheduler.search.partition import Ranges, partition_matrix
@@ -16,8 +17,8 @@ SHARED = "encoders share a rank"
 
 def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan]]:
     """(name, plan) of ways to put a model on fewer ranks than it has modules: everything on
-    one; every other module on the first rank, beside as much of the language model as keeps
-    the ranks balanced; and the layouts that share ranks anyway.
+    one; every other module on the first rank, and what follows the language model on the last,
+    beside as much of that as keeps the ranks balanced; and the layouts that share ranks anyway.
 
     Args:
         space: its own ``ranks`` do not matter here (a space needs one per module).
@@ -26,7 +27,7 @@ def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan
     graph = space.graph
     if ranks == 1:
         whole = {node.name: ((0, node.num_layers),) for node in graph.nodes}
-        yield "everything on one rank", _on_first_rank(space.made_of(whole), graph.sink)
+        yield "everything on one rank", _placed(space.made_of(whole), graph)
         return
     with suppress(StageSearchError):
         yield SHARED, _colocated_with_language_model(space, ranks)
@@ -39,23 +40,33 @@ def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan
 
 def _colocated_with_language_model(space: StageSpace, ranks: int) -> Plan:
     graph = space.graph
-    layers = graph.node(graph.sink).num_layers
+    name, layers = graph.backbone, graph.node(graph.backbone).num_layers
     if ranks > layers:
-        raise StageSearchError(f"module {graph.sink!r} has only {layers} layers")
+        raise StageSearchError(f"module {name!r} has only {layers} layers")
     partitions: dict[str, Ranges] = {
-        node.name: ((0, node.num_layers),) for node in graph.nodes if node.name != graph.sink
+        node.name: ((0, node.num_layers),) for node in graph.nodes if node.name != name
     }
-    others = sum(space.stage_seconds(name)[0, hi] for name, ((_, hi),) in partitions.items())
-    matrix = space.stage_seconds(graph.sink).copy()
-    # The first stage is the only one that starts at layer 0; its rank has the rest to do too.
-    matrix[0, 1:] += others
-    partitions[graph.sink] = partition_matrix(matrix, ranks, None)
-    return _on_first_rank(space.made_of(partitions), graph.sink)
+    first = last = 0.0
+    for other, ((_, hi),) in partitions.items():
+        seconds = space.stage_seconds(other)[0, hi]
+        first, last = (first, last + seconds) if other in graph.followers else (
+            first + seconds, last
+        )
+    matrix = space.stage_seconds(name).copy()
+    # The only stages that start at layer 0, or end with the last: their ranks have the rest to do.
+    matrix[0, 1:] += first
+    matrix[:layers, layers] += last
+    partitions[name] = partition_matrix(matrix, ranks, None)
+    return _placed(space.made_of(partitions), graph)
 
 
-def _on_first_rank(plan: Plan, sink: str) -> Plan:
-    """Stages of the sink one per rank, everything else on the first."""
+def _placed(plan: Plan, graph: ModuleGraph) -> Plan:
+    """Stages of the backbone one per rank, what follows it on the last, everything else on the
+    first."""
+    last = len(plan.module_stages(graph.backbone)) - 1
+    ranks = {name: last for name in graph.followers}
     stages = tuple(
-        replace(stage, rank=stage.index if stage.module == sink else 0) for stage in plan.stages
+        replace(s, rank=s.index if s.module == graph.backbone else ranks.get(s.module, 0))
+        for s in plan.stages
     )
     return replace(plan, stages=stages, shared_ranks=None)

@@ -12,24 +12,34 @@ from tests.scheduler.random_plans import layer_costs
 
 @st.composite
 def models(
-    draw: st.DrawFn, most_encoders: int = 2, chains: bool = True, llm_layers: int = 5
+    draw: st.DrawFn, most_encoders: int = 2, chains: bool = True, llm_layers: int = 5,
+    most_heads: int = 0,
 ) -> tuple[ModuleGraph, CostProfile]:
-    """Encoders into an LLM, and perhaps one of them into another that feeds the LLM."""
+    """Encoders into an LLM, and perhaps one of them into another that feeds the LLM; heads with
+    losses of their own that read the LLM, and perhaps an encoder, or an encoder alone. The LLM may
+    have a loss beside theirs."""
     encoders = [f"encoder{i}" for i in range(draw(st.integers(0, most_encoders)))]
     edges = [(name, "llm") for name in encoders]
     if chains and len(encoders) > 1 and draw(st.booleans()):
         edges[0] = (encoders[0], encoders[1])
         if draw(st.booleans()):
             edges.append((encoders[0], "llm"))
+    heads = [f"head{i}" for i in range(draw(st.integers(0, most_heads)))]
+    for head in heads:
+        read = draw(st.sets(st.sampled_from([*encoders, "llm"]), min_size=1, max_size=2))
+        edges += [(name, head) for name in sorted(read)]
+    # Else nothing would need it.
+    llm_loss = not any(producer == "llm" for producer, _ in edges) or draw(st.booleans())
+    losses = {*heads, *(["llm"] if llm_loss else [])}
     nodes = []
-    for name in [*encoders, "llm"]:
-        size = draw(st.integers(1, llm_layers if name == "llm" else 3))
+    for name in [*encoders, "llm", *heads]:
+        size = draw(st.integers(1, llm_layers if name == "llm" else 2 if name in heads else 3))
         flags = draw(st.one_of(
             st.just((False,) * size),
             st.just((False,) * (size - 1) + (True,)),
             st.tuples(*[st.booleans()] * size),
         ))
-        nodes.append(ModuleNode(name, flags))
+        nodes.append(ModuleNode(name, flags, loss=bool(heads) and name in losses))
     modules = {n.name: tuple(draw(layer_costs()) for _ in n.trainable) for n in nodes}
     return (
         ModuleGraph(tuple(nodes), tuple(edges)),

@@ -32,7 +32,7 @@ def test_order_and_ends() -> None:
     edges = (("fuser", "llm"), ("audio", "fuser"), ("vision", "fuser"), ("vision", "llm"))
     graph = ModuleGraph(nodes("llm", "audio", "fuser", "vision"), edges)
     assert graph.topological == ("audio", "vision", "fuser", "llm")
-    assert graph.sink == "llm"
+    assert graph.backbone == "llm"
     assert graph.producers("llm") == ("fuser", "vision") and graph.producers("audio") == ()
     assert graph.consumers("vision") == ("fuser", "llm")
     assert graph.node("fuser").name == "fuser"

@@ -87,7 +87,7 @@ def test_any_program_ends_on_any_queues(data, schedule, host_waits, host_blocks)
 def test_any_program_ends_one_operation_at_a_time(data, schedule) -> None:
     plan, present = data.draw(steps(profiled_plans()))
     program = lower(replace(plan, schedule=schedule), present)
-    shared = shared_of(plan, (plan.graph.sink,))
+    shared = shared_of(plan, (plan.graph.backbone,))
     issues = check_program(program, shared).issues
     assert not stuck(operations(program, issues, shared), one_queue, True, True)
 

@@ -103,8 +103,8 @@ def test_as_good_as_trying_everything_on_one_module(microbatches, bandwidth):
 
 @settings(max_examples=15, deadline=None)
 @given(
-    models(most_encoders=1, llm_layers=3), st.integers(0, 3), st.sampled_from([1, 2, 4]),
-    st.booleans(),
+    models(most_encoders=1, llm_layers=3, most_heads=1), st.integers(0, 2),
+    st.sampled_from([1, 2, 4]), st.booleans(),
 )
 def test_bounds_of_estimates_hold(model, more, microbatches, recompute):
     """Where stages recompute, too: all but the loss's."""
@@ -120,6 +120,21 @@ def test_bounds_of_estimates_hold(model, more, microbatches, recompute):
     assert set(by_degrees) == possible
     for chosen, one in by_degrees.items():
         assert one.bound <= best[chosen] * (1 + 1e-9)
+
+
+def test_a_bound_where_a_stage_keeps_what_others_make_again():
+    """An encoder of one stage, whose first layer has no backward, recomputes nothing: its second
+    layer's forward counts once."""
+    graph = ModuleGraph(
+        (ModuleNode("encoder", (False, True)), ModuleNode("llm", (False,))), (("encoder", "llm"),)
+    )
+    nothing, forward = LayerCost(0.0, 0.0, 0.0), LayerCost(1.0, 0.0, 0.0)
+    profile = CostProfile({"encoder": (nothing, forward), "llm": (nothing,)}, links=NETWORK.links)
+    best = everything(graph, profile, 3, 2, recompute=True)
+    space = StageSpace(graph, profile, 3, 2, recompute=True)
+    found = estimates(space, {node.name: ALL for node in graph.nodes}, 4, "none")
+    for one in found:
+        assert one.bound <= best[tuple(one.degrees[n.name] for n in graph.nodes)] * (1 + 1e-9)
 
 
 def test_one_microbatch_shares_layers_and_many_make_copies():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, has_backward
@@ -15,9 +16,10 @@ from raymm.scheduler.plan.plan import SCHEDULES, Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import FORWARDS, Op
-from raymm.scheduler.schedule.lower import lower
-from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_sink, replicated
+from raymm.scheduler.schedule.lower import full_program, lower
+from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_backbone, replicated
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.time_shared_plans import time_shared_plans
 from tests.scheduler.random_models import spaces
 from tests.scheduler.random_plans import contents
 
@@ -155,16 +157,54 @@ def test_replicated(data: st.DataObject) -> None:
     runs(data, plan)
 
 
-@given(spaces())
-def test_which_models_have_encoders_into_the_sink(space: StageSpace) -> None:
+@given(spaces(most_heads=2))
+def test_which_models_have_encoders_into_the_backbone(space: StageSpace) -> None:
     graph = space.graph
-    others = {node.name for node in graph.nodes} - {graph.sink}
-    if others and set(graph.edges) == {(name, graph.sink) for name in others}:
-        assert set(encoders_into_sink(graph)) == others
+    others = {node.name for node in graph.nodes} - {graph.backbone} - graph.followers
+    into = {edge for edge in graph.edges if edge[0] in others or edge[1] in others}
+    if others and into == {(name, graph.backbone) for name in others}:
+        assert set(encoders_into_backbone(graph)) == others
     else:
         for make in (lambda: colocated(space, 1, 1), lambda: replicated(space, 1)):
             with pytest.raises(StageSearchError, match="this layout is for"):
                 make()
+
+
+@settings(deadline=None)
+@given(spaces(most_heads=2, chains=False), st.data())
+def test_what_follows_the_backbone_is_on_its_last_rank(space: StageSpace, data) -> None:
+    """Every layout that shares ranks; several losses, of which any module may have one."""
+    graph = space.graph
+    ranks = data.draw(st.integers(1, graph.node(graph.backbone).num_layers))
+    plans = [plan for _, plan in time_shared_plans(space, ranks)]
+    with suppress(StageSearchError):
+        plans += [colocated(space, 1, ranks), replicated(space, ranks)]
+    assert plans
+    for plan in plans:
+        covered(plan)
+        last = plan.module_stages(graph.backbone)[-1].rank
+        for name in graph.followers:
+            assert {stage.rank for stage in plan.module_stages(name)} == {last}
+        check_program(full_program(plan))
+
+
+def test_the_backbone():
+    def graph(*edges, **layers):
+        names = dict.fromkeys(name for edge in edges for name in edge)
+        read = {producer for producer, _ in edges}
+        nodes = tuple(
+            ModuleNode(n, (True,) * layers.get(n, 1), loss=n not in read) for n in names
+        )
+        return ModuleGraph(nodes, edges)
+
+    vlm = graph(("vision", "llm"), ("llm", "head"), ("llm", "flow"), vision=40, llm=32, flow=6)
+    assert (vlm.backbone, vlm.followers) == ("llm", {"head", "flow"})
+    clip = graph(("image", "loss"), ("text", "loss"), image=12, text=12)
+    assert (clip.backbone, clip.followers) == ("loss", set())
+    bind = graph(("image", "a"), ("text", "a"), ("image", "b"), ("audio", "b"), image=32, text=12)
+    assert (bind.backbone, bind.followers) == ("image", {"a", "b"})
+    chain = graph(("sam", "clip"), ("clip", "llm"), sam=12, clip=24, llm=28)
+    assert (chain.backbone, chain.followers) == ("llm", set())
 
 
 def two_encoders(edges: tuple[tuple[str, str], ...]) -> StageSpace:
