@@ -116,17 +116,19 @@ SHRINKS = (
 
 
 def tiny_configs(
-    config_class: type[PretrainedConfig], flags: Mapping[str, Any]
-) -> Iterator[PretrainedConfig]:
+    config_class: type[PretrainedConfig], flags: Mapping[str, Any],
+    default: PretrainedConfig | None = None,
+) -> Iterator[PretrainedConfig]:  # fmt: skip
     """Configurations of a class, the smallest first.
 
     Args:
         flags: values by name, for whatever has the name.
+        default: that they are made from; the class's own defaults if None.
 
     Raises:
         UnmakeableError: if none can be made.
     """
-    default = default_config(config_class)
+    default = default or default_config(config_class)
     made, errors = 0, []
     for shrink in SHRINKS:
         try:

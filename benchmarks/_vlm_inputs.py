@@ -149,7 +149,14 @@ def _pictures(
     config: Any,
 ) -> Iterator[Style]:  # fmt: skip
     def picture(n: int) -> Item:
-        return {first: random(1, channels, side, side)}
+        item = {first: random(1, channels, side, side)}
+        if "high_res_pixel_values" in names:
+            high = _value(config.high_res_vision_config, "image_size", default=64)
+            item["high_res_pixel_values"] = random(1, channels, high, high)
+        if "qformer_input_ids" in names:
+            item["qformer_input_ids"] = torch.full((1, 4), 5)
+            item["qformer_attention_mask"] = torch.ones(1, 4, dtype=torch.long)
+        return item
 
     def sized(n: int) -> Item:
         h, w = 2 * patch * merge, (2 + n) * patch * merge
@@ -157,8 +164,8 @@ def _pictures(
 
     def tiles(n: int) -> Item:
         return {
-            first: random(1, 1 + 2 ** (n + 1), channels, side, side),
-            "image_sizes": torch.tensor([[side, (n + 1) * side]]),
+            first: random(1, 1 + 2 * (n + 1), channels, side, side),
+            "image_sizes": torch.tensor([[(n + 1) * side, 2 * side]]),
         }
 
     def five(n: int) -> Item:
@@ -192,13 +199,15 @@ def _audio_styles(names: set[str], config: Any, random: Random) -> Iterator[Styl
     first = next(
         n for n in ("input_features", "input_values", "audio_input_features") if n in names
     )
-    bins = _value(config, "num_mel_bins", "input_feat_size", "input_dim", "n_mels", default=80)
+    bins = _value(
+        config, "num_mel_bins", "input_feat_size", "input_size", "input_dim", "n_mels", default=80
+    )
     positions = _value(config, "max_source_positions", default=None)
     masks = [
         n for n in ("input_features_mask", "feature_attention_mask", "input_values_mask")
         if n in names
     ]  # fmt: skip
-    for frames in dict.fromkeys(([2 * positions] if positions else []) + [64, 128, 400]):
+    for frames in dict.fromkeys(([2 * positions] if positions else []) + [64, 100, 128, 400]):
         for shape in ((1, bins, frames), (1, frames, bins), (1, frames), (1, 1, 40 * frames)):
             def sound(n: int, shape: tuple[int, ...] = shape, frames: int = frames) -> Item:
                 item = {first: random(*shape)}
@@ -255,7 +264,12 @@ MICROBATCHES = ([[0], [1]], [[], []], [[], [1, 0]])
 def batches(
     model: nn.Module, config: PretrainedConfig, style: Style, vocabulary: int, width: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Three microbatches: an item per row, text only, and two items in one of two rows."""
+    """Three microbatches: an item per row, text only, and two items in one of two rows; without
+    text alone, if the class takes none.
+
+    Raises:
+        ValueError: the model makes no features of an item.
+    """
     names = set(inspect.signature(type(model).forward).parameters)
     token = placeholder(config, style.modality)
     generator = torch.Generator().manual_seed(9)
@@ -271,8 +285,16 @@ def batches(
         0 if token is None else item_tokens(model, style.collate([[item]]), width, ids) or 0
         for item in items
     ]
+    if token is not None and not all(counts):
+        raise ValueError("no features of an item were seen")
     found = []
+    parameters = inspect.signature(type(model).forward).parameters.items()
+    needed = any(
+        p.default is p.empty for name, p in parameters if "pixel" in name or "features" in name
+    )
     for rows in MICROBATCHES:
+        if needed and not all(rows):
+            continue
         texts = [
             words(4) + sum(([token] * counts[n] + words(3) for n in row), []) + words(2)
             for row in rows

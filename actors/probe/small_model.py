@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ _PROBE_VOCABULARY = 256
 _PROBE_INTERMEDIATE = 128
 _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "d_ff")
 _TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_SPECIAL = re.compile(r"token_(id|index)$")
 _NOISE = 0.02
 # Of a copy in the model's own sizes: 2 GB, of which there are a few at a time.
 _MOST_PARAMETERS = 500_000_000
@@ -88,17 +90,59 @@ def parameters_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def special_ids(config: PretrainedConfig) -> dict[int, int]:
+    """What becomes of the ids of tokens that a model of several parts knows (placeholders, what is
+    around them) in a copy with a small vocabulary."""
+    found: set[int] = set()
+
+    def look(part: PretrainedConfig) -> None:
+        for name, value in vars(part).items():
+            if isinstance(value, PretrainedConfig):
+                look(value)
+            elif _is_special(name) and type(value) is int and value >= _PROBE_VOCABULARY:
+                found.add(value)
+
+    look(config)
+    return {value: 1 + number for number, value in enumerate(sorted(found))}
+
+
+def small_ids(config: PretrainedConfig, small: PretrainedConfig, ids: torch.Tensor) -> torch.Tensor:
+    """Ids of a model's vocabulary as a small copy has them.
+
+    Args:
+        config: of the model.
+        small: of the copy.
+        ids: int64.
+    """
+    kept = [part.vocab_size for part in (config.get_text_config(), small.get_text_config())]
+    if kept[0] == kept[1]:
+        return ids
+    special = special_ids(config)
+    first = len(special) + 1
+    mapped = first + ids % (_PROBE_VOCABULARY - first)
+    for value, own in special.items():
+        mapped = torch.where(ids == value, own, mapped)
+    return mapped
+
+
+def _is_special(name: str) -> bool:
+    return bool(_SPECIAL.search(name)) and name not in _TOKEN_NAMES
+
+
 def shrink_config(
-    config: PretrainedConfig, depth: int | None = None, narrow: bool = True
-) -> PretrainedConfig:
+    config: PretrainedConfig, depth: int | None = None, narrow: bool = True,
+    ids: Mapping[int, int] | None = None,
+) -> PretrainedConfig:  # fmt: skip
     """A copy with few layers, narrow feed-forwards and a small vocabulary.
 
     Args:
         config: left as it is.
         depth: keep the first so many layers; by default a few, one of every kind among them.
         narrow: whether feed-forwards become narrow.
+        ids: of :func:`special_ids`, of the configuration that this one is a part of.
     """
     small = copy.deepcopy(config)
+    ids = special_ids(config) if ids is None else ids
     names = config_depth_names(small)
     layers = getattr(small, names[0]) if names else None
     per_layer = {
@@ -114,9 +158,13 @@ def shrink_config(
             setattr(small, name, len(kept))
     for name, value in per_layer.items():
         setattr(small, name, [value[layer] for layer in kept])
-    for name, value in vars(small).items():
+    for name, value in list(vars(small).items()):
         if isinstance(value, PretrainedConfig):  # of parts, as of a language model with a tower
-            setattr(small, name, shrink_config(value, depth, narrow))
+            setattr(small, name, shrink_config(value, depth, narrow, ids))
+        elif _is_special(name) and type(value) is int:
+            setattr(small, name, ids.get(value, value))
+        elif layers and _numbers_layers(name, value, layers) and len(value) <= len(kept):
+            setattr(small, name, type(value)(range(len(value))))
     for name in _INTERMEDIATE_NAMES if narrow else ():
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, min(getattr(small, name), _PROBE_INTERMEDIATE))
@@ -126,6 +174,15 @@ def shrink_config(
             if isinstance(getattr(small, name, None), int | list):
                 setattr(small, name, 0)
     return small
+
+
+def _numbers_layers(name: str, value: object, layers: int) -> bool:
+    """Whether a list says which of the layers are to do something."""
+    return (
+        isinstance(value, list | tuple) and 0 < len(value) < layers and "ind" in name
+        and all(type(layer) is int and 0 <= layer < layers for layer in value)
+        and len(set(value)) == len(value)
+    )
 
 
 def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[int]:

@@ -28,7 +28,7 @@ from raymm.actors.probe.whole.cut import (
     tower_source,
     tower_spec,
 )
-from raymm.actors.probe.whole.towers import Tower, find_towers
+from raymm.actors.probe.whole.towers import Tower, as_copied, check_kind, find_towers
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec, language_inputs
 from raymm.actors.weights.model_classes import find_model_class
@@ -120,9 +120,8 @@ class WholeModel:
     ) -> None:
         self.source = source
         self.example = {name: value for name, value in example.items() if name != LABELS}
-        tried = of_one_that_runs(
-            source, lambda model: find_towers(cast(PreTrainedModel, model), self.example)
-        )
+        check_kind(source.skeleton())
+        tried = of_one_that_runs(source, self._find)
         self.towers = tuple(
             in_own_depth(source, tower, tower.inputs(self.example) or {}) for tower in tried
         )
@@ -135,6 +134,10 @@ class WholeModel:
                 )
         self._frozen = _Frozen(frozenset(n for n, v in (train or {}).items() if v == FROZEN))
         self._whole: nn.Module | None = None
+
+    def _find(self, model: nn.Module) -> tuple[Tower, ...]:
+        inputs = as_copied(self.source, model, self.example)
+        return find_towers(cast(PreTrainedModel, model), inputs)
 
     @property
     def tower_names(self) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.probe import small_model
+from raymm.actors.probe.whole.cut import cut_tower
 from raymm.model.batch_rules import BatchError
 from raymm.model.modality_module import ModelError
 from raymm.model.whole_model import WholeModel, from_pretrained
@@ -91,6 +93,25 @@ def test_a_folder_is_trained_with_its_own_weights(tmp_path):
     model.materialize().save_pretrained(tmp_path / "folder")
     read = from_pretrained(tmp_path / "folder", microbatches[0])
     check(read, whole_plan(read, {"vision": TWO, "llm": TWO}, 3), microbatches)
+
+
+def test_a_model_is_tried_on_copies_with_fewer_layers_and_a_small_vocabulary(monkeypatch):
+    model, microbatches = whole("Qwen3VLForConditionalGeneration")
+    config, text = model.source.config, model.source.config.text_config
+    token, text.vocab_size = config.image_token_id, 5000
+    config.image_token_id = 4000
+    for part, names in ((text, ("num_hidden_layers",)), (config.vision_config, ("depth",))):
+        for name in names:
+            setattr(part, name, 7)
+    config.vision_config.deepstack_visual_indexes = [1, 4, 5]
+    for batch in microbatches:
+        ids = batch["input_ids"] * 10
+        batch["input_ids"] = torch.where(batch["input_ids"] == token, 4000, ids)
+    monkeypatch.setattr(small_model, "_MOST_PARAMETERS", 0)  # it is itself too large to be tried
+    model = from_pretrained(config, microbatches[0])
+    cut = cut_tower(model.tower_spec("vision"), model.towers[0].inputs(microbatches[0]))
+    assert cut.cut.relayed == (1, 4, 5)  # as the model numbers them, not the copy
+    check(model, whole_plan(model, {"vision": TWO, "llm": TWO}, 3), microbatches)
 
 
 def test_what_does_not_fit_is_refused_before_a_rank_sees_it():

@@ -24,7 +24,7 @@ from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
 from raymm.actors.probe.whole.relays import read_outputs
-from raymm.actors.probe.whole.towers import Tower
+from raymm.actors.probe.whole.towers import Tower, as_copied
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import TowerPort, WholeLanguageSpec
@@ -102,7 +102,8 @@ def cut_tower(spec: TowerSpec, inputs: Inputs) -> TowerSpec:
 
     def run_with(travels: frozenset[str]) -> Run:
         def run(stage: nn.Module, first: bool) -> torch.Tensor:
-            shown = inputs if first else ghost_inputs(inputs, travels)
+            shown = as_copied(spec.source, stage, inputs)
+            shown = shown if first else ghost_inputs(shown, travels)
             assert spec.form is not None
             output = stage(**shown, **constants)
             tensors, _ = spec.form.like(output).packed(output)
@@ -144,7 +145,8 @@ def cut_language_model(
     source = cast(PartSource, spec.source)
 
     def probe(whole: nn.Module) -> tuple[CutInfo, bool]:
-        outputs = {tower.name: _features(whole, tower, inputs) for tower in towers}
+        shown = as_copied(source.whole, whole, inputs)
+        outputs = {tower.name: _features(whole, tower, shown) for tower in towers}
         model = source.as_made(copy.deepcopy(whole))
         for port in spec.towers:
             port.call.replace(model, ReceivedFeatures(port.name))
@@ -158,8 +160,8 @@ def cut_language_model(
                     received = cast(ReceivedFeatures, port.call.of(stage))
                     received.output = form.unpacked(tensors, side)
                 entries = {entry for tower in towers for _, entry in tower.arguments}
-                floats = {n: v for n, v in inputs.items() if n in entries}
-                rest = {n: v for n, v in inputs.items() if n not in entries}
+                floats = {n: v for n, v in shown.items() if n in entries}
+                rest = {n: v for n, v in shown.items() if n not in entries}
                 return stage(**rest, **ghost_inputs(floats), use_cache=False).logits
 
             return run
@@ -203,7 +205,7 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
     outputs: list[Any] = []
 
     def run(model: nn.Module) -> torch.Tensor:
-        outputs.append(model(**inputs, **dict(tower.constants)))
+        outputs.append(model(**as_copied(own, model, inputs), **dict(tower.constants)))
         form = tower.form.like(outputs[-1])
         return torch.cat([t.flatten() for t in form.packed(outputs[-1])[0]])
 
@@ -250,6 +252,8 @@ def _features(
         with torch.no_grad():
             output = tower.call.of(model)(**(tower.inputs(inputs) or {}), **dict(tower.constants))
         form = tower.form.like(output)
+        if len(form.leaves) != len(tower.form.leaves):
+            raise ValueError("its features are of fewer blocks than the model's")
         return form, *form.packed(output)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(

@@ -26,8 +26,10 @@ from transformers import PreTrainedModel
 from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.small_model import small_ids
 from raymm.actors.stages.features import Form
 from raymm.actors.weights.model_part import Call, is_within
+from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES
 
 _FEATURES = re.compile(r"^get_(\w+)_features$")
@@ -88,8 +90,15 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
             apart from the language model.
         NotRunError: the model does not run on them.
     """
+    check_kind(model)
     observed_model = copy.deepcopy(model)
     seen = _seen(observed_model, inputs)
+    if not seen:
+        raise ProbeError(
+            f"the forward of {type(model).__name__} calls no function for features "
+            "(get_image_features and the like), and no encoder that it says it has (get_encoder), "
+            "on the example: its towers cannot be found"
+        )
     towers: dict[str, Tower] = {}
     for called in seen:
         name = _NAMES.get(called.modality, called.modality)
@@ -101,6 +110,42 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
             )
         towers[name] = _tower(observed_model, name, called, inputs)
     return _apart(model, inputs, tuple(towers.values()))
+
+
+def as_copied(source: ModuleSource, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """Inputs as a copy of a model takes them, whose vocabulary may be smaller.
+
+    Args:
+        source: of the model.
+        model: the copy.
+        inputs: of the model.
+    """
+    config, small = source.config, getattr(model, "config", None)
+    if config is None or small is None:
+        return dict(inputs)
+    return {
+        name: small_ids(config, small, value) if name.endswith("input_ids") else value
+        for name, value in inputs.items()
+    }
+
+
+def check_kind(model: nn.Module) -> None:
+    """
+    Raises:
+        ProbeError: a model of a kind whose forward does not give a loss of its text's next tokens.
+    """
+    name = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ProbeError(
+            f"{name} is an encoder-decoder: its text goes through blocks of two kinds, of which "
+            "stages have one; accepted: models whose text goes through one language model"
+        )
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ProbeError(
+            f"{name} has no output embeddings of its own class (get_output_embeddings), whose "
+            "logits the loss is made of"
+        )
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
@@ -300,7 +345,13 @@ def _apart(
     for tower in towers:
         leaves[tower.name], output = cut_off(tower.form, outputs[tower.call])
         tower.call.replace(handed, lambda *_, output=output, **__: output)
-    total = _scalar([run_model(handed, inputs).logits])
+    logits, ids = run_model(handed, inputs).logits, inputs["input_ids"]
+    if logits.shape[:2] != ids.shape:
+        raise ProbeError(
+            f"{type(model).__name__} gives logits of {tuple(logits.shape[:2])} tokens for ids of "
+            f"{tuple(ids.shape)}: which of them are of the labels is not known"
+        )
+    total = _scalar([logits])
     assert total is not None
     total.backward()
     language = {n for n, p in handed.named_parameters() if p.grad is not None}
