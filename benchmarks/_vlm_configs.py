@@ -8,22 +8,28 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks._family_configs import _parts, default_config
+from benchmarks._family_exceptions import AWKWARD
 
 _TOKENS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+_OUTPUTS = ("out_hidden_size", "output_dim", "projection_dim")
+_AROUND = (
+    "vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id",
+)  # fmt: skip
 
 
 def complete_default(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """A class's own defaults, and of parts that it has none of by default, theirs."""
     config = default_config(config_class)
     missing = {
-        name: part for name, part in (config_class.sub_configs or {}).items()
+        name: part for name, part in dict(config_class.sub_configs or {}).items()
         if isinstance(part, type) and issubclass(part, PretrainedConfig)
         and getattr(config, name, 0) is None
     }  # fmt: skip
     if not missing:
         return config
     try:
-        return config_class(**{name: default_config(part) for name, part in missing.items()})
+        parts: dict[str, Any] = {name: default_config(part) for name, part in missing.items()}
+        return config_class(**parts)
     except Exception:  # noqa: BLE001  whatever a class's own checks raise
         return config
 
@@ -40,8 +46,14 @@ def fit_parts(config: PretrainedConfig) -> None:
                 setattr(part, name, 0.0)
             if name in _TOKENS and value is None:
                 setattr(part, name, 99 + _TOKENS.index(name))
-            if name == "out_hidden_size" and isinstance(value, int) and wide:
+            if name in _OUTPUTS and part is not text and isinstance(value, int) and wide:
                 setattr(part, name, wide)
+        for name, value in AWKWARD.get(type(part).__name__, {}).items():
+            if "." not in name:
+                setattr(part, name, value)
+    for name in _AROUND:  # which published configurations have, and these classes' defaults not
+        if hasattr(config, "audio_config") and not hasattr(config, name):
+            setattr(config, name, 90 + _AROUND.index(name))
     _fit_images(config)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from raymm.actors.probe.error import ProbeError
-from raymm.actors.probe.whole.towers import calls_of
+from raymm.actors.probe.whole.calls import calls_of
 
 Item = dict[str, torch.Tensor]
 Random = Callable[..., torch.Tensor]
@@ -31,11 +31,13 @@ class Style:
     Attributes:
         make: an item of the first, second, ... size.
         per_row: rows of items have a dimension of their own, before that of items.
+        wide: name of the tensor whose items lie one after another in its last dimension.
     """
 
     modality: str
     make: Callable[[int], Item]
     per_row: bool = False
+    wide: str = ""
 
     def collate(self, rows: list[list[Item]]) -> Item:
         """Of several rows, with their items in order."""
@@ -45,7 +47,11 @@ class Style:
                 _joined([*row, *[_nothing(rows) for _ in range(most - len(row))]]) for row in rows
             ]
             return {n: torch.stack([row[n] for row in _same_size(filled)]) for n in filled[0]}
-        return _joined([item for row in rows for item in row])
+        items = [item for row in rows for item in row]
+        if not self.wide:
+            return _joined(items)
+        rest = _joined([{n: v for n, v in item.items() if n != self.wide} for item in items])
+        return {self.wide: torch.cat([item[self.wide] for item in items], dim=-1), **rest}
 
 
 def _nothing(rows: list[list[Item]]) -> Item:
@@ -65,7 +71,8 @@ def _same_size(items: list[Item]) -> list[Item]:
         shape = [max(item[name].shape[d] for item in items) for d in range(items[0][name].dim())]
         for item, big in zip(items, grown, strict=True):
             value = item[name]
-            padded = value.new_zeros(value.shape[0], *shape[1:])
+            nothing = -1 if name.endswith("position_ids") else 0
+            padded = value.new_full((value.shape[0], *shape[1:]), nothing)
             padded[tuple(slice(size) for size in value.shape)] = value
             big[name] = padded
     return grown
@@ -136,6 +143,14 @@ def _image_styles(names: set[str], config: Any, random: Random) -> Iterator[Styl
         grid = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
         return {first: random(1, h * w, wide), "image_position_ids": grid.reshape(1, -1, 2)}
 
+    def strips(n: int) -> Item:
+        h, w = 2 * merge, (2 + 2 * n) * merge
+        return {
+            first: random(1, channels, patch, h * w * patch), "target_sizes": torch.tensor([[h, w]])
+        }
+
+    if "target_sizes" in names:
+        yield Style("image", strips, wide=first)
     if "spatial_shapes" in names:
         yield Style("image", rows)
     if "image_position_ids" in names:

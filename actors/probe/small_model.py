@@ -93,17 +93,17 @@ def parameters_of(model: nn.Module) -> int:
 def special_ids(config: PretrainedConfig) -> dict[int, int]:
     """What becomes of the ids of tokens that a model of several parts knows (placeholders, what is
     around them) in a copy with a small vocabulary."""
-    found: set[int] = set()
+    ids: set[int] = set()
 
     def look(part: PretrainedConfig) -> None:
         for name, value in vars(part).items():
             if isinstance(value, PretrainedConfig):
                 look(value)
             elif _is_special(name) and type(value) is int and value >= _PROBE_VOCABULARY:
-                found.add(value)
+                ids.add(value)
 
     look(config)
-    return {value: 1 + number for number, value in enumerate(sorted(found))}
+    return {value: 1 + number for number, value in enumerate(sorted(ids))}
 
 
 def small_ids(config: PretrainedConfig, small: PretrainedConfig, ids: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,8 @@ from the model's output, which part of it is read.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import itertools
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,17 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from raymm.actors.modules.blocks import method_of
-from raymm.actors.modules.brief_error import brief
-from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.small_model import small_ids
+from raymm.actors.probe.whole.calls import Called, run_model, tower_calls
 from raymm.actors.stages.features import Form
 from raymm.actors.weights.model_part import Call, is_within
 from raymm.actors.weights.source import ModuleSource
-from raymm.errors import USER_CODE_RAISES
 
-_FEATURES = re.compile(r"^get_(\w+)_features$")
-_MODALITIES = ("image", "video", "audio")
 _NAMES = {"image": "vision", "video": "vision"}
 _PLAIN = (bool, int, float, str, type(None))
 Inputs = Mapping[str, Any]
@@ -67,17 +60,6 @@ class Tower:
         return own if any(isinstance(v, torch.Tensor) for v in own.values()) else None
 
 
-@dataclass
-class Called:
-    """A call that was seen: its arguments by name, what it returned, and submodules that ran."""
-
-    call: Call
-    modality: str
-    arguments: dict[str, Any]
-    output: Any
-    modules: set[str]
-
-
 def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
     """The towers that a model's forward calls on these inputs.
 
@@ -92,7 +74,7 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
     """
     check_kind(model)
     observed_model = copy.deepcopy(model)
-    seen = _seen(observed_model, inputs)
+    seen = tower_calls(observed_model, inputs)
     if not seen:
         raise ProbeError(
             f"the forward of {type(model).__name__} calls no function for features "
@@ -146,110 +128,6 @@ def check_kind(model: nn.Module) -> None:
             f"{name} has no output embeddings of its own class (get_output_embeddings), whose "
             "logits the loss is made of"
         )
-
-
-def run_model(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's forward, as stages call it.
-
-    Raises:
-        NotRunError: it fails.
-    """
-    try:
-        return model(**inputs, use_cache=False)
-    except USER_CODE_RAISES as error:  # whatever a model may raise
-        raise NotRunError(
-            f"{type(model).__name__} does not run on the example: {brief(error)}"
-        ) from error
-
-
-def calls_of(model: nn.Module, inputs: Inputs) -> list[Called]:
-    """Outermost calls of functions that make features, in order, and even if the forward fails
-    after them.
-
-    Args:
-        model: it is left as it is.
-        inputs: of its forward.
-    """
-    return _observed_run(copy.deepcopy(model), inputs, dict(_functions(model)), fails=True)
-
-
-def _seen(model: nn.Module, inputs: Inputs) -> list[Called]:
-    """Outermost calls of functions that make features, in order."""
-    calls = _observed_run(model, inputs, dict(_functions(model)))
-    run = {name for called in calls for name in called.modules}
-    encoders = {
-        call: modality for call, modality in _encoders(model)
-        if not any(is_within(name, (call.owner,)) for name in run)
-    }
-    if encoders:
-        calls = _observed_run(model, inputs, dict(_functions(model)) | encoders)
-    return calls
-
-
-def _functions(model: nn.Module) -> Iterator[tuple[Call, str]]:
-    for owner, child in model.named_modules():
-        for name in dir(type(child)):
-            if (match := _FEATURES.match(name)) and callable(getattr(type(child), name)):
-                yield Call(owner, name), match[1]
-
-
-def _encoders(model: nn.Module) -> Iterator[tuple[Call, str]]:
-    names = {id(child): name for name, child in model.named_modules()}
-    for modality in _MODALITIES:
-        encoder = method_of(model, "get_encoder")(modality)
-        if isinstance(encoder, nn.Module) and names.get(id(encoder)):
-            yield Call(names[id(encoder)], "forward"), modality
-
-
-def _observed_run(
-    model: nn.Module, inputs: Inputs, functions: Mapping[Call, str], fails: bool = False
-) -> list[Called]:
-    calls: list[Called] = []
-    open_calls: list[Call] = []
-    hooks = []
-    own = {call: call.of(model) for call in functions}
-    for call, modality in functions.items():
-        call.replace(model, _observing(call, modality, own[call], calls, open_calls))
-    for name, child in model.named_modules():
-        hooks.append(child.register_forward_pre_hook(
-            lambda _, __, name=name: calls[-1].modules.add(name) if open_calls else None
-        ))  # fmt: skip
-    try:
-        run_model(model, inputs)
-    except NotRunError:
-        if not fails:
-            raise
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for call in functions:
-            vars(model.get_submodule(call.owner)).pop(call.method)
-    return calls
-
-
-def _observing(
-    call: Call, modality: str, function: Callable[..., Any], calls: list[Called],
-    open_calls: list[Call],
-) -> Callable[..., Any]:  # fmt: skip
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        if open_calls:
-            return function(*args, **kwargs)
-        bound, arguments = signature.bind(*args, **kwargs).arguments, {}
-        for name, value in bound.items():
-            variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            arguments |= value if variable else {name: value}
-        calls.append(Called(call, modality, arguments, None, set()))
-        open_calls.append(call)
-        try:
-            calls[-1].output = function(*args, **kwargs)
-        finally:
-            open_calls.pop()
-        return calls[-1].output
-
-    return observed
 
 
 def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower:

@@ -1,0 +1,152 @@
+"""What a model's forward calls for features: functions ``get_image_features``,
+``get_audio_features`` and so on, or the encoder that ``get_encoder(modality)`` says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from raymm.actors.modules.blocks import method_of
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.error import NotRunError
+from raymm.actors.weights.model_part import Call, is_within
+from raymm.errors import USER_CODE_RAISES
+
+_FEATURES = re.compile(r"^get_(\w+)_features$")
+_MODALITIES = ("image", "video", "audio")
+Inputs = Mapping[str, Any]
+
+
+@dataclass
+class Called:
+    """A call that was seen: its arguments by name, what it returned, and submodules that ran."""
+
+    call: Call
+    modality: str
+    arguments: dict[str, Any]
+    output: Any
+    modules: set[str]
+
+
+def run_model(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's forward, as stages call it.
+
+    Args:
+        model: a whole one.
+        inputs: of its forward.
+
+    Raises:
+        NotRunError: it fails.
+    """
+    try:
+        return model(**inputs, use_cache=False)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise NotRunError(
+            f"{type(model).__name__} does not run on the example: {brief(error)}"
+        ) from error
+
+
+def calls_of(model: nn.Module, inputs: Inputs) -> list[Called]:
+    """Outermost calls of functions that make features, in order, and even if the forward fails
+    after them.
+
+    Args:
+        model: it is left as it is.
+        inputs: of its forward.
+    """
+    return _observed_run(copy.deepcopy(model), inputs, dict(_functions(model)), fails=True)
+
+
+def tower_calls(model: nn.Module, inputs: Inputs) -> list[Called]:
+    """Outermost calls of functions that make features, in order; where there are none of a
+    modality, of its encoder.
+
+    Args:
+        model: comes back as it was.
+        inputs: of its forward.
+
+    Raises:
+        NotRunError: it fails.
+    """
+    calls = _observed_run(model, inputs, dict(_functions(model)))
+    run = {name for called in calls for name in called.modules}
+    encoders = {
+        call: modality for call, modality in _encoders(model)
+        if not any(is_within(name, (call.owner,)) for name in run)
+    }
+    if encoders:
+        calls = _observed_run(model, inputs, dict(_functions(model)) | encoders)
+    return calls
+
+
+def _functions(model: nn.Module) -> Iterator[tuple[Call, str]]:
+    for owner, child in model.named_modules():
+        for name in dir(type(child)):
+            if (match := _FEATURES.match(name)) and callable(getattr(type(child), name)):
+                yield Call(owner, name), match[1]
+
+
+def _encoders(model: nn.Module) -> Iterator[tuple[Call, str]]:
+    names = {id(child): name for name, child in model.named_modules()}
+    for modality in _MODALITIES:
+        encoder = method_of(model, "get_encoder")(modality)
+        if isinstance(encoder, nn.Module) and names.get(id(encoder)):
+            yield Call(names[id(encoder)], "forward"), modality
+
+
+def _observed_run(
+    model: nn.Module, inputs: Inputs, functions: Mapping[Call, str], fails: bool = False
+) -> list[Called]:
+    calls: list[Called] = []
+    open_calls: list[Call] = []
+    hooks = []
+    own = {call: call.of(model) for call in functions}
+    for call, modality in functions.items():
+        call.replace(model, _observing(call, modality, own[call], calls, open_calls))
+    for name, child in model.named_modules():
+        hooks.append(child.register_forward_pre_hook(
+            lambda _, __, name=name: calls[-1].modules.add(name) if open_calls else None
+        ))  # fmt: skip
+    try:
+        run_model(model, inputs)
+    except NotRunError:
+        if not fails:
+            raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for call in functions:
+            vars(model.get_submodule(call.owner)).pop(call.method)
+    return calls
+
+
+def _observing(
+    call: Call, modality: str, function: Callable[..., Any], calls: list[Called],
+    open_calls: list[Call],
+) -> Callable[..., Any]:  # fmt: skip
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if open_calls:
+            return function(*args, **kwargs)
+        bound, arguments = signature.bind(*args, **kwargs).arguments, {}
+        for name, value in bound.items():
+            variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            arguments |= value if variable else {name: value}
+        calls.append(Called(call, modality, arguments, None, set()))
+        open_calls.append(call)
+        try:
+            calls[-1].output = function(*args, **kwargs)
+        finally:
+            open_calls.pop()
+        return calls[-1].output
+
+    return observed
