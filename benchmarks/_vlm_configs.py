@@ -20,8 +20,9 @@ _AROUND = (
 def complete_default(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """A class's own defaults, and of parts that it has none of by default, theirs."""
     config = default_config(config_class)
+    kinds: Any = config_class.sub_configs or {}
     missing = {
-        name: part for name, part in dict(config_class.sub_configs or {}).items()
+        name: part for name, part in kinds.items()
         if isinstance(part, type) and issubclass(part, PretrainedConfig)
         and getattr(config, name, 0) is None
     }  # fmt: skip
