@@ -75,3 +75,11 @@ def raises_in_ranks(inputs):
     if in_worker and not any(tensor.is_meta for tensor in inputs.values()):
         raise KeyError("there is no such column")
     return inputs
+
+
+def has_no_memory_in_ranks(inputs):
+    """The same of one for which there is no memory, whenever it is tried."""
+    in_worker = ray.get_runtime_context().get_actor_id() is not None
+    if in_worker and not any(tensor.is_meta for tensor in inputs.values()):
+        raise MemoryError("no memory for this image")
+    return inputs

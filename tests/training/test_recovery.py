@@ -6,6 +6,7 @@ import pytest
 from tiny_run import STEPS, curve, heldout_rows
 from watching_callbacks import CALLS
 
+from raymm.cli.main import EXIT_REPEATS
 from raymm.monitor.metrics import read_metrics
 
 KILL = "killing_callbacks:KillRanks"
@@ -42,3 +43,18 @@ def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
     restarts = [value for kind, value in calls if kind == "restart"]
     assert [restart.cause for restart in restarts] == ["failure"] * len(restarts)
     assert [kind for kind, _ in calls if kind in ("start", "end")] == ["start", "end"]
+
+
+def test_the_same_failure_of_the_same_step_ends_the_run_with_both(
+    make_config, raymm, ray_cluster
+):
+    """It may be of the moment, so it is tried again, once."""
+    code, text = raymm("train", make_config({
+        "model.encoders.vision.preprocess": "killing_callbacks:has_no_memory_in_ranks",
+        "run.snapshot_every": 1,
+    }))
+    assert code == EXIT_REPEATS, text
+    assert text.count("so the run goes on in place") == 1, text
+    assert "the same has happened in step 1 before, and would again" in text
+    first = text.index("Interrupted before: 1, in step 1: rank 0 (stages vision.0, llm.0) failed")
+    assert "MemoryError: no memory for this image" in text[first:] and first > text.index("failed:")
