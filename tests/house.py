@@ -85,7 +85,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/sharding": (
         "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/weights",
     ),
-    "actors/optimizer": ("kernels", "scheduler", "actors/storage", "actors/sharding"),
+    "actors/optimizer": (
+        "kernels", "scheduler", "actors/modules", "actors/storage", "actors/sharding",
+    ),
     "actors/stages": (
         "kernels", "scheduler/graph", "actors/modules", "actors/weights", "actors/sharding",
     ),

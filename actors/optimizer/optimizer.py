@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.actors.optimizer.bf16_parameters import keep_in_bf16
 from raymm.actors.optimizer.finite import (
     FiniteObserver,
     Place,
@@ -70,6 +71,7 @@ class RankOptimizer:
         updated: the parameters that are updated here, not at another owner; of sharded ones the
             part that is here, if there is any. Plain tensors, which optimizers can take together.
         reduction: sums gradients over holders.
+        in_bf16: parameters that are kept in bf16, by id.
         observer: notes what is not finite.
     """
 
@@ -85,6 +87,8 @@ class RankOptimizer:
     ) -> None:
         self.parameters = parameters
         self.config = config
+        modules = list(modules)
+        self.in_bf16 = keep_in_bf16(parameters, config, modules)
         self._device = device
         self.reduction = GradientReduction(process, parameters, parameter_ownership.shared, groups)
         elsewhere = {
@@ -103,7 +107,6 @@ class RankOptimizer:
             p for key, p in self.updated.items() if key not in parameter_ownership.in_grad_norm
         ]
         self._steps, self._within_step = 0, False
-        modules = list(modules)
         self.observer = FiniteObserver(device, modules)
         self._norm: torch.Tensor | None = None  # of the step's gradients, while it is under way
         # 1 if the step must not be applied, else 0.
@@ -111,7 +114,7 @@ class RankOptimizer:
         self._rate: float | None = None
         own = {id(parameters[key]): id(plain) for key, plain in self.updated.items()}
         matrices = {own[whole] for whole in matrices_of(modules) if whole in own}
-        self._updates = ParameterUpdates(self.updated, config, matrices)
+        self._updates = ParameterUpdates(self.updated, config, matrices, self.in_bf16)
 
     def clip(self) -> None:
         """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
@@ -132,17 +135,21 @@ class RankOptimizer:
         factors = {torch.float64: factor}
         for parameter in self.updated.values():
             if (gradient := parameter.grad) is not None:
-                of_dtype = factors.setdefault(gradient.dtype, factor.to(gradient.dtype))
-                gradient.mul_(of_dtype)
+                dtype = _wide(gradient.dtype)
+                of_dtype = factors.setdefault(dtype, factor.to(dtype))
+                if gradient.dtype == dtype:
+                    gradient.mul_(of_dtype)
+                else:
+                    gradient.copy_(gradient.to(dtype) * of_dtype)
 
     def _global_norm(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Of all gradients, each counted once; computed in ``dtype``, None for their own. Scalar,
-        float64."""
+        """Of all gradients, each counted once; computed in ``dtype``, None for their own, or fp32.
+        Scalar, float64."""
         square = self.observer.losses().clone()
         # A copy of a gradient that is counted elsewhere adds nothing, unless it is not finite.
         for parameters, weight in ((self._in_grad_norm, 1.0), (self._others, 0.0)):
             norms = [
-                torch.linalg.vector_norm(p.grad, dtype=dtype)
+                torch.linalg.vector_norm(p.grad, dtype=dtype or _wide(p.grad.dtype))
                 for p in parameters if p.grad is not None
             ]
             if norms:
@@ -264,8 +271,13 @@ class RankOptimizer:
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
             states.setdefault((stage, name), {})[key] = value
-        for place, state in states.items():
-            self._updates.load_state(place, state)
+        for place in self.updated:
+            self._updates.load_state(place, states.get(place, {}))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of a dtype are computed with."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

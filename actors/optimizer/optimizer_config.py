@@ -19,6 +19,8 @@ _RANGES = (
 )
 ADAMW, ADAMW_8BIT, MUON = "adamw", "adamw_8bit", "muon"
 ALGORITHMS = (ADAMW, ADAMW_8BIT, MUON)
+FP32, MASTER, STOCHASTIC = "fp32", "bf16_master", "bf16_stochastic"
+PARAMETERS = (FP32, MASTER, STOCHASTIC)
 PROJECTOR = "_projector"
 
 
@@ -30,6 +32,10 @@ class UpdateRule:
         name: ``"adamw"``; ``"adamw_8bit"``, whose moments take a byte each; or ``"muon"``: weight
             matrices but the embedding and the head by ``torch.optim.Muon``, with rates as AdamW
             has them (``match_rms_adamw``), all else by AdamW.
+        parameters: how trained weights of matrix products are kept. ``"fp32"``, with a copy in the
+            compute dtype while a step runs; under bf16 also ``"bf16_master"``: in bf16, with
+            gradients in bf16, and an fp32 master that is updated; ``"bf16_stochastic"``: without
+            a master, what an update gives is rounded at random.
         lr: peak learning rate.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         no_decay: parameters without weight decay, by patterns of their names within the module, as
@@ -43,6 +49,7 @@ class UpdateRule:
     """
 
     name: Literal["adamw", "adamw_8bit", "muon"] = ADAMW
+    parameters: Literal["fp32", "bf16_master", "bf16_stochastic"] = FP32
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -57,6 +64,10 @@ class UpdateRule:
     def __post_init__(self) -> None:
         if self.name not in ALGORITHMS:
             raise ValueError(f"name is {self.name!r}; accepted: {', '.join(ALGORITHMS)}")
+        if self.parameters not in PARAMETERS:
+            raise ValueError(
+                f"parameters is {self.parameters!r}; accepted: {', '.join(PARAMETERS)}"
+            )
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"schedule is {self.schedule!r}; accepted: constant, linear, cosine")
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:

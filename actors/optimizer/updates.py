@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.optimizer.adamw_8bit import AdamW8bit
+from raymm.actors.optimizer.bf16_parameters import Bf16Parameter
 from raymm.actors.optimizer.optimizer_config import (
     ADAMW,
     ADAMW_8BIT,
@@ -26,6 +28,7 @@ from raymm.actors.optimizer.optimizer_config import (
 from raymm.scheduler.plan.stage import StageId
 
 Key = tuple[StageId, str]
+MASTER_NAME = "master"
 
 
 class GuardedMuon(torch.optim.Muon):
@@ -65,13 +68,14 @@ class ParameterUpdates:
         parameters: plain tensors, by stage and name.
         config: says the rules.
         matrices: of these, ids of those that Muon is for.
+        in_bf16: of these, by id, those that are kept in bf16.
     """
 
     def __init__(
         self, parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig,
-        matrices: Collection[int],
+        matrices: Collection[int], in_bf16: Mapping[int, Bf16Parameter] = MappingProxyType({}),
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self._in_bf16 = parameters, in_bf16
         grouped: dict[tuple[str, UpdateRule, float], list[nn.Parameter]] = {}
         self._optimizer_of: dict[int, torch.optim.Optimizer] = {}
         for (stage, name), parameter in parameters.items():
@@ -79,7 +83,7 @@ class ParameterUpdates:
             other = rule.name == MUON and id(parameter) not in matrices
             decay = rule.decay_of(name.partition(".")[2])
             algorithm = ADAMW if other else rule.name
-            grouped.setdefault((algorithm, rule, decay), []).append(parameter)
+            grouped.setdefault((algorithm, rule, decay), []).append(self._updated(parameter))
         self._optimizers: list[torch.optim.Optimizer] = []
         for algorithm in ALGORITHMS:
             groups: list[dict[str, Any]] = [
@@ -104,7 +108,23 @@ class ParameterUpdates:
             refused: scalar, 1 where nothing is to change, else 0.
             step: number of the step, from 0.
         """
-        chosen = set(map(id, parameters))
+        wide = []
+        for parameter in parameters:
+            kept = self._in_bf16.get(id(parameter))
+            if kept is None:
+                wide.append(parameter)
+                continue
+            kept.open()  # one after another: in fp32 there is one of them at a time
+            self._step({id(kept.wide)}, refused, step)
+            kept.close(step)
+        self._step(set(map(id, wide)), refused, step)
+
+    def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimizer has in place of a parameter."""
+        kept = self._in_bf16.get(id(parameter))
+        return parameter if kept is None else kept.wide
+
+    def _step(self, chosen: set[int], refused: torch.Tensor, step: int) -> None:
         for optimizer in cast(list[Any], self._optimizers):
             every = [group["params"] for group in optimizer.param_groups]
             optimizer.found_inf = refused
@@ -118,14 +138,18 @@ class ParameterUpdates:
                     group["params"] = own
 
     def state(self, key: Key) -> dict[str, torch.Tensor]:
-        """What is kept of a parameter; nothing before a step was applied to it."""
-        parameter = self.parameters[key]
+        """What is kept of a parameter; but for a master, nothing before a step was applied to
+        it."""
+        kept = self._in_bf16.get(id(self.parameters[key]))
+        parameter = self._updated(self.parameters[key])
         optimizer = self._optimizer_of[id(parameter)]
         if isinstance(optimizer, AdamW8bit):
             state = optimizer.plain_state(parameter)
         else:
             state = optimizer.state.get(parameter, {})
-        return dict(state) if "step" not in state or bool(state["step"]) else {}
+        state = dict(state) if "step" not in state or bool(state["step"]) else {}
+        master = {MASTER_NAME: parameter.detach()} if kept is not None and kept.master else {}
+        return state | master
 
     def forget(self) -> None:
         """Nothing is kept of any parameter."""
@@ -134,9 +158,17 @@ class ParameterUpdates:
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of :meth:`state`."""
-        parameter = self.parameters[key]
+        kept = self._in_bf16.get(id(self.parameters[key]))
+        parameter = self._updated(self.parameters[key])
         optimizer = self._optimizer_of[id(parameter)]
         own = {name: value.to(parameter.device) for name, value in state.items()}
+        master = own.pop(MASTER_NAME, None)
+        if kept is not None:
+            if kept.master and master is not None:
+                kept.wide.data.copy_(master)
+            kept.follow()
+        if not own:
+            return
         if isinstance(optimizer, AdamW8bit):
             optimizer.load_plain_state(parameter, own)
         else:

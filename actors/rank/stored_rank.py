@@ -67,6 +67,10 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         for name, tensor in module.state_dict(keep_vars=True).items():
             yield name, first.get(tensor, ""), tensor
 
+    def _as_stored(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """A tensor as checkpoints have it, whose dtypes are the model's."""
+        return local.float() if id(tensor) in self._optimizer.in_bf16 else local
+
     writes = ("write_copy",)
     save = task("saving a checkpoint")(SavingActor.save)
     copy_state = task("copying what is saved")(SavingActor.copy_state)
@@ -94,7 +98,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
                 changes = tensor.requires_grad or (not parameter and trained)
                 if writes and (changes or owner not in skip_frozen):
                     shard = self._shard(stage, parameter) if parameter else None
-                    local = local_part(tensor.detach())
+                    local = self._as_stored(tensor, local_part(tensor.detach()))
                     tensors.update(stored_shards(f"{owner}/{name}", local, shard))
         state: dict[str, torch.Tensor] = {}
         for (stage, name, key), value in self._optimizer.state_tensors().items():
@@ -122,13 +126,15 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         """
         stored = StoredTensors(folder, index, files)
         own = [
-            (f"{stage.module}/{name}", local_part(tensor.detach()),
-             self._shard(stage, parameter) if parameter else None)
+            (f"{stage.module}/{name}", tensor, self._shard(stage, parameter) if parameter else None)
             for stage in self._stages
             for name, parameter, tensor in self._named_tensors(stage)
         ]
         read = stored.read({name: shard for name, _, shard in own})
-        copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
+        for name, tensor, _ in own:
+            if id(tensor) in self._optimizer.in_bf16 and name in read:
+                read[name] = read[name].to(tensor.dtype)
+        copy_tensors(read, [(name, local_part(tensor.detach())) for name, tensor, _ in own])
         taken = list(read)
         state: dict[tuple[StageId, str, str], torch.Tensor] = {}
         keys = stored.optimizer_keys()

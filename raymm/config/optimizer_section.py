@@ -20,6 +20,7 @@ class UpdateSection(Section):
     """
 
     name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    parameters: Literal["fp32", "bf16_master", "bf16_stochastic"] = "fp32"
     lr: float = 1e-3
     betas: Tuple[float] = (0.9, 0.999)
     eps: float = 1e-8

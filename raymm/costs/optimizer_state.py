@@ -9,7 +9,15 @@ from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.optimizer.adamw_8bit import BLOCK, is_quantised
-from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, MUON, OptimizerConfig, UpdateRule
+from raymm.actors.optimizer.bf16_parameters import products_of
+from raymm.actors.optimizer.optimizer_config import (
+    ADAMW_8BIT,
+    FP32,
+    MASTER,
+    MUON,
+    OptimizerConfig,
+    UpdateRule,
+)
 from raymm.actors.optimizer.updates import matrices_of
 from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.costs.layer_costs import MOMENTS, CostProfile
@@ -32,22 +40,27 @@ def with_optimizer(
     modules = {}
     for name, layers in profile.modules.items():
         spec = model.spec(name)
-        sums = [[0.0, 0.0] for _ in layers]
+        sums = [[0.0, 0.0, 0.0, 0.0] for _ in layers]
         projector = getattr(spec, "projector", None)
         parts = [("module.", spec.source.skeleton())]
         if projector is not None:
             parts.append(("projector.", projector.skeleton()))
         for prefix, skeleton in parts:
             rule, matrices = config.rule_of(name, prefix), matrices_of([skeleton])
-            places = _layers(skeleton, spec.num_blocks)
+            places, products = _layers(skeleton, spec.num_blocks), products_of([skeleton])
             for layer, parameter in places:
                 if parameter.requires_grad:
                     own = sums[layer if prefix == "module." else len(layers) - 1]
                     own[0] += parameter.numel()
                     own[1] += parameter.numel() * _moments(rule, parameter, matrices)
+                    if id(parameter) in products:
+                        own[1] += parameter.numel() * (rule.parameters == MASTER)
+                        own[2 if rule.parameters != FP32 else 3] += parameter.numel()
         modules[name] = tuple(
-            replace(cost, moments=kept / count) if count else cost
-            for cost, (count, kept) in zip(layers, sums, strict=True)
+            replace(
+                cost, moments=kept / count, in_bf16=halved / count, copied=copied / count
+            ) if count else cost
+            for cost, (count, kept, halved, copied) in zip(layers, sums, strict=True)
         )
     return replace(profile, modules=modules)
 

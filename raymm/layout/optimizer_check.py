@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from raymm.actors.optimizer.optimizer_config import MUON, PROJECTOR, OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import FP32, MUON, PROJECTOR, OptimizerConfig
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan, PlanError
 
 
-def check_optimizer(config: OptimizerConfig, plan: Plan) -> None:
+def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
     """Look at an optimizer, before anything starts.
 
     Args:
         config: of the whole model, and of modules.
         plan: what runs where.
+        bf16: whether it computes in bf16.
 
     Raises:
-        PlanError: a module that is none, or one whose parameters are shared out as its optimizer
-            cannot have them.
+        PlanError: a module that is none, one whose parameters are shared out as its optimizer
+            cannot have them, or parameters in another dtype than what is computed with.
     """
-    check_modules(config, plan.graph)
+    check_modules(config, plan.graph, bf16)
     for node in plan.graph.nodes:
         parts = ("module.", "projector.") if node.projector else ("module.",)
+        kept = config.rule_of(node.name, "module.").parameters
+        if kept != FP32 and plan.module_stages(node.name)[0].shards > 1:
+            raise PlanError(
+                f"sharding of {node.name!r} is 'fsdp', which gathers weights in bf16 by itself, "
+                f"and its optimizer's parameters are {kept!r}; accepted: {FP32}, or zero1"
+            )
         if not any(config.rule_of(node.name, part).name == MUON for part in parts):
             continue
         stage = plan.module_stages(node.name)[0]
@@ -34,16 +41,24 @@ def check_optimizer(config: OptimizerConfig, plan: Plan) -> None:
                 )
 
 
-def check_modules(config: OptimizerConfig, graph: ModuleGraph) -> None:
+def check_modules(config: OptimizerConfig, graph: ModuleGraph, bf16: bool) -> None:
     """Look whether all modules that an optimizer names are a model's.
 
     Args:
         config: of the whole model, and of modules.
         graph: the model's.
+        bf16: whether it computes in bf16.
 
     Raises:
-        PlanError: one is not.
+        PlanError: one is not, or its parameters are in another dtype than what is computed with.
     """
+    rules = {"": config} | {f"modules.{name}.": config.rule(name) for name in config.modules}
+    for where, rule in rules.items():
+        if rule.parameters != FP32 and not bf16:
+            raise PlanError(
+                f"optimizer.{where}parameters is {rule.parameters!r}, and run.precision 'fp32'; "
+                f"accepted: {FP32}, or precision bf16"
+            )
     accepted = [node.name for node in graph.nodes]
     accepted += [f"{node.name}{PROJECTOR}" for node in graph.nodes if node.projector]
     for module in config.modules:

@@ -123,7 +123,7 @@ class PlannedModule(ParallelModule):
         """
         run = self.options
         check_fits(plan)
-        check_optimizer(run.optimizer, plan)
+        check_optimizer(run.optimizer, plan, run.autocast is not None)
         connect()
         if any(stage.quota is not None for stage in plan.stages):
             check_grants(plan, _multiprocessors(run.device))

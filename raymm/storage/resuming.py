@@ -41,6 +41,8 @@ RULES = (
     Rule("optimizer.total_steps", True, "the rest of the learning rate's schedule is another one"),
     Rule("optimizer.name", False, "what is kept of parameters is another algorithm's"),
     Rule("optimizer.modules.*.name", False, "what is kept of parameters is another algorithm's"),
+    Rule("optimizer.parameters", False, "weights would be rounded, or their masters lost"),
+    Rule("optimizer.modules.*.parameters", False, "weights would be rounded, or masters lost"),
     Rule("optimizer.*", True, "it holds from the next step on"),
     Rule("run.precision", True, "numbers are rounded otherwise"),
     Rule("run.seed", False, "weights that no checkpoint has, and dropout, would be others"),

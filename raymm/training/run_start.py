@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
-from raymm.config.sections import ConfigError
+from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig
 from raymm.layout.optimizer_check import check_modules, check_optimizer
 from raymm.model.batch_rules import Vocabulary
@@ -16,13 +16,13 @@ from raymm.storage.checkpoint import Checkpoint, CheckpointError
 
 
 def check_updates(
-    optimizer: OptimizerConfig, steps: int, model: MultimodalModule, plan: object
+    optimizer: OptimizerConfig, run: RunConfig, model: MultimodalModule, plan: object
 ) -> None:
     """Look whether every step of a run has a learning rate, and every rule a module.
 
     Args:
         optimizer: the run's.
-        steps: of the run.
+        run: says how many steps, and how it computes.
         model: its description.
         plan: what runs where; another thing than a plan if that is not known yet.
 
@@ -31,9 +31,10 @@ def check_updates(
         PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer`.
     """
     if isinstance(plan, Plan):
-        check_optimizer(optimizer, plan)
+        check_optimizer(optimizer, plan, run.precision == "bf16")
     else:
-        check_modules(optimizer, module_graph(model))
+        check_modules(optimizer, module_graph(model), run.precision == "bf16")
+    steps = run.steps
     rules = {"optimizer": optimizer} | {
         f"optimizer.modules.{name}": optimizer.rule(name) for name in optimizer.modules
     }

@@ -112,7 +112,7 @@ class Trainer:
         self.data = with_vocabulary(data, model)
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
-        check_updates(self.optimizer, run_config.steps, model, self.plan)
+        check_updates(self.optimizer, run_config, model, self.plan)
         self.resources = resources
         self.threads = threads
         self.callbacks = (RayMetrics(), *named_callbacks(run_config.callbacks), *callbacks)

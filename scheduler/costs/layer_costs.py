@@ -87,6 +87,8 @@ class LayerCost:
         base_bytes: of ``parameter_bytes``, what is frozen where the layer is trained: weights under
             adapters.
         moments: fp32 numbers that the optimizer keeps of each trained parameter: AdamW two.
+        in_bf16: share of the trained parameters that are kept in bf16, with their gradients.
+        copied: share of them that have a copy in the compute dtype, where that is not fp32.
         options: what else it may do with its activations, if known: seconds that this adds to a
             forward and backward, and bytes that it keeps instead of ``activation_bytes``, and has
             for a time instead of ``working_bytes``.
@@ -109,6 +111,8 @@ class LayerCost:
     data_bytes: int = 0
     base_bytes: int = 0
     moments: float = MOMENTS
+    in_bf16: float = 0.0
+    copied: float = 1.0
     options: tuple[LayerOption, ...] = ()
     halved: LayerBytes | None = None
 
@@ -124,16 +128,12 @@ class LayerCost:
         for name, value in numbers.items():
             if not 0 <= value < math.inf:  # NaN fails too
                 raise ProfileError(f"{name} is {value}; it must be at least 0 and finite")
-        if self.replicated_bytes > self.parameter_bytes:
-            raise ProfileError(
-                f"replicated_bytes is {self.replicated_bytes}; it must be at most "
-                f"parameter_bytes={self.parameter_bytes}"
-            )
-        if self.base_bytes > self.parameter_bytes:
-            raise ProfileError(
-                f"base_bytes is {self.base_bytes}; it must be at most "
-                f"parameter_bytes={self.parameter_bytes}"
-            )
+        for name in ("replicated_bytes", "base_bytes"):
+            if getattr(self, name) > self.parameter_bytes:
+                raise ProfileError(
+                    f"{name} is {getattr(self, name)}; it must be at most "
+                    f"parameter_bytes={self.parameter_bytes}"
+                )
 
     @property
     def trained_bytes(self) -> int:
@@ -244,6 +244,7 @@ class CostProfile:
         frozen = cost.parameter_bytes - trained
         return int(
             trained * self.state_share(True, moments_shared_by, cost.moments)
+            - trained * (cost.in_bf16 + (1 - cost.copied) * compute_copy_share(self.dtype))
             + frozen * self.state_share(False)
         )
 

@@ -121,6 +121,8 @@ def _process_layer(
         data_bytes=cost.data_bytes,
         base_bytes=base,
         moments=cost.moments,
+        in_bf16=cost.in_bf16,
+        copied=cost.copied,
         options=tuple(
             LayerOption(
                 option.name,

@@ -52,7 +52,10 @@ def with_uncut_modules(
         parameters = sum(c.parameter_bytes for c in own)
         flagged = [c for c, flag in zip(own, node.trainable, strict=False) if flag]
         trained = sum(c.trained_bytes for c in flagged)
-        moments = sum(c.trained_bytes * c.moments for c in flagged) / max(trained, 1)
+        moments, in_bf16, copied = (
+            sum(c.trained_bytes * getattr(c, name) for c in flagged) / max(trained, 1)
+            for name in ("moments", "in_bf16", "copied")
+        )
         running = [bool(w.backward) for w in done]
         together, halves = _together(own, running), [c.halved for c in own if c.halved]
         costs[node.name] = (
@@ -62,7 +65,8 @@ def with_uncut_modules(
                 sum(c.replicated_bytes for c in own),
                 sum(c.key_value_bytes for c in own),
                 together.working_bytes, together.forward_bytes, sum(c.data_bytes for c in own),
-                parameters - trained if trainable else 0, moments, together.options,
+                parameters - trained if trainable else 0, moments, in_bf16, copied,
+                together.options,
                 _together(halves, running) if len(halves) == blocks else None,
             ),
             *profile.modules[node.name][blocks:],

@@ -41,6 +41,10 @@ BAD_SETTINGS = {
          "parallel={language_model: {tp: 2, ranks: [1]}, encoders: {vision: {ranks: [0]}}}"],
         ["tp of 'llm' is 2", "'muon'", "accepted: tp 1, or adamw"],
     ),
+    "bf16 parameters of fp32 products": (
+        ["optimizer.modules={llm: {parameters: bf16_master}}"],
+        ["optimizer.modules.llm.parameters is 'bf16_master'", "accepted: fp32, or precision bf16"],
+    ),
     "unknown key of a layout": (
         ["parallel.language_model.stages=2"], ["parallel.language_model.stages", "pp", "ranks"],
     ),

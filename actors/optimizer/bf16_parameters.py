@@ -1,0 +1,122 @@
+"""Trained weights that are kept in bf16, with gradients in bf16: of matrix products, where autocast
+would round them to it anyway.
+
+What updates them sees fp32 all the same: a master copy that stays, or the weights themselves, to
+which a step's result is rounded at random, up or down by how near it is (stochastic rounding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.precision import CAST_BY_AUTOCAST
+from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.optimizer.optimizer_config import FP32, MASTER, OptimizerConfig
+from raymm.scheduler.plan.stage import StageId
+
+Key = tuple[StageId, str]
+# Of fp32's mantissa, that bf16 lacks.
+_DROPPED = 16
+
+
+class Bf16Parameter:
+    """A trained parameter in bf16, and what its updates are made on.
+
+    Args:
+        key: its stage and name, which random numbers follow from.
+        parameter: in fp32; becomes bf16 here.
+        master: whether its fp32 values stay.
+
+    Attributes:
+        wide: fp32; without values between steps if there is no master.
+    """
+
+    def __init__(self, key: Key, parameter: nn.Parameter, master: bool) -> None:
+        stage, name = key
+        self._place = stage.module, name
+        self.parameter, self.master = parameter, master
+        self.wide = nn.Parameter(parameter.detach().clone())
+        parameter.data = parameter.data.bfloat16()
+        if not master:
+            self._release()
+
+    def open(self) -> None:
+        """Show values and gradient in fp32."""
+        if not self.master:
+            self.wide.data = self.parameter.detach().float()
+        gradient = self.parameter.grad
+        self.wide.grad = None if gradient is None else gradient.float()
+
+    def close(self, step: int) -> None:
+        """Take the values over.
+
+        Args:
+            step: number of the step.
+        """
+        values = self.wide.detach()
+        if not self.master:
+            values = rounded_at_random(values, derive_seed(step, *self._place))
+        self.parameter.data.copy_(values)
+        self.wide.grad = None
+        if not self.master:
+            self._release()
+
+    def follow(self) -> None:
+        """Where the parameter was given other values, the master has these."""
+        if self.master:
+            values, wide = self.parameter.detach(), self.wide.detach()
+            wide.copy_(torch.where(wide.bfloat16() == values, wide, values.float()))
+
+    def _release(self) -> None:
+        self.wide.data = self.wide.data.new_empty((0, *self.parameter.shape[1:]))
+
+
+def rounded_at_random(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """bf16 values next to fp32 ones, below or above with the probability that makes their mean the
+    value. What bf16 has stays.
+
+    Args:
+        values: fp32.
+        seed: of the random numbers.
+    """
+    generator = torch.Generator(values.device).manual_seed(seed)
+    noise = torch.randint(
+        0, 1 << _DROPPED, values.shape, generator=generator, device=values.device,
+        dtype=torch.int32,
+    )
+    bits = values.contiguous().view(torch.int32) + noise
+    rounded = (bits >> _DROPPED << _DROPPED).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
+
+
+def keep_in_bf16(
+    parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig, modules: Iterable[nn.Module]
+) -> dict[int, Bf16Parameter]:
+    """Keep the parameters in bf16 that the rules of their modules say, in place; by id.
+
+    Args:
+        parameters: trained ones.
+        config: says the rules.
+        modules: whose parameters these are.
+    """
+    products = products_of(modules)
+    kept: dict[int, Bf16Parameter] = {}
+    for key, parameter in parameters.items():
+        mode = config.rule_of(key[0].module, key[1]).parameters
+        if mode != FP32 and id(parameter) in products and parameter.dtype == torch.float32:
+            kept[id(parameter)] = Bf16Parameter(key, parameter, mode == MASTER)
+    return kept
+
+
+def products_of(modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of parameters that only matrix products use."""
+    inside: set[int] = set()
+    outside: set[int] = set()
+    for module in modules:
+        for child in module.modules():
+            own = {id(p) for p in child._parameters.values() if p is not None}
+            (inside if isinstance(child, CAST_BY_AUTOCAST) else outside).update(own)
+    return inside - outside

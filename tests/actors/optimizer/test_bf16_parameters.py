@@ -1,0 +1,48 @@
+"""Stochastic rounding, and updates of parameters in bf16."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from raymm.actors.optimizer.bf16_parameters import Bf16Parameter, rounded_at_random
+from raymm.scheduler.plan.stage import StageId
+
+KEY = (StageId("llm", 0), "module.weight")
+
+
+@given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 10**6))
+def test_a_value_becomes_one_of_its_neighbours(value, seed):
+    values = torch.full((64,), value)
+    rounded = rounded_at_random(values, seed).float()
+    nearest = values.bfloat16().float()
+    spacing = values.abs() * 2**-7 + 1e-38
+    assert ((rounded - values).abs() <= spacing).all()
+    assert rounded.unique().numel() <= 2
+    kept = rounded_at_random(nearest, seed).float()
+    assert kept.equal(nearest)
+
+
+def test_the_mean_is_the_value():
+    """An update of a hundredth of what bf16 can tell apart is not lost."""
+    values = torch.full((2**18,), 1 + 2**-7 / 100)
+    mean = rounded_at_random(values, 0).double().mean()
+    assert abs(float(mean) - float(values[0])) < 2**-7 / 500
+    assert values.bfloat16().eq(1).all()
+
+
+def test_what_is_not_finite_stays_so():
+    values = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    assert torch.equal(rounded_at_random(values, 1).isfinite(), torch.zeros(3).bool())
+
+
+def test_a_master_follows_a_parameter_that_was_given_other_values():
+    parameter = nn.Parameter(torch.randn(4, 4))
+    before = parameter.detach().clone()
+    kept = Bf16Parameter(KEY, parameter, master=True)
+    kept.follow()
+    assert kept.wide.equal(before)
+    with torch.no_grad():
+        parameter[0] = 3.0
+    kept.follow()
+    assert kept.wide[0].eq(3).all() and kept.wide[1:].equal(before[1:])

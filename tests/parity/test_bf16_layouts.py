@@ -1,0 +1,61 @@
+"""Weights in bf16: with masters the same bits as weights in fp32 under autocast."""
+
+import parity_models as pm
+import pytest
+import torch
+
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import PlanError
+
+STEPS = 3
+
+
+def model() -> MultimodalModule:
+    return MultimodalModule(
+        {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
+        ModalityModule(pm.build(pm.llama(tied=True), 3)),
+    )
+
+
+def trained(parameters: str, spec: ParallelSpec, microbatches: int, precision: str = "bf16"):
+    """Parameters after some steps, and losses."""
+    # Without clipping, which rounds gradients again.
+    config = OptimizerConfig(lr=1e-3, eps=1e-5, max_grad_norm=None, parameters=parameters)
+    layout = MultimodalParallelSpec({"vision": ParallelSpec()}, spec, microbatches)
+    step = [pm.batch([9, 7], 4 + m, vision=[0, 1]) for m in range(microbatches)]
+    with layout.apply(model(), optimizer=config, precision=precision) as parallel:
+        losses = [parallel.train_step(step).loss for _ in range(STEPS)]
+        return parallel.parameters(), losses
+
+
+@pytest.mark.parametrize("spec", [ParallelSpec(pp=2), ParallelSpec(tp=2)])
+def test_masters_give_the_bits_of_fp32_parameters(ray_cluster, spec):
+    """One microbatch: of several, gradients add up in bf16."""
+    due, losses = trained("fp32", spec, 1)
+    mine, same = trained("bf16_master", spec, 1)
+    assert same == losses
+    halved = {name for name, value in mine.items() if value.dtype == torch.bfloat16}
+    assert all(name.endswith(("_proj.weight", "_proj.bias", "fc1.weight", "fc1.bias",
+                              "fc2.weight", "fc2.bias")) or "projector" in name
+               or "patch_embedding" in name or "head" in name for name in halved)
+    assert len(halved) > 20
+    for name, value in due.items():
+        assert mine[name].equal(value.to(mine[name].dtype)), name
+
+
+def test_several_microbatches_and_replicas(ray_cluster):
+    due, losses = trained("fp32", ParallelSpec(), 2)
+    for parameters in ("bf16_master", "bf16_stochastic"):
+        _, near = trained(parameters, ParallelSpec(dp=2, sharding="zero1"), 2)
+        assert near == pytest.approx(losses, rel=2e-3)
+        assert near[-1] < near[0]
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(ray_cluster):
+    with pytest.raises(PlanError, match="parameters is 'bf16_master', and run.precision 'fp32'"):
+        trained("bf16_master", ParallelSpec(), 1, "fp32")
+    with pytest.raises(PlanError, match="sharding of 'llm' is 'fsdp', which gathers weights"):
+        trained("bf16_master", ParallelSpec(dp=2, sharding="fsdp"), 2)
