@@ -21,7 +21,7 @@ from raymm.errors import InputError
 # What a merge policy may return, and which of its dimensions is that of rows.
 _ROWS = {
     "inputs_embeds": 0, "targets": 0, "attention_mask": 0, "token_type_ids": 0,
-    "token_layout": 1, "position_ids": -2,
+    "cross_attention_states": 0, "cross_shown": 0, "token_layout": 1, "position_ids": -2,
 }  # fmt: skip
 
 
@@ -41,8 +41,9 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
 
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``attention_mask``
-            (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,) and
-            ``token_layout`` (3, B, T); where there is one row for all, it stays.
+            (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,),
+            ``token_layout`` (3, B, T), ``cross_attention_states`` (B, V, H) and ``cross_shown``
+            (B, T, items); where there is one row for all, it stays.
         place: this process's place among them.
         processes: how many share the rows.
 

@@ -181,3 +181,19 @@ def test_four_stages_of_two_processes(ray_cluster, placeholders):
         assert parallel.group.num_ranks == 9
         check_gradients(parallel, oracle, steps)
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tp": 2}, {"dp": 2, "sharding": "fsdp"}, {"dp": 2, "cp": 2, "sharding": "fsdp"},
+        {"dp": 2, "cp": 2, "sharding": "zero1"},
+    ],
+)
+def test_other_degrees(ray_cluster, degrees):
+    """Parameters, samples and tokens shared out among processes."""
+    model = model_of(CrossAttend())
+    oracle = oracle_of(model)
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=2, **degrees), 4)
+    with spec.apply(model, optimizer=OPTIMIZER, resources=RankResources(cpus=0.5)) as parallel:
+        check_gradients(parallel, oracle, step())
