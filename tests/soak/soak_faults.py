@@ -104,6 +104,7 @@ def _observed(function: Any, phase: str) -> Any:
 def _observed_connections(made: Any) -> Any:
     def connected(self: Connections, spec: Any, *args: Any) -> None:
         MOMENT.rank = spec.rank
+        (MOMENT.folder / f"rank-{spec.rank}.pid").write_text(str(os.getpid()))
         made(self, spec, *args)
 
     return connected

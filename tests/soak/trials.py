@@ -120,8 +120,6 @@ class Soak(Callback):
         now = self._now
         if now is None:
             return
-        # What was to happen meanwhile is another failure of the same recovery.
-        now.text += restart.text
         now.redone = max(now.redone, self._last - restart.run.first_step)
         now.recovered = time.time()
 
@@ -135,8 +133,8 @@ class Soak(Callback):
                  "kind": trial.kind}
         (self._folder / "new.json").write_text(json.dumps(fault))
         (self._folder / "new.json").rename(self._folder / "fault.json")
-        if trial.phase == "recovery":  # there has to be one
-            os.kill(_pids("RankActor")[0], signal.SIGKILL)
+        if trial.phase == "recovery":  # there has to be one, of the other rank
+            os.kill(int((self._folder / f"rank-{1 - trial.rank}.pid").read_text()), signal.SIGKILL)
         if trial.survives:
             threading.Thread(target=self._wake, args=(trial,), daemon=True).start()
 
@@ -161,10 +159,11 @@ class Soak(Callback):
             trial.recovered >= trial.at
         )
 
-    def decided(self) -> None:
-        """The driver knows."""
+    def decided(self, text: str) -> None:
+        """The driver knows, and says who it was; of what happens within a recovery, too."""
         if self._now is not None:
             self._now.decided = time.time()
+            self._now.text += f"{text}\n"
 
 
 def noting_decisions(soak: Soak) -> None:
@@ -172,9 +171,9 @@ def noting_decisions(soak: Soak) -> None:
     controller: Any = RunController
     decide = RunController.decide
 
-    def decided(self: RunController, *args: Any) -> Any:
-        soak.decided()
-        return decide(self, *args)
+    def decided(self: RunController, cause: Any, text: str, *args: Any) -> Any:
+        soak.decided(text)
+        return decide(self, cause, text, *args)
 
     controller.decide = decided
 
