@@ -3,6 +3,8 @@ images' tokens, and gives their gradient back; as in one process, sample by samp
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import parity_models as pm
 import pytest
 import torch
@@ -55,7 +57,8 @@ class CrossOracle(Oracle):
     token_id: int | None = None
 
     def loss_sum(self, microbatch):
-        llm, total = self.language_model.module, torch.zeros(())
+        llm: Any = self.language_model.module
+        total = torch.zeros(())
         part = microbatch.get("vision", {"sample_index": torch.empty(0)})
         for row in range(microbatch["input_ids"].shape[0]):
             real = microbatch["attention_mask"][row].bool()
@@ -74,7 +77,7 @@ class CrossOracle(Oracle):
                     places = (ids == self.token_id).cumsum(0)
                     begun = (places[:, None] > torch.arange(len(features))).float()
                 mask, rows = _prepare_cross_attention_mask(
-                    begun[None, :, None], tokens, begun.dtype
+                    begun[None, :, None], tokens, cast(Any, begun.dtype)
                 )
                 arguments = {
                     "cross_attention_states": torch.cat(features)[None],
@@ -91,8 +94,8 @@ class CrossOracle(Oracle):
 
 def oracle_of(model: MultimodalModule, token_id: int | None = None) -> CrossOracle:
     model.materialize()
-    encoders = {name: (one.module, one.projector) for name, one in model.encoders.items()}
-    oracle = CrossOracle(encoders, model.language_model.module)
+    encoders: Any = {name: (one.module, one.projector) for name, one in model.encoders.items()}
+    oracle = CrossOracle(encoders, cast(Any, model.language_model.module))
     oracle.token_id = token_id
     return oracle
 
@@ -173,7 +176,7 @@ def test_four_stages_of_two_processes(ray_cluster, placeholders):
     oracle, steps = oracle_of(model, token), step(placeholders)
     if not placeholders:
         steps[3] = pm.batch([8], 7, vision=[0] * 24)
-        config = model.language_model.module.config
+        config = cast(Any, model.language_model.module).config
         assert recomputes(config, 8, 24 * 4) and not recomputes(config, 17, 2 * 4)
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=4, cp=2), 4)
     half = RankResources(cpus=0.5)
