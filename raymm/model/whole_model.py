@@ -37,6 +37,7 @@ from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.model.batch_rules import IDS, LABELS, BatchError, check_tensor
 from raymm.model.modality_module import ModelError
 from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.ragged import rows_per_item
 from raymm.model.trainable_layers import any_trainable, trainable_blocks
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
@@ -203,6 +204,21 @@ class WholeModel:
                     f"{name} is of dtype {value.dtype} and {value.dim()} dimensions; accepted: "
                     f"{like.dtype} and {like.dim()}, as in the example"
                 )
+        for tower in self.towers:
+            self._check_rows(tower, microbatch)
+
+    def _check_rows(self, tower: Tower, microbatch: Batch) -> None:
+        """Sizes of items, where those of the example say how many rows an item has."""
+        shown, own = (
+            {e: batch[e] for _, e in tower.arguments if e in batch}
+            for batch in (self.example, microbatch)
+        )  # fmt: skip
+        try:
+            rows_per_item(tower.name, shown, min(map(len, shown.values())))
+        except BatchError:
+            return  # they say something else
+        if own:
+            rows_per_item(tower.name, own, min(map(len, own.values())))
 
     def parts(self, microbatch: Batch) -> dict[str, dict[str, Any]]:
         """What the first stage of each module is given, of those that have anything to do."""

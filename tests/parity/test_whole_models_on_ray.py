@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 from benchmarks._family_classes import Family
@@ -125,3 +126,30 @@ def test_what_does_not_fit_is_refused_before_a_rank_sees_it():
     ):
         with pytest.raises(BatchError, match=why):
             model.check({**first, name: value})
+    model, (first, *_) = whole("Qwen2_5_VLForConditionalGeneration")
+    model.check(first)
+    with pytest.raises(BatchError, match="image_grid_thw says"):
+        model.check({**first, "pixel_values": first["pixel_values"][1:]})
+
+
+def test_a_batch_is_split_by_rows_with_their_items_whole():
+    model, (first, _, third) = whole("Qwen2_5_VLForConditionalGeneration")
+    batch = {
+        n: torch.cat([first[n], third[n]]) for n in first
+        if n in ("pixel_values", "image_grid_thw")
+    }
+    length = max(len(first["input_ids"][0]), len(third["input_ids"][0]))
+    for name in first:
+        if name not in batch:
+            fill = -100 if name == "labels" else 0
+            batch[name] = torch.cat([
+                F.pad(part[name], (0, length - part[name].shape[1]), value=fill)
+                for part in (first, third)
+            ])  # fmt: skip
+    batch["sample_index"] = {"vision": torch.tensor([0, 1, 3, 3])}
+    with WholeParallelModule(
+        model, whole_plan(model, {}, 2), optimizer=OPTIMIZER, timeout_s=120
+    ) as running:
+        output = running.execute(batch)
+    loss = model.loss([first, third]).item()
+    assert abs(output.loss - loss) <= 1e-6 * abs(loss)

@@ -11,6 +11,7 @@ from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.layout.plan_check import differences
 from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.ragged import split_rows
 from raymm.model.whole_model import WholeModel, label_tokens
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.plan_module import PendingStep, PlannedModule
@@ -82,13 +83,15 @@ class WholeParallelModule(PlannedModule):
         """A step's microbatches, of which the plan has so many at most.
 
         Args:
-            batch: a microbatch, or a list of them: what the model's processor returns, with
-                ``labels``.
+            batch: what the model's processor returns, with ``labels``, which is split by rows
+                into as many microbatches; or a list of microbatches. To split it takes
+                ``sample_index``, by tower the row of every item (N,) int64, where there is not
+                one per row.
 
         Raises:
             BatchError: one that does not fit.
         """
-        batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        batches = self._split(batch) if isinstance(batch, Mapping) else list(batch)
         if not 1 <= len(batches) <= self.plan.num_microbatches:
             raise BatchError(
                 f"a step has {len(batches)} microbatches; accepted: 1 to "
@@ -99,6 +102,13 @@ class WholeParallelModule(PlannedModule):
         if not sum(map(label_tokens, batches)):
             raise BatchError("labels of the step are all -100; accepted: at least one label")
         return batches
+
+    def _split(self, batch: Mapping[str, Any]) -> list[Batch]:
+        index = batch.get("sample_index", {})
+        entries = {name: value for name, value in batch.items() if name != "sample_index"}
+        self.model.check(entries)
+        towers = {t.name: tuple(e for _, e in t.arguments) for t in self.model.towers}
+        return [*split_rows(entries, towers, index, self.plan.num_microbatches)]
 
     def submit(
         self, prepared: Sequence[Batch], update: bool = False, forward_only: bool = False,

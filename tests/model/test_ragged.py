@@ -1,0 +1,56 @@
+"""Items of different sizes stay whole, wherever a batch is cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.model.batch_rules import BatchError
+from raymm.model.ragged import rows_per_item, split_rows
+
+
+@st.composite
+def batches(draw):
+    """A batch of rows with 0 to 5 images each, whose patches say which image they are of."""
+    count, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    images = [draw(st.integers(0, 5)) for _ in range(count * size)]
+    grids = [
+        [1, draw(st.integers(1, 4)), draw(st.integers(1, 4))] for _ in range(sum(images))
+    ]
+    patches = [torch.full((g[1] * g[2], 2), float(n)) for n, g in enumerate(grids)]
+    batch = {"input_ids": torch.arange(count * size)[:, None]}
+    if images and grids:
+        batch["pixel_values"] = torch.cat(patches)
+        batch["image_grid_thw"] = torch.tensor(grids)
+    rows = torch.tensor([row for row, n in enumerate(images) for _ in range(n)])
+    return batch, rows, images, patches, count
+
+
+@given(batches())
+@settings(deadline=None, max_examples=60)
+def test_each_microbatch_has_the_items_of_its_rows_and_no_other(made):
+    batch, rows, images, patches, count = made
+    towers = {"vision": ("pixel_values", "image_grid_thw")}
+    parts = split_rows(batch, towers, {"vision": rows}, count)
+    item = 0
+    for part in parts:
+        own = sum(images[int(row)] for row in part["input_ids"][:, 0])
+        if not own:  # no tower runs for it
+            assert part.keys() == {"input_ids"}
+            continue
+        expected = patches[item : item + own]
+        torch.testing.assert_close(part["pixel_values"], torch.cat(expected))
+        torch.testing.assert_close(
+            part["image_grid_thw"], batch["image_grid_thw"][item : item + own]
+        )
+        item += own
+    assert item == len(patches)
+
+
+def test_grids_that_contradict_patches_are_refused():
+    grid = torch.tensor([[1, 2, 2], [1, 2, 3]])
+    entries = {"pixel_values": torch.zeros(11, 4), "image_grid_thw": grid}
+    with pytest.raises(BatchError, match="11 rows for 2 items .image_grid_thw says 10"):
+        rows_per_item("vision", entries, 2)
+    rows = rows_per_item("vision", {**entries, "pixel_values": torch.zeros(10, 4)}, 2)
+    assert rows["pixel_values"].tolist() == [4, 6]
