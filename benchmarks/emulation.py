@@ -17,7 +17,7 @@ ENTRY = "x"
 
 @dataclass(frozen=True)
 class Emulation:
-    """What :class:`raymm.runtime.multiplexed_dag.MultiplexedModule` is made of.
+    """What :class:`raymm.DagParallelModule` is made of.
 
     Attributes:
         dag: nodes that sleep. Those that nothing reads are losses.

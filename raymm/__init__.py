@@ -55,10 +55,11 @@ _PUBLIC = {
     "DagLoss": "raymm.model.dag_module",
     "every": "raymm.model.dag_module",
     "ContrastiveLoss": "raymm.model.contrastive",
-    "MultiplexedModule": "raymm.runtime.multiplexed_dag",
-    "PipelinedModule": "raymm.runtime.pipelined_dag",
+    "DagParallelModule": "raymm.runtime.parallel_dag",
     "dag_plan": "raymm.runtime.specs",
+    "MultiplexedModule": "raymm.runtime.multiplexed",
     "MultiplexedParallelModule": "raymm.runtime.multiplexed",
+    "plan_of_mapping": "raymm.layout.mapping_plan",
     "PlannedMultiplexed": "raymm.planning.multiplexed",
     "PlanRequest": "raymm.planning.request",
     "Plan": "raymm.scheduler.plan.plan",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from raymm.config.sections import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.errors import Error, InputError, RankFailedError, RunError
+    from raymm.layout.mapping_plan import plan_of_mapping
     from raymm.model.contrastive import ContrastiveLoss
     from raymm.model.dag_module import DagLoss, DagModule, every
     from raymm.model.modality_module import ModalityModule
@@ -91,11 +93,10 @@ if TYPE_CHECKING:
     from raymm.planning.plan import Planned, plan
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connect
-    from raymm.runtime.multiplexed import MultiplexedParallelModule
-    from raymm.runtime.multiplexed_dag import MultiplexedModule
+    from raymm.runtime.multiplexed import MultiplexedModule, MultiplexedParallelModule
+    from raymm.runtime.parallel_dag import DagParallelModule
     from raymm.runtime.parallel_module import StepOutput
     from raymm.runtime.pipelined import MultimodalParallelModule
-    from raymm.runtime.pipelined_dag import PipelinedModule
     from raymm.runtime.skipped_step import NotFiniteError, SkippedStep, SkippedStepWarning
     from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
     from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan

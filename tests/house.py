@@ -109,10 +109,6 @@ TABLE: dict[str, tuple[str, ...]] = {
         "actors/placement", "actors/recompute", "actors/storage", "actors/sharding",
         "actors/optimizer", "actors/stages", "actors/executor", "actors/recovery",
     ),
-    "actors/multiplexed": (
-        "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
-        "actors/placement", "actors/storage", "actors/optimizer", "actors/stages", "actors/rank",
-    ),
     # raymm: what a user touches
     "raymm/files": ("actors/storage",),
     "raymm/data/samples": ("actors", "raymm/files"),
@@ -150,12 +146,12 @@ TABLE: dict[str, tuple[str, ...]] = {
         "scheduler", "actors", "raymm/model", "raymm/layout", "raymm/costs", "raymm/runtime",
     ),
     "raymm/planning": (
-        "scheduler", "actors", "raymm/draw", "raymm/model", "raymm/data/loading", "raymm/data",
-        "raymm/costs", "raymm/config",
+        "scheduler", "actors", "raymm/draw", "raymm/model", "raymm/data/loading", "raymm/layout",
+        "raymm/data", "raymm/costs", "raymm/config",
     ),
     "raymm/storage": (
-        "actors", "raymm/files", "raymm/data/samples", "raymm/data/readers", "raymm/model",
-        "raymm/layout", "raymm/data", "raymm/runtime", "raymm/config",
+        "scheduler/plan", "actors", "raymm/files", "raymm/data/samples", "raymm/data/readers",
+        "raymm/model", "raymm/layout", "raymm/data", "raymm/runtime", "raymm/config",
     ),
     "raymm/monitor": (
         "actors/placement",
@@ -178,7 +174,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm": (
         "scheduler", "actors", "raymm/version.py", "raymm/callbacks", "raymm/model", "raymm/data",
-        "raymm/runtime", "raymm/runtime/whole", "raymm/config", "raymm/planning", "raymm/storage",
+        "raymm/layout", "raymm/runtime", "raymm/runtime/whole", "raymm/config", "raymm/planning",
+        "raymm/storage",
         "raymm/training", "raymm/cli",
     ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from raymm.scheduler.graph.direction import Direction
-from raymm.scheduler.graph.sample_ranges import Range
+from raymm.scheduler.graph.sample_ranges import Range, overlap
 from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
@@ -235,7 +235,7 @@ class _Resolver:
         own = self.forwards[consumer, microbatch]
         if not has or not own or (producer.module, consumer.module) in self.every:
             return has
-        return tuple(both for r in has for o in own if (both := r.meet(o))) or None
+        return overlap(has, own) or None
 
     def _gets(
         self, producer: StageId, consumer: StageId, microbatch: int

@@ -13,6 +13,7 @@ import torch
 
 from raymm.actors.executor.compiled_program import Task, between_modules
 from raymm.actors.executor.split_backward import backward_input
+from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.executor.step_state import Leaves, Received, StepState
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
@@ -25,13 +26,16 @@ from raymm.actors.modules.message_samples import (
 )
 from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteObserver
-from raymm.scheduler.graph.sample_ranges import Range
+from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 
 Action = Callable[[StepState], None]
 """A task, carried out."""
 Forward = Callable[[StepState, Received], tuple[Leaves, Message]]
+
+
+_ALL = (None, 0)  # what :func:`_rows` says of all samples
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,9 @@ class StageActions:
             meta, rows = step.meta, step.inputs.get(stage)
             inputs = rows[microbatch] if rows else None
             ids = meta.sample_ids[microbatch] if meta.sample_ids else ()
+            offsets = meta.offsets[microbatch] if meta.offsets else {}
             context = MicrobatchContext(
-                meta.label_tokens, microbatch, ids, None, meta.scales, samples
+                meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)
@@ -203,12 +208,13 @@ class StageActions:
 
         def hand_on(step: StepState, output: Message) -> None:
             tensors = tuple([t.detach() for t in output.tensors])
+            rows = _rows(step.meta, task, stage.module, task.samples) if task.samples else _ALL
             if step.meta.training:
-                observer.saw("output", stage, microbatch, tensors)
+                observer.saw("output", stage, microbatch, tensors, None, *rows)
             if output.loss is not None:
                 step.losses[stage, microbatch] = loss = output.loss.detach()
                 if step.meta.training:
-                    observer.saw("output", stage, microbatch, (loss,))
+                    observer.saw("output", stage, microbatch, (loss,), None, *rows)
                     observer.loss(loss)
             handed = Message(tensors, output.side, output.names)
             for target in targets:
@@ -269,7 +275,7 @@ class StageActions:
     def _hand_back(self, task: Task) -> Callable[[StepState, list[torch.Tensor], Leaves], None]:
         observer, whole = self._around.observer, self._around.sum_gradient
         producers = [
-            (p.stage, p.gradient,
+            (p, p.gradient,
              whole if p.stage in self._around.local and between_modules(p.stage, task.stage)
              else None)
             for p in task.producers if p.needs_gradient
@@ -286,10 +292,26 @@ class StageActions:
                         sum_up(gradient.clone(memory_format=torch.contiguous_format))
                         for gradient in handed
                     )
-                observer.saw("gradient", task.stage, task.microbatch, handed, of=producer)
+                module, reads = producer.stage.module, producer.reads
+                rows = _rows(step.meta, task, module, reads) if reads else _ALL
+                observer.saw(
+                    "gradient", task.stage, task.microbatch, handed, producer.stage, *rows
+                )
                 step.messages[target] = Message(handed, {})
 
         return hand_back
+
+
+def _rows(
+    meta: StepMeta, task: Task, module: str, samples: tuple[Range, ...]
+) -> tuple[tuple[int, int], int]:
+    """Where the rows of some samples are among all that a module has of a microbatch, and how many
+    those are."""
+    offsets = meta.offsets_of(task.microbatch, module)
+    rows = rows_of(Range(samples[0].lo, samples[-1].hi), offsets)
+    if offsets is not None:
+        return (rows.lo, rows.hi), offsets[-1]
+    return (rows.lo, rows.hi), len(meta.sample_ids[task.microbatch]) if meta.sample_ids else 0
 
 
 def _in_parts(task: Task) -> bool:
@@ -314,7 +336,7 @@ def _received_parts(
             message = message._replace(tensors=own)
         parts.setdefault(producer.name, []).append((producer.reads, message))
     return leaves, {
-        name: joined([message for _, message in sorted(of, key=_first)])
+        name: joined(name, [message for _, message in sorted(of, key=_first)])
         for name, of in parts.items()
     }
 

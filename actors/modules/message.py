@@ -7,14 +7,14 @@ a user's callback may do what it likes there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from raymm.actors.modules.draws import Draws
-from raymm.scheduler.graph.sample_ranges import Range
+from raymm.scheduler.graph.sample_ranges import Range, rows_of
 
 # The name of the hidden state beside ports.
 HIDDEN = ""
@@ -54,6 +54,8 @@ class MicrobatchContext(NamedTuple):
         draws: where random numbers come from; None: from wherever the generators are.
         scales: by module, what the sum of its samples' losses is multiplied with.
         samples: that the stage works on; without any, all of the microbatch.
+        offsets: by module that has any number of rows of a sample, each sample's first row, and
+            behind the last one the number of rows.
     """
 
     label_tokens: int
@@ -62,6 +64,20 @@ class MicrobatchContext(NamedTuple):
     draws: Draws | None = None
     scales: Mapping[str, float] = {}
     samples: tuple[Range, ...] = ()
+    offsets: Mapping[str, Sequence[int]] = {}
+
+    def own_rows(self, module: str) -> Range:
+        """Where the rows that a module has of the stage's samples lie among all that it has of the
+        microbatch; next to one another, as samples between them have none."""
+        first, last = self.samples[0], self.samples[-1]
+        return rows_of(Range(first.lo, last.hi), self.offsets.get(module))
+
+    @property
+    def own_ids(self) -> tuple[str, ...]:
+        """Names of the stage's samples."""
+        if not self.samples:
+            return self.sample_ids
+        return tuple(name for own in self.samples for name in self.sample_ids[slice(*own)])
 
     def enter(self, place: str) -> None:
         """What is drawn from now on belongs to this place of the module."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from raymm.actors.modules.message import Message
+from raymm.actors.modules.node import OutputError
 from raymm.errors import InternalError
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.plan.port_routes import EdgePorts
@@ -121,19 +122,40 @@ def _with_rows(shape: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.tensor([rows, *shape.tolist()[1:]], device="cpu")
 
 
-def joined(parts: Sequence[Message]) -> Message:
-    """Messages of samples that follow one another, of replicas of a module, as one."""
+def joined(name: str, parts: Sequence[Message]) -> Message:
+    """Messages of samples that follow one another, of replicas of a module, as one.
+
+    Args:
+        name: of the module.
+        parts: in the order of their samples.
+
+    Raises:
+        OutputError: what replicas hand on differs in more than the number of rows.
+    """
     first, *further = parts
     if not further:
         return first
     tensors = zip(*(part.tensors for part in parts), strict=True)
     side = {}
-    for name, entry in first.side.items():
-        entries = [part.side[name] for part in parts]
-        shapes = name.startswith(SHAPE)
+    for key, entry in first.side.items():
+        entries = [part.side[key] for part in parts]
+        shapes = key.startswith(SHAPE)
         rows = sum(int(shape[0]) for shape in entries) if shapes else 0
-        side[name] = _with_rows(entry, rows) if shapes else torch.cat(entries)
-    return first._replace(tensors=tuple([torch.cat(of_name) for of_name in tensors]), side=side)
+        side[key] = _with_rows(entry, rows) if shapes else _rows_of_all(name, entries)
+    return first._replace(
+        tensors=tuple([_rows_of_all(name, of_name) for of_name in tensors]), side=side
+    )
+
+
+def _rows_of_all(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = " and ".join(str(tuple(part.shape)) for part in parts)
+        raise OutputError(
+            f"outputs of replicas of {name!r} are of shapes {shapes} for samples of one "
+            "microbatch; accepted: shapes that follow from the microbatch, not from a replica's "
+            "samples"
+        )
+    return torch.cat(tuple(parts))
 
 
 def summed(

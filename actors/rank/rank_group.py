@@ -59,7 +59,7 @@ class RankGroup(ObservedRanks):
     ) -> None:
         check_capacity(len(specs), resources, placement)
         super().__init__(labels, specs[0].timeout_s)
-        self.renews = hasattr(self.actor_class, "renew")
+
         self._specs, self._reserved = list(specs), resources
         self.places: tuple[RankPlace, ...] = ()
         self._programs: OrderedDict[str, None] = OrderedDict()

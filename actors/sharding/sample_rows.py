@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.actors.modules.message import MicrobatchContext
 from raymm.errors import InputError
 
 # What a merge policy may return, and which of its dimensions is that of rows.
@@ -33,6 +34,26 @@ def shares(count: int, processes: int) -> list[range]:
     """The samples of every process: in order, as many to within one."""
     edges = [-(-count * place // processes) for place in range(processes + 1)]
     return [range(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
+
+
+def text_of_samples(inputs: Mapping[str, Any], context: MicrobatchContext) -> dict[str, Any]:
+    """Of a microbatch's text the rows of a stage's samples, and to which of them their items
+    belong.
+
+    Args:
+        inputs: tensors (B, ...), and ``sample_index``: (items,) by modality.
+        context: with the samples.
+    """
+    (rows,) = context.samples  # every sample has text
+    own: dict[str, Any] = {
+        name: value[slice(*rows)] for name, value in inputs.items() if name != "sample_index"
+    }
+    own["sample_index"] = {
+        name: index[slice(*items)] - rows.lo
+        for name, index in inputs["sample_index"].items()
+        if (items := context.own_rows(name))
+    }
+    return own
 
 
 def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str, torch.Tensor]:

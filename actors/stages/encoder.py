@@ -230,6 +230,8 @@ class EncoderStage(StageModule):
         received_hidden: torch.Tensor | None = None
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
+            if context.samples:
+                inputs = self._of_samples(inputs, context)
             if self.spec.preprocess is not None:
                 context.enter("preprocess")
                 inputs = self.spec.preprocess(inputs)
@@ -279,6 +281,12 @@ class EncoderStage(StageModule):
             return Message((hidden,), side)
         if self._samples is not None:
             hidden = self._all_items(hidden, int(on_host(side[_ITEMS])), self._samples)
+        if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
+            raise SplitSamplesError(
+                f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
+                f"{context.own_rows(self.spec.name).size} items; where microbatches are split by "
+                "samples, accepted: (items, tokens, width)"
+            )
         return Message((hidden,), {})
 
     def _from_stages(
@@ -309,6 +317,11 @@ class EncoderStage(StageModule):
     ) -> dict[str, Any]:
         """Inputs as callbacks get them: what is not there says so when it is read."""
         return inputs if self.first else shown_inputs(inputs, ghosts(side), reads)
+
+    def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
+        """Of a microbatch's items those of the stage's samples."""
+        rows = context.own_rows(self.spec.name)
+        return {name: value[slice(*rows)] for name, value in inputs.items()}
 
     def _own_items(
         self, inputs: dict[str, Any], samples: Exchange

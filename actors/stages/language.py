@@ -33,7 +33,7 @@ from raymm.actors.sharding.context_rows import (
     token_pairs,
 )
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.sharding.sample_rows import take_rows
+from raymm.actors.sharding.sample_rows import take_rows, text_of_samples
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.sharding.visual_tokens import (
@@ -237,6 +237,8 @@ class LanguageStage(StageModule):
         hidden: torch.Tensor | None = None
         if self.first:
             assert inputs is not None
+            if context.samples:
+                inputs = text_of_samples(inputs, context)
             context.enter("merge")
             side = self._merge(inputs, received, context)
             if self._samples is not None:
@@ -354,7 +356,7 @@ class LanguageStage(StageModule):
         try:
             merged = merge_rows(self.spec.merge, features, to_merge)
         except MergeError as error:
-            ids = context.sample_ids
+            ids = context.own_ids
             if error.row is not None:
                 ids = ids[error.row : error.row + 1]
             raise MergeError(f"{error} (sample id: {', '.join(ids) or 'unknown'})") from None

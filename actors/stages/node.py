@@ -119,6 +119,10 @@ class NodeStage(EncoderStage):
         }
         return arguments_of(self.node, entries, outputs, every, own), own.size
 
+    def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
+        """They are those of its samples: entries are dealt out before they are sent."""
+        return inputs
+
     def _ended(
         self, message: Message, samples: int | None, arguments: dict[str, Any],
         context: MicrobatchContext,

@@ -25,8 +25,9 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 from examples.alignment.cache import default_root
 from examples.alignment.processors import load_image
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.contrastive import clip_dag
-from raymm.runtime.multiplexed_dag import MultiplexedModule
+from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
 IMAGE_SIZE = 56  # pixels, both sides: a quarter of what the processor gives
@@ -168,13 +169,15 @@ def main(given: Sequence[str] | None = None) -> dict[str, list[float]]:
     )
     dag = clip_dag(build_model(captions.size, seed=0))
     found: dict[str, list[float]] = {"train": [], "heldout": []}
-    with MultiplexedModule(dag, MAPPING, optimizer=optimizer, device=options.device) as running:
+    plan = plan_of_mapping(dag, MAPPING)
+    with DagParallelModule(dag, plan, optimizer=optimizer, device=options.device) as running:
         found["heldout"].append(running.evaluate(unseen).loss)
         for step, batch in enumerate(batches(data, options.batch_size, options.steps, seed=0)):
             output = running.train_step(batch)
             found["train"].append(output.loss)
             if step % 10 == 0 or step == options.steps - 1:
-                console.print(f"step {step}: loss {output.loss:.4f}, {output.seconds:.2f} s")
+                seconds = output.timeline.makespan
+                console.print(f"step {step}: loss {output.loss:.4f}, {seconds:.2f} s")
         found["heldout"].append(running.evaluate(unseen).loss)
     before, after = found["heldout"]
     console.print(f"held-out loss: {before:.4f} before, {after:.4f} after")

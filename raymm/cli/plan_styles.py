@@ -102,10 +102,10 @@ def given_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
         PlanError, MultiplexError: it cannot run.
     """
     from raymm.config.build import build_plan
-    from raymm.scheduler.multiplex.mapping import Mapping
+    from raymm.scheduler.plan.rank_quotas import SLOTS
 
     plan = build_plan(config, model)
-    if isinstance(plan, Mapping):
+    if plan is not None and plan.schedule == SLOTS:
         raise ConfigError(
             f"parallel.plan is {config.parallel.plan!r}, a multiplexed mapping, which `raymm "
             "train` runs as it is; accepted here: a pipelined plan, or none"

@@ -27,8 +27,8 @@ from raymm.config.sections import (
 )
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.run_files import write_whole
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.layout.plan_check import check_fits, differences
-from raymm.model.mapping_check import check_mapping
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule, module_graph
@@ -159,7 +159,7 @@ def build_merge(config: TrainConfig) -> MergePolicy:
     return ReplaceTokens(ids)
 
 
-def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapping | None:
+def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
     """The plan a configuration asks for by layouts or by its ``parallel.plan`` file, which may be a
     multiplexed mapping; None if raymm is to plan.
 
@@ -205,7 +205,7 @@ def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
 
 def _plan_of_file(
     path: str, config: TrainConfig, model: MultimodalModule
-) -> Plan | StageMapping:
+) -> Plan:
     _refuse_pipelined_only(config.parallel, "parallel.plan is given, which has its own")
     file = Path(path)
     if not file.is_file():
@@ -221,7 +221,7 @@ def _plan_of_file(
             f"--set 'parallel={{plan: {path}}}'"
         )
     if has_placements(text):
-        return _mapping_of(path, text, model)
+        return _plan_of_mapping(path, text, config, model)
     try:
         plan = Plan.from_json(text)
         check_fits(plan)
@@ -257,13 +257,14 @@ def has_placements(text: str) -> bool:
         return False
 
 
-def _mapping_of(path: str, text: str, model: MultimodalModule) -> StageMapping:
+def _plan_of_mapping(
+    path: str, text: str, config: TrainConfig, model: MultimodalModule
+) -> Plan:
     try:
         mapping = StageMapping.from_json(text)
-        check_mapping(model, mapping)
+        return plan_of_mapping(model, mapping, config.data.microbatches)
     except MultiplexError as error:
         raise MultiplexError(f"parallel.plan {path!r}: {error}") from None
-    return mapping
 
 
 def _spec(where: str, layout: LayoutSection) -> ParallelSpec:

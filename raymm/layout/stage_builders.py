@@ -42,6 +42,10 @@ from raymm.model.ports import merged_arguments
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage_edges import SAMPLES
+
+# What to do about norms over samples that replicas deal out.
+_SPLIT_NORMS = "its replicas deal them out; give it one, or freeze it"
 
 Retry = Callable[[Mapping[str, Any]], None]
 AnySpec = EncoderSpec | LanguageSpec
@@ -125,6 +129,8 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             names, build = encoder_stage_parameters, _build_encoder
         if first.cp > 1:
             _check_tokens(node.name, spec, example, first.cp)
+        if first.split == SAMPLES and len(plan.replicas(node.name)) > 1:
+            _check_norms(node.name, spec, _SPLIT_NORMS)
         if first.fsdp > 1:
             _check_samples(node.name, spec, example)
         if first.cp > 1 or first.fsdp > 1:
@@ -155,6 +161,8 @@ def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
         spec, example = dag.stage_spec(node.name), dag.nodes[node.name].modality.example_inputs
         spec = replace(spec, ports=plan.graph.ports_of(node.name))
         spec = probe_node(spec, _cuts(plan, node), example, plan.graph.backward)
+        if first.split == SAMPLES and len(plan.replicas(node.name)) > 1:
+            _check_norms(node.name, spec, _SPLIT_NORMS)
         builders.shard_specs[node.name] = ShardSpec()
         builders.add(plan, node.name, spec, encoder_stage_parameters, _build_node)
     return builders
@@ -231,12 +239,10 @@ def _check_tokens(
         raise ProbeError(f"cp of {module!r} is {cp}; accepted: 1. {error}") from error
 
 
-def _check_samples(
-    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
-) -> None:
+def _check_norms(module: str, spec: EncoderSpec | LanguageSpec, advice: str) -> None:
     """
     Raises:
-        PlanError: if a module's samples cannot be split over processes.
+        PlanError: if a module's samples cannot be dealt out, as it looks at all of them.
     """
     if any(
         isinstance(child, _BatchNorm) and skeleton.training
@@ -244,9 +250,21 @@ def _check_samples(
         for child in skeleton.modules()
     ):
         raise PlanError(
-            f"sharding of {module!r} is 'fsdp', which deals samples out over processes, and it has "
-            "norms over all samples (batch norm); use dp with sharding none or zero1"
+            f"{module!r} has norms over all samples (batch norm), and {advice}"
         )
+
+
+def _check_samples(
+    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
+) -> None:
+    """
+    Raises:
+        PlanError: if a module's samples cannot be split over processes.
+    """
+    _check_norms(
+        module, spec, "sharding 'fsdp' deals samples out over processes; use dp with sharding "
+        "none or zero1",
+    )
     if isinstance(spec, EncoderSpec) and example is not None:
         try:
             count_items(example, module)

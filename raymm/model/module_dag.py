@@ -1,8 +1,7 @@
 """Describing a model of several light modules as a graph: towers, backbones, decoders, losses.
 
-For models that run pipelined (:mod:`raymm.runtime.pipelined_dag`) or multiplexed
-(:mod:`raymm.runtime.multiplexed_dag`): CLIP, ImageBind, OFASys and
-the like. Samples are in dimension 0 of everything that modules hand to each other::
+For models that :class:`raymm.DagParallelModule` runs: CLIP, ImageBind, OFASys and the like. Samples
+are in dimension 0 of everything that modules hand to each other::
 
     dag = ModuleDag({
         "image": DagModule(vision, reads="pixel_values", outputs="image_embeds"),

@@ -16,7 +16,7 @@ class MappingResult:
 
     Attributes:
         problem: what was mapped: surfaces, dependencies, GPUs, memory, interference.
-        mapping: what to run (:class:`raymm.runtime.multiplexed_dag.MultiplexedModule`).
+        mapping: what to run, as a plan (:func:`raymm.plan_of_mapping`).
         source: where the times come from, in words.
         estimated: whether they are estimates, not measurements.
         interference: what is known of modules disturbing each other, in words.

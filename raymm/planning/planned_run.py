@@ -13,15 +13,15 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.planning_options import AUTO, PIPELINED
 from raymm.costs.named_devices import cluster_device
 from raymm.data import DataConfig
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
 from raymm.planning.plan_view import summary
-from raymm.planning.request import PlanRequest, Workload
+from raymm.planning.request import PlanRequest, Workload, whole_microbatches
 from raymm.planning.styles import StyleComparison, compare_styles, plan_step_multiplexed
 from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.progress.search_control import SearchControl
 
@@ -33,7 +33,7 @@ MAX_CPU_RANKS = 8
 class PlannedRun:
     """What was planned, and what to say of it."""
 
-    plan: Plan | StageMapping
+    plan: Plan
     lines: tuple[str, ...]
 
 
@@ -67,6 +67,7 @@ def plan_for_cluster(
     else:
         workload = Workload.of_batches(data, model.encoder_names, request.ranks, dtype)
     workload = replace(workload, optimizer=optimizer)
+    mapped = whole_microbatches(data)
     if request.style not in (PIPELINED, AUTO):  # for what runs at once: one microbatch
         workload = replace(workload, microbatches=1)
     notes = () if note is None else (note,)
@@ -76,10 +77,10 @@ def plan_for_cluster(
     inputs = PlanInputs.of(model, request, workload)
     if request.style == AUTO:
         compared = compare_styles(inputs)
-        run = _faster(compared)
+        run = _faster(compared, model, mapped)
         run = replace(run, lines=(*run.lines, compared.explain().splitlines()[0]))
     else:
-        run = _multiplexed(plan_step_multiplexed(inputs))
+        run = _multiplexed(plan_step_multiplexed(inputs), model, mapped)
     return replace(run, lines=(*run.lines, *(f"note: {note}" for note in notes)))
 
 
@@ -130,7 +131,9 @@ def _pipelined(planned: Planned) -> PlannedRun:
     return PlannedRun(planned.plan, (*summary(planned), *notes))
 
 
-def _multiplexed(planned: PlannedMultiplexed) -> PlannedRun:
+def _multiplexed(
+    planned: PlannedMultiplexed, model: MultimodalModule, microbatches: int
+) -> PlannedRun:
     """
     Raises:
         MultiplexError: it needs too much memory.
@@ -145,10 +148,13 @@ def _multiplexed(planned: PlannedMultiplexed) -> PlannedRun:
         ))
     notes = (f"note: {note}" for note in planned.notes)
     first = planned.explain().splitlines()[0]
-    return PlannedRun(mapping, (f"mapping: {', then '.join(placed)}", first, *notes))
+    plan = plan_of_mapping(model, mapping, microbatches)
+    return PlannedRun(plan, (f"mapping: {', then '.join(placed)}", first, *notes))
 
 
-def _faster(compared: StyleComparison) -> PlannedRun:
+def _faster(
+    compared: StyleComparison, model: MultimodalModule, microbatches: int
+) -> PlannedRun:
     """
     Raises:
         PlanError: neither style fits.
@@ -159,4 +165,4 @@ def _faster(compared: StyleComparison) -> PlannedRun:
         assert compared.pipelined is not None  # as it fits
         return _pipelined(compared.pipelined)
     assert compared.multiplexed is not None
-    return _multiplexed(compared.multiplexed)
+    return _multiplexed(compared.multiplexed, model, microbatches)

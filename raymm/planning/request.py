@@ -170,6 +170,17 @@ class Workload:
         return cls(count, rows // count, microbatch=largest, dtype=dtype)
 
 
+def whole_microbatches(data: DataConfig | Sequence[Any]) -> int:
+    """Microbatches of a step that nobody splits further.
+
+    Args:
+        data: a run's, or batches in memory.
+    """
+    if isinstance(data, DataConfig):
+        return data.microbatches
+    return 1 if isinstance(data[0], Mapping) else len(data[0])
+
+
 def _full_or_first(data: DataConfig, modalities: Sequence[str]) -> Mapping[str, Any]:
     try:
         return full_microbatch(data, modalities)

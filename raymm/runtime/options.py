@@ -18,8 +18,8 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Keyword arguments of :class:`raymm.MultimodalParallelModule`,
-    :class:`raymm.MultiplexedParallelModule` and :class:`raymm.MultiplexedModule`.
+    """Keyword arguments of :class:`raymm.MultimodalParallelModule` and
+    :class:`raymm.DagParallelModule`.
 
     Attributes:
         optimizer: AdamW, its schedule, and clipping.

@@ -1,5 +1,4 @@
-"""What models that run on Ray actors have in common, in whichever style: steps, and what a user
-reads back of them."""
+"""What models that run on Ray actors have in common: steps, and what a user reads back of them."""
 
 from __future__ import annotations
 
@@ -10,17 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from raymm.actors.probe.plain_torch import plain_torch
-from raymm.batch.check import BatchCheck
-from raymm.batch.tried_inputs import TriedInputs, check_loss
 from raymm.data import MicrobatchMeta
-from raymm.data.loading.builder import SampleCheck
-from raymm.data.loading.in_memory import describe_microbatches
-from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.modality_module import ModelError
-from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
-from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.interruption import holds_nothing_when_interrupted
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
@@ -129,7 +119,7 @@ class ParallelModule(ABC):
 
         Args:
             batch: one batch, which is split into microbatches by rows, or a list of
-                microbatches. See :meth:`MultimodalModule.forward` for the keys.
+                microbatches. See :meth:`raymm.MultimodalModule.forward` for the keys.
 
         Raises:
             BatchError: it does not fit the model, or does not divide into microbatches. Nothing
@@ -274,55 +264,6 @@ class ParallelModule(ABC):
         self.shutdown()
 
 
-class MultimodalActors(ParallelModule):
-    """A :class:`MultimodalModule` on Ray actors.
-
-    Args:
-        model: the description.
-        options: how it runs.
-
-    Raises:
-        ProbeError: a module that returns what training would drop.
-        ModelError: heads that kernels on a GPU cannot compute.
-    """
-
-    model: MultimodalModule
-
-    def __init__(self, model: MultimodalModule, options: RuntimeOptions) -> None:
-        super().__init__(model, options)
-        masked = model.mask is not None or model.packing
-        check_head_dims(model, options, [LANGUAGE_MODEL] if masked else [])
-        self._encoders = model.encoder_names
-        self._check = BatchCheck(model, options.autocast)
-        self._tried = TriedInputs(model)
-        check_loss(model)
-
-    def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights no checkpoint need hold."""
-        return reloadable_modules(self.model)
-
-    @plain_torch()
-    def prepare(
-        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-        """Microbatches as parts per reader, with their metadata.
-
-        Raises:
-            BatchError: see :meth:`execute`.
-        """
-        microbatches = self._check.microbatches(batch, self.microbatches)
-        arranged = [self._arranged(microbatch) for microbatch in microbatches]
-        return describe_microbatches(arranged, self._encoders)
-
-    def sample_check(self) -> SampleCheck:
-        """What data workers ask of every sample: errors that :meth:`execute` would raise."""
-        return self._check.of_samples()
-
-    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
-        """A complete microbatch in the order that the style wants."""
-        return microbatch
-
-
 class ParallelOptimizer:
     """``step()`` and ``zero_grad()`` of all processes at once, like a torch optimizer."""
 
@@ -347,9 +288,3 @@ def not_finite_weights(names: Sequence[str]) -> ModelError:
         f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{more}; accepted: finite "
         "numbers. Look at what wrote the file, or the module, that they come from"
     )
-
-
-def parameter_name(module: str, name: str) -> str:
-    """``("vision", "module.x")`` -> ``"vision_encoder.module.x"``."""
-    whole = module_kind(module) is ModuleKind.LANGUAGE_MODEL
-    return f"{'language_model' if whole else module + '_encoder'}.{name}"

@@ -1,27 +1,46 @@
-"""A multimodal model that runs pipelined on Ray actors: start it, step it, read it back."""
+"""A multimodal model that runs on Ray actors: start it, step it, read it back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
+from raymm.actors.probe.plain_torch import plain_torch
+from raymm.batch.check import BatchCheck
+from raymm.batch.tried_inputs import TriedInputs, check_loss
 from raymm.data import MicrobatchMeta
-from raymm.data.loading.in_memory import check_split
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.data.loading.builder import SampleCheck
+from raymm.data.loading.in_memory import check_split, describe_microbatches, items_by_row
+from raymm.layout.stage_builders import reloadable_modules
+from raymm.model.batch_rules import BatchError
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.parallel_module import MultimodalActors, parameter_name
 from raymm.runtime.plan_module import PendingStep, PlannedModule
+from raymm.scheduler.graph.sample_ranges import rows_of
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage_edges import SAMPLES
+from raymm.scheduler.program.program import Program
+from raymm.scheduler.program.stage_samples import (
+    Samples,
+    carried_samples,
+    filled_samples,
+    stage_samples,
+)
 
 
-class MultimodalParallelModule(PlannedModule, MultimodalActors):
+class MultimodalParallelModule(PlannedModule):
     """A :class:`MultimodalModule` on Ray actors (made by ``MultimodalParallelSpec.apply``).
+
+    Where the plan splits microbatches by samples (a mapping's does,
+    :func:`raymm.plan_of_mapping`), every sample's items go with it, and an encoder does not run
+    for samples that have none.
 
     Joins the Ray cluster at hand, or starts one on this machine.
 
@@ -35,9 +54,6 @@ class MultimodalParallelModule(PlannedModule, MultimodalActors):
         plan: what runs where.
         **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
-    Attributes:
-        holdings: per process, what it has of parameters that others have too.
-
     Raises:
         TypeError, ValueError: an option that is none, or cannot be.
         PlanError: before any actor starts, if a rank needs more memory than the plan's limit, or
@@ -47,21 +63,59 @@ class MultimodalParallelModule(PlannedModule, MultimodalActors):
         ModelError: if weights are not finite.
     """
 
+    model: MultimodalModule
+
     def __init__(self, model: MultimodalModule, plan: Plan, **options: Any) -> None:
         super().__init__(model, RuntimeOptions.of(options))
-        shared = {stage.module for stage in plan.stages if stage.cp > 1}
-        check_head_dims(model, self.options, shared)
+        masked = model.mask is not None or model.packing
+        check_head_dims(model, self.options, [LANGUAGE_MODEL] if masked else [])
+        check_head_dims(model, self.options, {s.module for s in plan.stages if s.cp > 1})
+        self._encoders = model.encoder_names
+        self._check = BatchCheck(model, self.options.autocast)
+        self._tried = TriedInputs(model)
+        check_loss(model)
         self._tried.retries.update(self._start(plan).builders.retries)
+
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights no checkpoint need hold."""
+        return reloadable_modules(self.model)
+
+    @plain_torch()
+    def prepare(
+        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+        """Microbatches as parts per reader, with their metadata.
+
+        Raises:
+            BatchError: see :meth:`execute`.
+        """
+        microbatches = self._check.microbatches(batch, self.microbatches)
+        arranged = [self._arranged(microbatch) for microbatch in microbatches]
+        return describe_microbatches(arranged, self._encoders)
+
+    def sample_check(self) -> SampleCheck:
+        """What data workers ask of every sample: errors that :meth:`execute` would raise."""
+        return self._check.of_samples()
 
     def _full_name(self, stage: StageId, name: str) -> str:
         return model_name(stage, name)
 
     def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        """A complete microbatch in the order that the plan wants."""
+        if self.plan.splits_samples:
+            microbatch = items_by_row(microbatch)
         encoders = self.model.encoders
-        for name in {stage.module for stage in self.plan.stages if stage.sharding == "fsdp"}:
+        for stage in self.plan.stages:
+            name, purpose = stage.module, None
+            if stage.split == SAMPLES:
+                purpose = "to deal them out by samples"
             # What a callback makes of its inputs, only the rank sees.
-            if name in encoders and name in microbatch and not encoders[name].preprocess_callback:
-                check_split(name, microbatch[name], "with sharding 'fsdp'")
+            elif stage.sharding == "fsdp" and name in encoders and (
+                not encoders[name].preprocess_callback
+            ):
+                purpose = "with sharding 'fsdp'"
+            if purpose is not None and name in encoders and name in microbatch:
+                check_split(name, microbatch[name], purpose)
         return microbatch
 
     def submit(
@@ -73,6 +127,7 @@ class MultimodalParallelModule(PlannedModule, MultimodalActors):
     ) -> PendingStep:
         parts, meta = prepared
         self._tried.check(parts, meta)
+        samples, offsets = self._samples(meta)
         inputs: list[tuple[StageId, int, Any]] = []
         for index, (part, microbatch) in enumerate(zip(parts, meta, strict=True)):
             rows = {name: torch.tensor(i, device="cpu") for name, i in microbatch.items.items()}
@@ -83,21 +138,77 @@ class MultimodalParallelModule(PlannedModule, MultimodalActors):
                 (stage.id, index, data)
                 for module, data in (*read, (LANGUAGE_MODEL, {"sample_index": rows}))
                 for stage in self._readers(module, index)
+                if not samples or stage_samples(self.plan, stage, samples[index])
             ]
         step = StepMeta(
             step=self._step,
             label_tokens=sum(microbatch.label_tokens for microbatch in meta),
-            keys=tuple(_layout_key(microbatch) for microbatch in meta),
+            keys=tuple(map(self._layout_key, meta, samples or repeat(None), offsets or repeat({}))),
             sample_ids=tuple(tuple(microbatch.sample_ids) for microbatch in meta),
-            training=not forward_only,
+            training=not forward_only, offsets=offsets,
         )
         present = [microbatch.items for microbatch in meta]
-        return self._submitted(present, inputs, step, meta, update, keep)
+        return self._submitted(present, inputs, step, meta, update, keep, samples)
+
+    def step_program(self, meta: Sequence[MicrobatchMeta]) -> Program:
+        """The checked program of a step that trains on microbatches.
+
+        Args:
+            meta: of each of them.
+        """
+        return self.program([sorted(m.items) for m in meta], samples=self._samples(meta)[0])
+
+    def _samples(
+        self, meta: Sequence[MicrobatchMeta]
+    ) -> tuple[tuple[Samples, ...], tuple[dict[str, tuple[int, ...]], ...]]:
+        """Of a plan that splits samples, those of every microbatch, and where the items of each
+        begin by modality."""
+        if not self.plan.splits_samples:
+            return (), ()
+        offsets = tuple(
+            {name: _offsets(name, microbatch) for name in microbatch.items} for microbatch in meta
+        )
+        samples = tuple(
+            filled_samples(self.plan, microbatch.num_samples, of_modules)
+            for microbatch, of_modules in zip(meta, offsets, strict=True)
+        )
+        return samples, offsets
+
+    def _layout_key(
+        self, meta: MicrobatchMeta, samples: Samples | None, offsets: Mapping[str, Sequence[int]]
+    ) -> LayoutKey:
+        key = _layout_key(meta)
+        if samples is None:
+            return key
+        # Messages are of parts of the items, whose numbers do not follow from all of them.
+        sizes = [
+            sum(rows_of(part, offsets[source.module]).size for part in ranges)
+            for source, target in self.plan.stage_edges if source.module in offsets
+            for ranges in [carried_samples(self.plan, source, [target], samples)]
+        ]
+        structure = hash((key.structure, samples.filled, samples.size))
+        return key._replace(structure=structure, sizes=(*key.sizes, *sizes))
+
+
+def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
+    """Of every sample the first of its items of a modality, then how many there are.
+
+    Raises:
+        BatchError: items are not in the order of their samples.
+    """
+    rows = list(meta.items[name])
+    if rows != sorted(rows):
+        raise BatchError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
+    counts = [0] * meta.num_samples
+    for row in rows:
+        counts[row] += 1
+    return (0, *accumulate(counts))
 
 
 def model_name(stage: StageId, name: str) -> str:
     """``(StageId("vision", 0), "module.x")`` -> ``"vision_encoder.module.x"``."""
-    return parameter_name(stage.module, name)
+    whole = module_kind(stage.module) is ModuleKind.LANGUAGE_MODEL
+    return f"{'language_model' if whole else stage.module + '_encoder'}.{name}"
 
 
 def _layout_key(meta: MicrobatchMeta) -> LayoutKey:

@@ -40,6 +40,7 @@ from raymm.scheduler.program.check_program import ProgramReport, check_program
 from raymm.scheduler.program.check_samples import check_samples
 from raymm.scheduler.program.issue_order import shared_gradients
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
+from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.stage_costs import op_seconds
 
@@ -222,7 +223,7 @@ class PlannedModule(ParallelModule):
         batches: Sequence[MicrobatchMeta] = (),
         update: bool = False,
         keep: Any = None,
-        samples: Sequence[int] = (),
+        samples: Sequence[Samples] = (),
     ) -> PendingStep:
         """Start a step.
 
@@ -238,8 +239,8 @@ class PlannedModule(ParallelModule):
         self._mend()
         ops = self._optimizer_ops() if update else ()
         pattern = tuple(tuple(sorted(modules)) for modules in present)
-        sizes = tuple(samples) if self.plan.splits_samples else ()
-        key = self._program(pattern, ops, not meta.training, sizes)
+        split = tuple(samples) if self.plan.splits_samples else ()
+        key = self._program(pattern, ops, not meta.training, split)
         of_process: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
         for stage, index, data in inputs:
             for number in self._processes.of_rank(self.plan.by_id[stage].rank):
@@ -273,7 +274,7 @@ class PlannedModule(ParallelModule):
         return on_nodes(self.plan, self.group.placement.process_nodes)
 
     def program(
-        self, present: Sequence[Sequence[str]], update: bool = True, samples: Sequence[int] = ()
+        self, present: Sequence[Sequence[str]], update: bool = True, samples: Sequence[Samples] = ()
     ) -> Program:
         """The checked program of a step.
 
@@ -286,7 +287,7 @@ class PlannedModule(ParallelModule):
         self._prove(program, samples)
         return program.with_optimizer_ops(self._optimizer_ops() if update else ())
 
-    def _prove(self, program: Program, samples: Sequence[int]) -> ProgramReport:
+    def _prove(self, program: Program, samples: Sequence[Samples]) -> ProgramReport:
         seconds = None if self.plan.profile is None else op_seconds(self._placed)
         if self.plan.splits_samples:
             check_samples(self.plan, program, samples)
@@ -312,7 +313,8 @@ class PlannedModule(ParallelModule):
         )
 
     def _program(
-        self, present: tuple, ops: tuple[Op, ...], forward_only: bool, samples: tuple[int, ...]
+        self, present: tuple, ops: tuple[Op, ...], forward_only: bool,
+        samples: tuple[Samples, ...],
     ) -> str:
         pattern = (present, ops, forward_only, samples)
         key = self._programs.get(pattern)

@@ -24,9 +24,9 @@ from raymm.actors.optimizer.checkpoint_shards import (
 from raymm.actors.storage.folder import PARTIAL, StorageFolder
 from raymm.actors.storage.location import storage_folder
 from raymm.files.run_files import RunFileError, writing
-from raymm.layout.plan_data import plan_to_dict
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED, NotFiniteError
+from raymm.scheduler.plan.plan import Plan
 from raymm.storage.background_save import BackgroundSave, Saved
 from raymm.storage.manifest import (
     MANIFEST,
@@ -273,7 +273,7 @@ class CheckpointStore:
             return folder.place == self.current and MANIFEST in folder.names()
 
     def _put(
-        self, step: int, plan: Any, trainer: dict[str, Any],
+        self, step: int, plan: Plan, trainer: dict[str, Any],
         write: Callable[[], list[dict[str, WrittenShard]]],
         check: Callable[[], None] = lambda: None,
     ) -> Path | str:
@@ -346,7 +346,7 @@ class CheckpointStore:
             self._corrupt.discard(folder)
 
     def _manifest(
-        self, step: int, plan: Any, trainer: dict[str, Any],
+        self, step: int, plan: Plan, trainer: dict[str, Any],
         shards: Sequence[Mapping[str, WrittenShard]],
     ) -> Manifest:
         written = {file: shard for part in shards for file, shard in part.items()}
@@ -357,7 +357,7 @@ class CheckpointStore:
                 file: FileEntry(size=shard.file.size, xxh3_128=shard.file.checksum)
                 for file, shard in written.items()
             },
-            plan=plan_to_dict(plan),
+            plan=plan.to_dict(),
             run=self.run,
             trainer=trainer,
         )

@@ -57,7 +57,7 @@ class Manifest(_Strict):
         step: optimizer steps taken.
         index: file of every tensor.
         files: what every file must be.
-        plan: what it was written under, as of :func:`raymm.layout.plan_data.plan_to_dict`.
+        plan: what it was written under, as of :meth:`raymm.scheduler.plan.plan.Plan.to_dict`.
         run: what the run was made of (:func:`raymm.storage.run_description.describe_run`), to
             compare with when it goes on; empty outside of a trainer's run.
         trainer: the trainer's own state (position in the data).

@@ -24,7 +24,7 @@ from raymm.monitor.training_data import TrainingData
 from raymm.recovery.failure_policy import Cause
 from raymm.recovery.recovery import Recovery
 from raymm.recovery.run_controller import RunController, cause_of, first_line
-from raymm.runtime.parallel_module import MultimodalActors
+from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.training.execution import Execution
@@ -74,7 +74,7 @@ class Attempt:
     controller: RunController
     loop: TrainingLoop | None = None
 
-    def take_steps(self, parallel: MultimodalActors, execution: Execution) -> Result:
+    def take_steps(self, parallel: MultimodalParallelModule, execution: Execution) -> Result:
         """Take them, until all are taken or somebody asks to stop.
 
         Raises:

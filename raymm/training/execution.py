@@ -1,88 +1,158 @@
-"""What the trainer asks of a plan, whichever style it is of: how to check, start and watch it."""
+"""A plan, as the trainer sees it: how to check, start and watch it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from raymm.model.multimodal import MultimodalModule
+from raymm.config.build import write_json
+from raymm.config.sections import ConfigError
+from raymm.data import DataConfig
+from raymm.layout.plan_check import differences
+from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.monitor.balance import step_balance
+from raymm.monitor.drift_observer import DriftObserver
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
-from raymm.runtime.parallel_module import MultimodalActors
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.monitor.rebalancing import rebalancing
+from raymm.monitor.report import RunReport
+from raymm.monitor.throughput import TOTAL
+from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.plan.plan import Plan
-from raymm.training.multiplexed_execution import MultiplexedExecution
-from raymm.training.pipelined_execution import PipelinedExecution
+from raymm.scheduler.plan.rank_quotas import SLOTS
 
 
-class StepObserver(Protocol):
-    """What a style makes of the steps of a run."""
+class Execution:
+    """A plan that is to run.
 
-    def after_step(self, step: ObservedStep) -> dict[str, Any]:
-        """Look at a step; what ``metrics.jsonl`` gets of it."""
-        ...
-
-    def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
-        """Write what there is to look at; returns files by what they are."""
-        ...
-
-
-class Execution(Protocol):
-    """A plan, as the trainer sees it.
+    Args:
+        plan: what runs where.
 
     Attributes:
-        plan: itself.
+        plan: it.
         num_processes: that it runs in.
         modules: module of every name in a step's ``stage_busy``.
         processes: per module how many compute it, where it has them to itself; and of all as
             ``"total"``.
     """
 
-    @property
-    def plan(self) -> Plan | StageMapping: ...
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def modules(self) -> Mapping[str, str]: ...
-
-    @property
-    def processes(self) -> Mapping[str, int]: ...
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.num_processes = plan.num_processes
+        self.modules = {str(stage.id): stage.module for stage in plan.stages}
+        self.processes = {TOTAL: plan.num_processes}
+        modules_of: dict[int, set[str]] = {}
+        for stage in plan.stages:
+            modules_of.setdefault(stage.rank, set()).add(stage.module)
+        for module in set(self.modules.values()):
+            ranks = [rank for rank, modules in modules_of.items() if module in modules]
+            if all(modules_of[rank] == {module} for rank in ranks):
+                self.processes[module] = sum(map(plan.processes, ranks))
 
     def save(self, folder: Path) -> None:
-        """Write it to a run's folder."""
+        """Write ``plan.json``."""
+        write_json(folder / "plan.json", self.plan.to_dict())
 
-    def check(self, model: MultimodalModule, data: Any, device: str) -> None:
-        """Look whether the plan can run this model on these data, before anything starts.
+    def check(self, data: Any) -> None:
+        """What starting does not check.
 
         Args:
-            model: that is to be trained.
             data: a ``DataConfig``, or what the trainer takes in its place.
-            device: ``"cpu"`` or ``"cuda"``.
 
         Raises:
-            ValueError: it cannot; names the field and its value.
+            ConfigError: an option of the data that the plan cannot have.
         """
+        batching = data.batching if isinstance(data, DataConfig) else None
+        rebalance = getattr(batching, "rebalance", None)
+        if rebalance is not None and self.plan.splits_samples:
+            raise ConfigError(
+                f"data.batching.rebalance is {rebalance!r}; with a plan that splits microbatches "
+                "by samples it must be left out: what it learns is what copies take that have "
+                "microbatches to themselves"
+            )
 
     def unkept(self, model: MultimodalModule, data: Any) -> str | None:
-        """Why a run that goes on cannot keep it; None if it can."""
+        """Why a run that goes on cannot keep it: it is of another model, or of another number of
+        microbatches; None if it can."""
+        different = differences(self.plan.graph, module_graph(model))
+        if different:
+            return f"the checkpoint's plan is of another model: {'; '.join(different)}"
+        microbatches = data.microbatches if isinstance(data, DataConfig) else None
+        if microbatches is not None and self.plan.num_microbatches != microbatches:
+            return (
+                f"the checkpoint's plan has {self.plan.num_microbatches} microbatches, the data "
+                f"{microbatches}"
+            )
+        return None
 
-    def describe(self, device: str, data: Any) -> list[str]:
-        """What runs, in words: the first line is continued by the trainer."""
-        ...
+    def describe(self, device: str) -> list[str]:
+        """What runs, in words: the first line is continued by the trainer; and what the plan was
+        not made for.
 
-    def start(self, model: MultimodalModule, **options: Any) -> MultimodalActors:
-        """Start the processes."""
-        ...
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+        """
+        plan, count = self.plan, self.plan.num_microbatches
+        more = f"{plan.num_processes} processes, " if plan.num_processes > plan.num_ranks else ""
+        slots = len({stage.slot for stage in plan.stages})
+        what = f"{len(plan.stages)} stages" + (f" in {slots} slots" if _mapped(plan) else "")
+        lines = [
+            f"{what} on {plan.num_ranks} ranks ({more}{device}), {count} microbatches per step"
+        ]
+        if count > 1 and _mapped(plan):
+            lines.append(
+                f"note: data.microbatches is {count}: the mapping runs {count} times per step. "
+                "`raymm plan` plans it for a step's samples at once (data.microbatches: 1)"
+            )
+        return lines
+
+    def start(self, model: MultimodalModule, **options: Any) -> MultimodalParallelModule:
+        """Start the ranks; options as of :class:`MultimodalParallelModule`."""
+        return MultimodalParallelModule(model, self.plan, **options)
 
     def observer(self, run: ObservedRun) -> StepObserver:
-        """Of a run that has started."""
-        ...
+        """Balance, rebalancing, drift from the plan's profile, and the report."""
+        return StepObserver(run, self.plan)
 
 
-def execution_of(plan: Plan | StageMapping) -> Execution:
-    """Of a plan or a mapping."""
-    if isinstance(plan, Plan):
-        return PipelinedExecution(plan)
-    return MultiplexedExecution(plan)
+def _mapped(plan: Plan) -> bool:
+    """Whether a plan is a mapping's."""
+    return plan.schedule == SLOTS
+
+
+class StepObserver:
+    """Watches the steps of a run.
+
+    Args:
+        run: that has started.
+        plan: of it.
+    """
+
+    def __init__(self, run: ObservedRun, plan: Plan) -> None:
+        self._run, self._plan = run, plan
+        self._report = RunReport(run.folder, plan, run.parallel.options.device)
+        self._rebalancing = rebalancing(
+            run.data, run.training.sampler, plan, run.model.packing, run.folder,
+            run.parallel.steps_taken, run.say,
+        )
+        self._drift = DriftObserver(plan, run.folder, run.say)
+
+    def after_step(self, step: ObservedStep) -> dict[str, Any]:
+        """``balance``, and ``plan_drift`` where the plan has a profile."""
+        run, timeline = self._run, step.timeline
+        program = run.parallel.step_program(step.meta)
+        self._report.add(step.number, program, timeline)
+        fitted = self._rebalancing and self._rebalancing.after_step(
+            step.number, step.state_after, len(step.meta), step.complete, timeline
+        )
+        return {
+            "balance": step_balance(
+                step.meta, run.model.encoder_names, run.model.packing, run.training.tokens,
+                self._plan, timeline,
+            ) | (fitted or {}),
+            **self._drift.after_step(step.number, step.meta, timeline),
+        }
+
+    def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+        """Plan, pictures and trace."""
+        return self._report.write(history)

@@ -9,13 +9,11 @@ from typing import Any
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
-from raymm.layout.plan_data import plan_from_dict
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.request import PlanRequest
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
-from raymm.training.execution import Execution, execution_of
+from raymm.training.execution import Execution
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class RunPlanner:
     def plan(
         self, checkpoint: Checkpoint | None, device: str, resources: RankResources,
         placement: PlacementOptions,
-    ) -> Plan | StageMapping:
+    ) -> Plan:
         """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
         numbers are those of a run without interruption.
 
@@ -52,7 +50,7 @@ class RunPlanner:
             placement: what is reserved beside them.
         """
         if checkpoint is not None:
-            execution = execution_of(plan_from_dict(checkpoint.manifest.plan))
+            execution = Execution(Plan.from_dict(dict(checkpoint.manifest.plan)))
             reason = self._cannot_keep(execution, resources, placement)
             if reason is None:
                 self.say("going on under the plan of the checkpoint")

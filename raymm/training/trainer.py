@@ -23,12 +23,13 @@ from raymm.data import DataConfig, check_data, open_split
 from raymm.data.readers import Dataset
 from raymm.errors import RunFailedError
 from raymm.files.run_files import remove_partial
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
 from raymm.monitor.progress_bar import under_way
 from raymm.monitor.rebalancing import FILE as DECISIONS
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
-from raymm.planning.request import PlanRequest
+from raymm.planning.request import PlanRequest, whole_microbatches
 from raymm.recovery.failure_policy import Cause, FailurePolicy
 from raymm.recovery.run_controller import RunController
 from raymm.runtime.cluster import connected, pick_device
@@ -41,7 +42,7 @@ from raymm.storage.run_description import describe_run
 from raymm.storage.run_folder import RunFolder
 from raymm.training.attempt import Attempt
 from raymm.training.elastic import ElasticPlans
-from raymm.training.execution import Execution, execution_of
+from raymm.training.execution import Execution
 from raymm.training.restarts import Attempted, Restarts
 from raymm.training.result import Result
 from raymm.training.run_plan import RunPlanner
@@ -101,10 +102,12 @@ class Trainer:
         self.model = model
         self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest()
         self.request.check(model)
-        self.plan: Plan | StageMapping | None = None
+        self.plan: Plan | None = None
         self._elastic: ElasticPlans | None = None
-        if isinstance(parallel, Plan | StageMapping):
+        if isinstance(parallel, Plan):
             self.plan = parallel
+        elif isinstance(parallel, StageMapping):
+            self.plan = plan_of_mapping(model, parallel, whole_microbatches(data))
         elif isinstance(parallel, MultimodalParallelSpec):
             self.plan = None if parallel.elastic else parallel.plan(model)
             if parallel.elastic:
@@ -311,8 +314,8 @@ class Trainer:
             )
             with under_way(self.console, "planning"):
                 self.plan = planner.plan(checkpoint, device, resources, placement)
-        execution = execution_of(self.plan)
-        execution.check(self.model, self.data, device)
+        execution = Execution(self.plan)
+        execution.check(self.data)
         check_capacity(execution.num_processes, resources, placement)
         execution.save(self.path)
         self._say_what_runs(execution, device)
@@ -391,7 +394,7 @@ class Trainer:
         )
 
     def _say_what_runs(self, execution: Execution, device: str) -> None:
-        first, *notes = execution.describe(device, self.data)
+        first, *notes = execution.describe(device)
         first = f"{first}, {self.run.precision}; run folder {self._folder}"
         for line in filter(None, (first, *notes, job_stop_note())):
             self.console.print(line, highlight=False, soft_wrap=True)

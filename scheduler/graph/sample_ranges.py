@@ -70,3 +70,12 @@ def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
         else:
             merged.append(part)
     return tuple(merged)
+
+
+def overlap(ranges: Iterable[Range], others: Sequence[Range]) -> tuple[Range, ...]:
+    """The samples that are in both, as ascending ranges that neither overlap nor touch.
+
+    Args:
+        ranges, others: of samples.
+    """
+    return union(r.meet(other) for r in ranges for other in others)

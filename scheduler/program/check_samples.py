@@ -6,17 +6,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from raymm.scheduler.graph.direction import Direction
-from raymm.scheduler.graph.sample_ranges import Range, union
+from raymm.scheduler.graph.sample_ranges import Range, overlap, union
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
 from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program, ProgramError
-from raymm.scheduler.program.stage_samples import needed_samples
+from raymm.scheduler.program.stage_samples import Samples, carried_samples, needed_samples
 
 _HANDS_BACK = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 _Place = tuple[str, int, int]  # module, index, microbatch
 
 
-def check_samples(plan: Plan, program: Program, sizes: Sequence[int]) -> None:
+def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> None:
     """Prove it, of a program of which :func:`~raymm.scheduler.program.check_program.check_program`
     has proved that it ends and that messages come in order.
 
@@ -28,12 +28,12 @@ def check_samples(plan: Plan, program: Program, sizes: Sequence[int]) -> None:
     Args:
         plan: whose stages run.
         program: of a step.
-        sizes: samples of each microbatch.
+        samples: of each microbatch.
 
     Raises:
         ProgramError: naming rank and instruction.
     """
-    check = _Check(plan, program, sizes)
+    check = _Check(plan, program, samples)
     for rank, instructions in enumerate(program.ranks):
         _Rank(check, rank).play(instructions)
     check.ended()
@@ -43,12 +43,12 @@ class _Check:
     """What is true of all ranks together.
 
     Attributes:
-        plan, sizes: as given.
+        plan, of: as given.
         ran: stages and microbatches that the program has a forward of.
     """
 
-    def __init__(self, plan: Plan, program: Program, sizes: Sequence[int]) -> None:
-        self.plan, self.sizes = plan, sizes
+    def __init__(self, plan: Plan, program: Program, samples: Sequence[Samples]) -> None:
+        self.plan, self.of = plan, samples
         self.ran = {
             (i.stage, i.microbatch) for rank in program for i in rank if i.op in FORWARDS
         }
@@ -58,7 +58,7 @@ class _Check:
 
     def samples(self, instruction: Instruction) -> tuple[Range, ...]:
         """Those of an instruction."""
-        return instruction.samples or (Range(0, self.sizes[instruction.microbatch]),)
+        return instruction.samples or (Range(0, self.of[instruction.microbatch].size),)
 
     def message(self, instruction: Instruction) -> None:
         """One end of a message."""
@@ -73,12 +73,12 @@ class _Check:
 
     def readers(self, stage: StageId, microbatch: int) -> dict[int, tuple[Range, ...]]:
         """By rank, the samples of what a stage makes that the rank's stages read."""
-        plan, size = self.plan, self.sizes[microbatch]
+        plan, samples = self.plan, self.of[microbatch]
         read: dict[int, list[Range]] = {}
         for consumer in plan.stage_consumers[stage]:
             if (consumer, microbatch) in self.ran:
-                needed = needed_samples(plan, stage.module, plan.by_id[consumer], size)
-                read.setdefault(plan.by_id[consumer].rank, []).append(needed)
+                needed = needed_samples(plan, stage.module, plan.by_id[consumer], samples)
+                read.setdefault(plan.by_id[consumer].rank, []).extend(needed)
         return {rank: union(ranges) for rank, ranges in read.items()}
 
     def ended(self) -> None:
@@ -88,10 +88,10 @@ class _Check:
                 differ.
         """
         for (module, index, microbatch), ranges in self._of_module.items():
-            if not _tiles(ranges, Range(0, self.sizes[microbatch])):
+            if not _tiles(ranges, has := self.of[microbatch].of(module)):
                 raise ProgramError(
                     f"{module}.{index} #{microbatch} runs on samples {_listed(ranges)}; it must be "
-                    f"each of {self.sizes[microbatch]} once"
+                    f"each of {_listed(has)} once"
                 )
         for edge in self._sent.keys() | self._received.keys():
             sent, received = self._sent.get(edge), self._received.get(edge)
@@ -140,12 +140,15 @@ class _Rank:
                 if p.module == module
             ):
                 continue  # the microbatch has nothing for it
-            needed = needed_samples(check.plan, module, stage, check.sizes[microbatch])
-            ranges = [r.meet(needed) for r in self._arrived.get((module, index, microbatch), ())]
-            if not _tiles([r for r in ranges if r], needed):
+            needed = needed_samples(check.plan, module, stage, check.of[microbatch])
+            ranges = [
+                both for r in self._arrived.get((module, index, microbatch), ())
+                for n in needed if (both := r.meet(n))
+            ]
+            if not _tiles(ranges, needed):
                 raise self._error(
                     instruction, f"has samples {_listed(ranges)} of {module}; it must be each of "
-                    f"{needed.lo}:{needed.hi} once"
+                    f"{_listed(needed)} once"
                 )
         check.forward(instruction)
         place = stage.module, stage.index, microbatch
@@ -160,11 +163,12 @@ class _Rank:
 
     def _owing(self, producer: StageId, microbatch: int) -> list[StageId]:
         """The rank's stages that read what a stage makes and have had no backward."""
-        plan = self._check.plan
+        plan, samples = self._check.plan, self._check.of[microbatch]
         return [
             c for c in plan.stage_consumers[producer]
             if plan.by_id[c].rank == self._rank and (c, microbatch) in self._check.ran
             and (c, microbatch) not in self._backwards
+            and carried_samples(plan, producer, [c], samples)
         ]
 
     def _hand_back(self, instruction: Instruction) -> None:
@@ -175,7 +179,7 @@ class _Rank:
         stage, microbatch = instruction.stage, instruction.microbatch
         own = self._check.samples(instruction)
         due = {
-            rank: tuple(r for r in (needed.meet(o) for needed in ranges for o in own) if r)
+            rank: overlap(ranges, own)
             for rank, ranges in self._check.readers(stage, microbatch).items()
         }
         due = {rank: ranges for rank, ranges in due.items() if ranges}
@@ -192,13 +196,16 @@ def _sources(plan: Plan, stage: Stage) -> list[tuple[str, int]]:
     return list(dict.fromkeys((p.module, p.index) for p in plan.stage_producers[stage.id]))
 
 
-def _tiles(ranges: Sequence[Range], whole: Range) -> bool:
-    """Whether ranges have each sample of another once, and no others."""
+def _tiles(ranges: Sequence[Range], whole: Sequence[Range]) -> bool:
+    """Whether ranges have each sample of others once, and no others.
+
+    Args:
+        ranges: in any order.
+        whole: ascending ranges that do not touch.
+    """
     ordered = sorted(ranges)
-    return (
-        bool(ordered) and ordered[0].lo == whole.lo and ordered[-1].hi == whole.hi
-        and all(a.hi == b.lo for a, b in zip(ordered, ordered[1:], strict=False))
-    )
+    apart = all(a.hi <= b.lo for a, b in zip(ordered, ordered[1:], strict=False))
+    return apart and union(ordered) == tuple(whole)
 
 
 def _listed(ranges: Sequence[Range]) -> str:

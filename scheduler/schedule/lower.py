@@ -12,6 +12,7 @@ from raymm.scheduler.plan.policy import Policy, policies
 from raymm.scheduler.plan.rank_quotas import SLOTS
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
+from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
@@ -37,7 +38,7 @@ def lower(
     costs: Mapping[tuple[StageId, Op], float] | None = None,
     forward_only: bool = False,
     delays: Mapping[Edge, float] | None = None,
-    samples: Sequence[int] = (),
+    samples: Sequence[Samples] = (),
 ) -> Program:
     """Lower a plan to a program for one step, by the plan's schedule.
 
@@ -70,7 +71,7 @@ def lower(
     """
     active = active_stages(plan, present, forward_only, samples)
     if plan.schedule == SLOTS:
-        return to_program(plan, active, slot_tasks(plan, active), sizes=samples)
+        return to_program(plan, active, slot_tasks(plan, active), samples=samples)
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
     schedule = _schedule(scheduler, forward_only)
     return to_program(plan, active, schedule.tasks, schedule.early, samples)

@@ -10,7 +10,7 @@ from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, group_end
-from raymm.scheduler.program.stage_samples import carried_samples, stage_samples
+from raymm.scheduler.program.stage_samples import Samples, carried_samples, stage_samples
 from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.step_graph import ActiveStages
 
@@ -22,7 +22,7 @@ def to_program(
     active: Sequence[ActiveStages],
     tasks: Sequence[Sequence[Task]],
     early: bool = True,
-    sizes: Sequence[int] = (),
+    samples: Sequence[Samples] = (),
 ) -> Program:
     """A schedule's tasks with their messages: those of a group before and after all of it.
 
@@ -35,9 +35,9 @@ def to_program(
         active: which stages each microbatch has.
         tasks: by rank, in order.
         early: whether a recomputation runs without waiting for its gradient.
-        sizes: samples of each microbatch; of a plan that splits them.
+        samples: of each microbatch; of a plan that splits them.
     """
-    around = _Surroundings(plan, active, sizes)
+    around = _Surroundings(plan, active, samples)
     return Program(tuple(_with_messages(around, rank, early) for rank in tasks))
 
 
@@ -105,52 +105,54 @@ class _Around(NamedTuple):
 class _Surroundings:
     """Who gets what of whom, worked out once for microbatches that use the same stages."""
 
-    def __init__(self, plan: Plan, active: Sequence[ActiveStages], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, plan: Plan, active: Sequence[ActiveStages], samples: Sequence[Samples]
+    ) -> None:
         self.plan, self.active = plan, active
-        self._sizes = sizes if plan.splits_samples else (0,) * len(active)
+        self._samples = samples if plan.splits_samples else (Samples(0),) * len(active)
         self._splits = plan.splits_samples
-        self._around: dict[tuple[StageId, int, int], _Around] = {}
+        self._around: dict[tuple[StageId, int, Samples], _Around] = {}
 
     def of(self, stage: StageId, microbatch: int) -> _Around:
         """A stage's, of a microbatch."""
-        uses, size = self.active[microbatch], self._sizes[microbatch]
-        key = stage, id(uses), size
+        uses, samples = self.active[microbatch], self._samples[microbatch]
+        key = stage, id(uses), samples
         around = self._around.get(key)
         if around is None:
-            around = self._around[key] = self._surroundings(stage, uses, size)
+            around = self._around[key] = self._surroundings(stage, uses, samples)
         return around
 
-    def _surroundings(self, stage: StageId, uses: ActiveStages, size: int) -> _Around:
+    def _surroundings(self, stage: StageId, uses: ActiveStages, samples: Samples) -> _Around:
         plan = self.plan
         rank = plan.by_id[stage].rank
         producers = []
         for producer in plan.stage_producers[stage]:
             if producer in uses.stages and plan.by_id[producer].rank != rank:
-                readers = self._readers(producer, rank, uses, size)
-                if readers and (not self._splits or carried_samples(plan, producer, [stage], size)):
-                    producers.append((producer, self._reader(producer, readers, size)))
+                readers = self._readers(producer, rank, uses, samples)
+                if stage in readers:
+                    producers.append((producer, self._reader(producer, readers, samples)))
         ranks = dict.fromkeys(plan.by_id[c].rank for c in plan.stage_consumers[stage])
-        others = (self._readers(stage, other, uses, size) for other in ranks if other != rank)
-        samples = (stage_samples(plan, plan.by_id[stage], size),) if self._splits else ()
+        others = (self._readers(stage, other, uses, samples) for other in ranks if other != rank)
+        own = stage_samples(plan, plan.by_id[stage], samples) if self._splits else ()
         return _Around(
-            samples, tuple(producers),
-            tuple(self._reader(stage, readers, size) for readers in others if readers),
+            own, tuple(producers),
+            tuple(self._reader(stage, readers, samples) for readers in others if readers),
         )
 
     def _readers(
-        self, producer: StageId, rank: int, uses: ActiveStages, size: int
+        self, producer: StageId, rank: int, uses: ActiveStages, samples: Samples
     ) -> list[StageId]:
         """The rank's stages that read something of what a stage makes."""
         return [
             c for c in self.plan.stage_consumers[producer]
             if c in uses.stages and self.plan.by_id[c].rank == rank
             and uses.carries(self.plan.edge_ports[producer, c])
-            and (not self._splits or carried_samples(self.plan, producer, [c], size))
+            and (not self._splits or carried_samples(self.plan, producer, [c], samples))
         ]
 
-    def _reader(self, producer: StageId, readers: list[StageId], size: int) -> _Reader:
-        samples = carried_samples(self.plan, producer, readers, size) if self._splits else ()
-        return _Reader(readers[0], samples, len(readers))
+    def _reader(self, producer: StageId, readers: list[StageId], samples: Samples) -> _Reader:
+        read = carried_samples(self.plan, producer, readers, samples) if self._splits else ()
+        return _Reader(readers[0], read, len(readers))
 
 
 class _RankMessages:

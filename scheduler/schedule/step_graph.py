@@ -9,7 +9,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.port_routes import EdgePorts
 from raymm.scheduler.plan.stage import Stage, StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
-from raymm.scheduler.program.stage_samples import stage_samples
+from raymm.scheduler.program.stage_samples import Samples, carried_samples, stage_samples
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ActiveStages:
 
 def active_stages(
     plan: Plan, present: Sequence[Collection[str]], forward_only: bool = False,
-    samples: Sequence[int] = (),
+    samples: Sequence[Samples] = (),
 ) -> list[ActiveStages]:
     """Per microbatch, what it uses.
 
@@ -53,17 +53,17 @@ def active_stages(
             to be split and their samples are not said.
     """
     if not plan.splits_samples:
-        samples = (0,) * len(present)
+        samples = (Samples(0),) * len(present)
     if len(samples) != len(present):
         raise ValueError(f"samples are {list(samples)}; there are {len(present)} microbatches")
-    cache: dict[tuple[frozenset[str], int, tuple[int, ...]], ActiveStages] = {}
+    cache: dict[tuple[frozenset[str], Samples, tuple[int, ...]], ActiveStages] = {}
     counts = [len(plan.replicas(node.name)) for node in plan.graph.nodes]
     result = []
     for microbatch, modules in enumerate(present):
-        size = samples[microbatch]
-        key = (frozenset(modules), size, tuple(microbatch % count for count in counts))
+        own = samples[microbatch]
+        key = (frozenset(modules), own, tuple(microbatch % count for count in counts))
         if key not in cache:
-            cache[key] = _active(plan, key[0], microbatch, size, forward_only)
+            cache[key] = _active(plan, key[0], microbatch, own, forward_only)
         result.append(cache[key])
     return result
 
@@ -74,8 +74,9 @@ def full_step(plan: Plan) -> list[list[str]]:
 
 
 def _active(
-    plan: Plan, modules: frozenset[str], microbatch: int, size: int, forward_only: bool
-) -> ActiveStages:
+    plan: Plan, modules: frozenset[str], microbatch: int, samples: Samples,
+    forward_only: bool,
+) -> ActiveStages:  # fmt: skip
     names = {node.name for node in plan.graph.nodes}
     if unknown := modules - names:
         raise ValueError(
@@ -87,14 +88,18 @@ def _active(
             running.add(module)
     stages = [
         stage for module in plan.graph.topological if module in running
-        for replica in _replicas(plan, module, microbatch, size) for stage in replica
+        for replica in _replicas(plan, module, microbatch, samples) for stage in replica
     ]
+    split = plan.splits_samples
     needs: set[StageId] = set()
     owes: set[StageId] = set()
     for stage in stages:
         if forward_only:
             continue
-        if any(src in needs for src in plan.stage_producers[stage.id]):
+        if any(
+            src in needs and (not split or carried_samples(plan, src, [stage.id], samples))
+            for src in plan.stage_producers[stage.id]
+        ):
             owes.add(stage.id)
         if plan.trainable(stage) or stage.id in owes:
             needs.add(stage.id)
@@ -103,10 +108,10 @@ def _active(
 
 
 def _replicas(
-    plan: Plan, module: str, microbatch: int, size: int
+    plan: Plan, module: str, microbatch: int, samples: Samples
 ) -> Sequence[tuple[Stage, ...]]:
     """Those that a microbatch goes through."""
     replicas = plan.replicas(module)
     if len(replicas) == 1 or replicas[0][0].split != SAMPLES:
         return (replicas[microbatch % len(replicas)],)
-    return [replica for replica in replicas if stage_samples(plan, replica[0], size)]
+    return [replica for replica in replicas if stage_samples(plan, replica[0], samples)]

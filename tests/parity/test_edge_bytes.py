@@ -11,8 +11,8 @@ from test_cross_attention import model_of
 
 from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.rank.rank_resources import RankResources
+from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.runtime.pipelined import MultimodalParallelModule
-from raymm.runtime.pipelined_dag import PipelinedModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan
@@ -61,7 +61,7 @@ def test_of_features_for_several_layers():
     # Features of layer 0 to stage 0, of layer 1 and the last to stage 1, of layer 2 to stage 2,
     # which gets the last ones from stage 1: five tensors, two hidden states, and the output.
     assert sum(due.values()) == 2 * microbatches * own * (5 + 2 + 1)
-    with PipelinedModule(dag, plan, timeout_s=120) as running:
+    with DagParallelModule(dag, plan, timeout_s=120) as running:
         running.execute([deep_batch(rows, m) for m in range(microbatches)])
         assert measured(running) == due
 

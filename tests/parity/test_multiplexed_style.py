@@ -1,6 +1,7 @@
 """The multiplexed style gives the numbers of the oracle, and of the pipelined style."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from parity_oracle import replace
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.data.loading.in_memory import BatchError
 from raymm.model.modality_module import ModalityModule
-from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.multiplexed import MultiplexedParallelModule
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
 STEPS = 10
@@ -32,40 +33,31 @@ GPUS = 3
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def mapping_of(*stages, slices=1):
-    """Stages of modules with GPUs, quota and slices."""
+def mapping_of(*stages):
+    """Stages of modules with GPUs and quota."""
     return Mapping(GPUS, STEPS, tuple(
         MultiplexStage(tuple(Placement(m, *place) for m, place in one.items()), 1.0)
         for one in stages
-    ), slices=slices)
+    ))
 
 
 # Encoders side by side on one GPU, one of them on another too; the language model on all.
 SIDE_BY_SIDE = mapping_of(
     {"vision": ((0, 1), 6), "audio": ((1,), 4)}, {"llm": ((0, 1), 10)}
 )
-# Half of the images in one stage, half in the next, beside the sounds; a GPU has no text.
-SLICED = mapping_of(
-    {"vision": ((2,), 7, 1)}, {"vision": ((1, 2), 5, 1), "audio": ((0,), 10, 2)},
-    {"llm": ((0, 1), 8, 2)}, slices=2,
+# Images in one stage, sounds in the next, on other numbers of GPUs; one has no text.
+IN_TURN = mapping_of(
+    {"vision": ((1, 2), 7)}, {"audio": ((0, 1), 10)}, {"llm": ((0, 1), 8)}
 )
 
 
-@pytest.fixture(scope="module")
-def gpus(ray_cluster):
-    """Processes that models take turns in: starting them takes longest."""
-    held = []
-
-    def run(model, mapping, **options):
-        group = held[0] if held else None
-        options = {"optimizer": OPTIMIZER, "timeout_s": 120, **options}
-        running = MultiplexedParallelModule(model, mapping, group=group, **options)
-        held[:] = [running.group]
-        return running
-
-    yield run
-    for group in held:
-        group.shutdown()
+@contextmanager
+def running_of(model, mapping, **options):
+    """The model on processes of its own."""
+    plan = mapped_plan(module_graph(model), mapping, 3)
+    options = {"optimizer": OPTIMIZER, "timeout_s": 120, **options}
+    with MultimodalParallelModule(model, plan, **options) as running:
+        yield running
 
 
 def model_of(llm, frozen=None, merge=None, **options):
@@ -92,45 +84,45 @@ def step(seed=0):
     ]
 
 
-@pytest.mark.parametrize("mapping", [SIDE_BY_SIDE, SLICED], ids=["side by side", "sliced"])
-def test_missing_modalities_and_accumulated_microbatches(gpus, mapping):
+@pytest.mark.parametrize("mapping", [SIDE_BY_SIDE, IN_TURN], ids=["side by side", "in turn"])
+def test_missing_modalities_and_accumulated_microbatches(mapping):
     model = model_of(llama())
     oracle = oracle_of(model)
-    running = gpus(model, mapping)
-    check_gradients(running, oracle, step(), [batch([4, 6], 9, vision=[1])])
-    # The second update accumulates; in the last, no sample has a sound.
-    check_training(running, oracle, [
-        [step(20)], [step(30), [batch([5, 5, 5], 40, vision=[2])]],
-        [[batch([6, 5], 50, vision=[0, 1])]],
-    ])  # fmt: skip
+    with running_of(model, mapping) as running:
+        check_gradients(running, oracle, step(), [batch([4, 6], 9, vision=[1])])
+        # The second update accumulates; in the last, no sample has a sound.
+        check_training(running, oracle, [
+            [step(20)], [step(30), [batch([5, 5, 5], 40, vision=[2])]],
+            [[batch([6, 5], 50, vision=[0, 1])]],
+        ])  # fmt: skip
 
 
-def test_alignment_trains_projectors_only(gpus):
+def test_alignment_trains_projectors_only():
     """Encoders and language model frozen: a microbatch of text alone has no gradient at all."""
     frozen = {"vision": (True, False), "audio": (True, False), "llm": (True, False)}
     model = model_of(opt(), frozen)
     oracle = oracle_of(model)
     clips = dataclasses.replace(OPTIMIZER, max_grad_norm=1e-3)
-    running = gpus(model, SIDE_BY_SIDE, optimizer=clips)
-    output = check_gradients(running, oracle, step())[0]
-    assert len(output.peak_bytes) == GPUS and output.timeline.num_ranks == GPUS
-    check_training(running, oracle, [[step(20)], [step(30)]], clips)
-    assert running.gradients().keys() == oracle.gradients().keys()  # what the optimizer holds
+    with running_of(model, SIDE_BY_SIDE, optimizer=clips) as running:
+        output = check_gradients(running, oracle, step())[0]
+        assert len(output.peak_bytes) == output.timeline.num_ranks == 2
+        check_training(running, oracle, [[step(20)], [step(30)]], clips)
+        assert running.gradients().keys() == oracle.gradients().keys()  # what the optimizer holds
 
 
-def test_frozen_towers_have_no_backward(gpus):
+def test_frozen_towers_have_no_backward():
     """Nothing in or before a tower is trained."""
     model = model_of(llama(tied=False), {"vision": (True, True), "audio": (True, False)})
     oracle = oracle_of(model)
-    running = gpus(model, SLICED)
-    output = check_gradients(running, oracle, step())[0]
-    ran = {(span.stage.module, span.op) for span in output.timeline.spans}
-    assert ("vision", "forward") in ran and ("vision", "backward") not in ran
-    assert {("audio", "backward"), ("llm", "backward")} <= ran
-    check_training(running, oracle, [[step(20)], [step(30)]])
+    with running_of(model, IN_TURN) as running:
+        output = check_gradients(running, oracle, step())[0]
+        ran = {(span.stage.module, span.op) for span in output.timeline.spans}
+        assert ("vision", "forward_no_grad") in ran and ("vision", "backward") not in ran
+        assert {("audio", "backward"), ("llm", "backward")} <= ran
+        check_training(running, oracle, [[step(20)], [step(30)]])
 
 
-def test_placeholders_masks_and_packing(gpus):
+def test_placeholders_masks_and_packing():
     """Items at placeholder tokens, whole rows packed into one."""
     tokens = {"vision": IMAGE_TOKEN, "audio": AUDIO_TOKEN}
     model = model_of(llama(), merge=ReplaceTokens(tokens), packing=True)
@@ -138,16 +130,17 @@ def test_placeholders_masks_and_packing(gpus):
     image, sound = [(IMAGE_TOKEN, 4)], [(AUDIO_TOKEN, 12)]
     runs = [image, [], image + sound, sound]
     one = batch([5, 7, 6, 4], 3, runs, vision=[0, 2], audio=[2, 3])
-    check_gradients(gpus(model, SLICED), oracle, [one])
+    with running_of(model, IN_TURN) as running:
+        check_gradients(running, oracle, [one])
 
 
-def test_both_styles_agree(gpus):
+def test_both_styles_agree():
     """The same model, from the same weights, on the same batches."""
     config = {"vision": ParallelSpec(pp=1), "audio": ParallelSpec(pp=1)}
     model = model_of(llama())
     plan = MultimodalParallelSpec(config, ParallelSpec(pp=2), 3).plan(model)
-    running = gpus(model, SIDE_BY_SIDE)
-    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as pipelined:
+    pipeline = MultimodalParallelModule(model, plan, optimizer=OPTIMIZER)
+    with running_of(model, SIDE_BY_SIDE) as running, pipeline as pipelined:
         for seed in (0, 10, 20):
             mine, other = running.train_step(step(seed)), pipelined.train_step(step(seed))
             assert mine.label_tokens == other.label_tokens
@@ -155,52 +148,49 @@ def test_both_styles_agree(gpus):
             assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
             assert mine.learning_rate == other.learning_rate
         theirs, start = pipelined.parameters(), dict(model.named_parameters())
-    for name, value in running.parameters().items():
-        moved = float((theirs[name] - start[name].detach()).norm())
-        assert float((value - theirs[name]).norm()) <= 1e-3 * moved + 1e-9, name
-
-
-def test_items_in_any_order(gpus):
-    """Items are sorted by their rows before they are split."""
-    model = model_of(llama())
-    oracle = oracle_of(model)
-    shuffled = batch([5, 6, 4], 7, vision=[2, 0, 2])
-    check_gradients(gpus(model, SIDE_BY_SIDE), oracle, [shuffled])
+        for name, value in running.parameters().items():
+            moved = float((theirs[name] - start[name].detach()).norm())
+            assert float((value - theirs[name]).norm()) <= 1e-3 * moved + 1e-9, name
 
 
 def reading_grid(inputs):
-    inputs["pixel_values"] = inputs["pixel_values"] * inputs.pop("grid").mean()
+    inputs["pixel_values"] = inputs["pixel_values"] * inputs.pop("grid", torch.ones(1)).mean()
     return inputs
 
 
-def test_tensors_that_are_not_of_items_are_refused(gpus):
+def test_items_in_any_order():
+    """Items are sorted by their rows before they are split, so every tensor must be of items."""
     model = model_of(llama())
+    oracle = oracle_of(model)
+    shuffled = batch([5, 6, 4], 7, vision=[2, 0, 2])
     model.encoders["vision"].preprocess_callback = reading_grid
     one = batch([5, 6], 7, vision=[0, 1])
     one["vision"]["grid"] = torch.ones(5, 2)
-    with pytest.raises(BatchError, match=r"'grid' of 'vision' has shape \(5, 2\) for 2 items"):
-        gpus(model, SIDE_BY_SIDE).evaluate([one])
+    with running_of(model, SIDE_BY_SIDE) as running:
+        with pytest.raises(BatchError, match=r"'grid' of 'vision' has shape \(5, 2\) for 2 items"):
+            running.evaluate([one])
+        check_gradients(running, oracle, [shuffled])
 
 
-def test_mixed_precision(gpus):
+def test_mixed_precision():
     """bf16 autocast, in every module's own thread: near fp32, but not fp32. Frozen weights that
     can be read again are kept in bf16."""
     model = MultimodalModule(
         {"vision": ModalityModule(siglip(), "mlp", frozen=True)}, ModalityModule(build(llama()))
     )
     mapping = mapping_of({"vision": ((0, 1), 6)}, {"llm": ((0, 1), 10)})
-    running = gpus(model, mapping, precision="bf16")
-    oracle = oracle_of(model)  # loads the encoder, which is a live module then
-    one = [batch([5, 7, 6], 3, vision=[0, 0, 2]), batch([4], 4)]
-    loss = oracle.loss(one)
-    loss.backward()
-    found = running.execute(one).loss
-    assert found == pytest.approx(loss.item(), rel=1e-2) and found != pytest.approx(loss.item())
-    due = oracle.gradients()
-    for name, gradient in running.gradients().items():
-        assert gradient.dtype == torch.float32
-        error = float((gradient - due[name]).norm())
-        assert error <= 0.1 * float(due[name].norm()), name
-    kept = running.parameters(trainable_only=False)
-    name = "vision_encoder.module.encoder.layers.0.mlp.fc1.weight"
-    assert kept[name].dtype == torch.bfloat16
+    with running_of(model, mapping, precision="bf16") as running:
+        oracle = oracle_of(model)  # loads the encoder, which is a live module then
+        one = [batch([5, 7, 6], 3, vision=[0, 0, 2]), batch([4], 4)]
+        loss = oracle.loss(one)
+        loss.backward()
+        found = running.execute(one).loss
+        assert found == pytest.approx(loss.item(), rel=1e-2) and found != pytest.approx(loss.item())
+        due = oracle.gradients()
+        for name, gradient in running.gradients().items():
+            assert gradient.dtype == torch.float32
+            error = float((gradient - due[name]).norm())
+            assert error <= 0.1 * float(due[name].norm()), name
+        kept = running.parameters(trainable_only=False)
+        name = "vision_encoder.module.encoder.layers.0.mlp.fc1.weight"
+        assert kept[name].dtype == torch.bfloat16

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.multiplexed import MultiplexedParallelModule
+from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStepWarning
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -73,7 +74,8 @@ def multiplexed():
     mapping = Mapping(
         3, 10, tuple(MultiplexStage(tuple(one.values()), 1.0) for one in stages)
     )
-    return MultiplexedParallelModule(model_of(), mapping, optimizer=OPTIMIZER)
+    model = model_of()
+    return MultimodalParallelModule(model, plan_of_mapping(model, mapping), optimizer=OPTIMIZER)
 
 
 LAYOUTS = {
@@ -83,7 +85,7 @@ LAYOUTS = {
     "dp, zero1, tp": (pipelined({"dp": 2, "sharding": "zero1"}, {"tp": 2}), "vision.0@1"),
     "dp, cp": (pipelined({}, {"dp": 2, "cp": 2}), "vision.0"),
     "fsdp": (pipelined({"dp": 2, "sharding": "fsdp"}, {"dp": 2, "sharding": "fsdp"}), "vision.0"),
-    "multiplexed": (multiplexed, "vision"),
+    "multiplexed": (multiplexed, "vision.0@1"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from raymm.model.batch_rules import BatchError
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.pipelined_dag import PipelinedModule
+from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.runtime.specs import ParallelSpec, dag_plan
 from raymm.scheduler.plan.plan import PlanError
 from raymm.storage.checkpoint import CheckpointStore
@@ -57,7 +57,7 @@ def check(dag, plan, steps, **options):
     dag.materialize()
     trained = {n: p for n, p in dag.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
-    with PipelinedModule(dag, plan, optimizer=OPTIMIZER, timeout_s=120, **options) as running:
+    with DagParallelModule(dag, plan, optimizer=OPTIMIZER, timeout_s=120, **options) as running:
         loss = step_loss(dag, steps[0])
         loss.backward()
         assert abs(running.evaluate(steps[0]).loss - loss.item()) <= 1e-6 * abs(loss.item())
@@ -283,14 +283,14 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
     dag = talking()
     steps = steps_of(talk_batch, 2)
     plan = dag_plan(dag, {"thinker": ParallelSpec(pp=2)}, 2)
-    with PipelinedModule(dag, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
+    with DagParallelModule(dag, plan, optimizer=OPTIMIZER, timeout_s=120) as running:
         running.train_step(steps[0])
         folder = CheckpointStore(tmp_path).save(running, {})
         running.train_step(steps[1])
         due = running.parameters()
     other = dag_plan(dag, {"talker": ParallelSpec(ranks=(0,)), "thinker": ParallelSpec(ranks=(0,))},
                      2)  # fmt: skip
-    with PipelinedModule(dag, other, optimizer=OPTIMIZER, timeout_s=120) as running:
+    with DagParallelModule(dag, other, optimizer=OPTIMIZER, timeout_s=120) as running:
         restore(running, folder)
         assert running.steps_taken == 1
         running.train_step(steps[1])
@@ -306,21 +306,21 @@ def test_what_cannot_run_is_refused_by_name():
     with pytest.raises(PlanError, match="pp of 'talker' is 2, but it can be cut into at most 1"):
         dag_plan(dag, {"talker": ParallelSpec(pp=2)})
     with pytest.raises(PlanError, match="tp of 'thinker' is 2; accepted of a module of a graph"):
-        PipelinedModule(dag, dag_plan(dag, {"thinker": ParallelSpec(tp=2)}))
+        DagParallelModule(dag, dag_plan(dag, {"thinker": ParallelSpec(tp=2)}))
     with pytest.raises(PlanError, match="the model has a module 'thinker', the plan has not"):
-        PipelinedModule(dag, dag_plan(chained()))
+        DagParallelModule(dag, dag_plan(chained()))
     guessing = ModuleDag({
         "states": DagModule(States(), reads=("states", "length"), outputs="pooled"),
         "loss": DagLoss(MeanSquare(), inputs={"x": "states"}),
     })
     with pytest.raises(ProbeError, match="give example_inputs"):
-        PipelinedModule(guessing, dag_plan(guessing, {"states": ParallelSpec(pp=2)}))
+        DagParallelModule(guessing, dag_plan(guessing, {"states": ParallelSpec(pp=2)}))
     together = ModuleDag({
         "first": DagModule(Tower(5, 8), reads="x"),
         "loss": DagLoss(Compared(), inputs={"x": every("first")}),
     })
     with pytest.raises(ProbeError, match="'loss' reads every\\(\\) of 'first'"):
-        PipelinedModule(together, dag_plan(together, {"loss": ParallelSpec(pp=2)}))
+        DagParallelModule(together, dag_plan(together, {"loss": ParallelSpec(pp=2)}))
 
 
 class Compared(nn.Module):
@@ -338,7 +338,7 @@ def test_batches_that_do_not_fit_are_refused_and_the_next_one_runs():
     dag = talking()
     plan = dag_plan(dag, {"talker": ParallelSpec(ranks=(0,)), "thinker": ParallelSpec(ranks=(0,))},
                     2)  # fmt: skip
-    with PipelinedModule(dag, plan, timeout_s=120) as running:
+    with DagParallelModule(dag, plan, timeout_s=120) as running:
         with pytest.raises(BatchError, match="a batch of 3 samples does not divide into 2"):
             running.execute(talk_batch(3, 0))
         with pytest.raises(BatchError, match="a step has 3 microbatches; accepted: 1 to 2"):

@@ -9,8 +9,9 @@ import wrong_batches as wb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.batch_rules import BatchError
-from raymm.runtime.multiplexed import MultiplexedParallelModule
+from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
@@ -31,7 +32,9 @@ def running(request, ray_cluster):
     if request.param == "pipelined":
         parallel = PIPELINED.apply(model)
     else:
-        parallel = MultiplexedParallelModule(model, SHARED, timeout_s=120, microbatches=2)
+        parallel = MultimodalParallelModule(
+            model, plan_of_mapping(model, SHARED, 2), timeout_s=120
+        )
     with parallel:
         yield model, parallel, parallel.evaluate(wb.good_batch()).loss
 

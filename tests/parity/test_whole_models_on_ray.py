@@ -11,7 +11,7 @@ import transformers
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
-from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.probe import small_model
 from raymm.actors.probe.whole.cut import cut_tower
 from raymm.model.batch_rules import BatchError

@@ -1,4 +1,4 @@
-"""What ``raymm.plan_multiplexed`` returns is what :class:`raymm.MultiplexedModule` runs."""
+"""What ``raymm.plan_multiplexed`` returns is what :class:`raymm.DagParallelModule` runs."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.multiplexed_dag import MultiplexedModule
 
 
 def clip() -> CLIPModel:
@@ -37,8 +36,13 @@ def test_a_planned_mapping_gives_the_loss_of_one_process(ray_cluster):
         "attention_mask": torch.ones(6, 9, dtype=torch.long),
     }
     expected = dag(batch).loss.item()
-    with MultiplexedModule(dag, planned.mapping, timeout_s=120) as running:
+    plan = raymm.plan_of_mapping(dag, planned.mapping)
+    with raymm.DagParallelModule(dag, plan, timeout_s=120) as running:
         assert running.execute(batch).loss == pytest.approx(expected, rel=1e-5)
+    with pytest.warns(DeprecationWarning, match="use raymm.DagParallelModule"):
+        running = raymm.MultiplexedModule(dag, planned.mapping, timeout_s=120)
+    with running:
+        assert running.evaluate(batch).loss == pytest.approx(expected, rel=1e-5)
 
 
 class Answer(torch.nn.Module):

@@ -10,12 +10,11 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.head_dims import check_head_dims
-from raymm.runtime.multiplexed import MultiplexedParallelModule
-from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.runtime.options import RuntimeOptions
+from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.runtime.pipelined import MultimodalParallelModule
 
-CLASSES = (MultimodalParallelModule, MultiplexedParallelModule, MultiplexedModule)
+CLASSES = (MultimodalParallelModule, DagParallelModule)
 
 
 @pytest.mark.parametrize("make", CLASSES)
@@ -40,11 +39,10 @@ def test_the_environment_of_ranks_is_names_and_texts():
             RankResources(env=env)  # type: ignore[arg-type]
 
 
-def test_a_graph_of_modules_has_no_precision():
-    with pytest.raises(TypeError, match="'precision' is no option"):
-        MultiplexedModule(None, None, precision="bf16")  # type: ignore[arg-type]
+@pytest.mark.parametrize("make", CLASSES)
+def test_precisions_are_refused_by_name(make):
     with pytest.raises(ValueError, match="precision is 'fp8'; accepted: fp32, bf16"):
-        MultimodalParallelModule(None, None, precision="fp8")  # type: ignore[arg-type]
+        make(None, None, precision="fp8")
 
 
 def test_what_follows_from_options():

@@ -63,12 +63,6 @@ class KillDataWorker(KillRanks):
     actor = "DataWorker"
 
 
-class KillGpu(KillRanks):
-    """The same of the process of a GPU that modules share."""
-
-    actor = "GpuActor"
-
-
 def raises_in_ranks(inputs):
     """Of an encoder: what is tried before the run goes through, and its first step does not."""
     in_worker = ray.get_runtime_context().get_actor_id() is not None

@@ -19,8 +19,8 @@ from raymm.config.build import build_model, build_plan
 from raymm.config.sections import load_config
 from raymm.files.run_files import RunFileError, append
 from raymm.files.run_owner import OwnerLostError
-from raymm.layout.plan_data import plan_from_dict
 from raymm.monitor.metrics import read_metrics
+from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import (
     MANIFEST,
@@ -105,7 +105,7 @@ class Writer:
 
 @pytest.fixture(scope="module")
 def plan(finished):
-    return plan_from_dict(read_manifest(CheckpointStore(finished.path).latest()).plan)
+    return Plan.from_dict(read_manifest(CheckpointStore(finished.path).latest()).plan)
 
 
 def names(store):

@@ -69,7 +69,7 @@ def test_what_the_page_plans_is_what_it_trains(
     assert code == 0, text
     chosen = train[train.index("--set") + 1]
     settings = load_config(config, [chosen])
-    assert build_plan(settings, build_model(settings)).gpus == 8
+    assert build_plan(settings, build_model(settings)).schedule == "slots"
     # What a mapping has no use for is not left unread.
     for overrides, words in (
         ([chosen, "parallel.language_model={pp: 2}"], "a mapping, which .* but layouts"),

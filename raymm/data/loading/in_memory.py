@@ -65,6 +65,20 @@ def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> N
             )
 
 
+def items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """A microbatch whose items come in the order of the rows that they belong to, so that what
+    consecutive samples have is consecutive, too."""
+    items: dict[str, Any] = {}
+    for name, value in microbatch.items():
+        if not isinstance(value, Mapping):
+            items[name] = value
+            continue
+        order = torch.argsort(value[INDEX], stable=True)
+        in_order = torch.equal(order, torch.arange(len(order)))
+        items[name] = value if in_order else {key: tensor[order] for key, tensor in value.items()}
+    return items
+
+
 def describe_microbatches(
     microbatches: Sequence[Mapping[str, Any]], encoders: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:

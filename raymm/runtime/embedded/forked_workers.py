@@ -43,7 +43,7 @@ MODULES = ("torch", "torch._dynamo", "torch.distributed.tensor", "transformers.m
 # Imported when the first worker is asked for: Ray reads its settings from the environment, once.
 RAY_MODULES = (
     "ray", "ray.actor", "ray._private.node", "raymm.actors.rank.rank_actor",
-    "raymm.actors.rank.module_profiler", "raymm.actors.multiplexed.gpu_actor",
+    "raymm.actors.rank.module_profiler",
     "raymm.data.loading.worker", "raymm.layout.stage_builders", "raymm.batch.check",
     # Of every worker before its first call (ray.util.serialization_addons).
     "pydantic.v1.fields", "pyarrow.json", "starlette.datastructures",

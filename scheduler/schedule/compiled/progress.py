@@ -156,7 +156,7 @@ def _backward_ready(step, progress, stage, microbatch, early):
         ready = progress.ends[FORWARD_END, stage, microbatch]
     for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
         consumer = step.edges[at, CONSUMER]
-        if step.uses[consumer, microbatch] & RUN:
+        if step.uses[consumer, microbatch] & NEEDS:
             delay = step.delays[step.edges[at, CONSUMER_EDGE], 1]
             ready = max(ready, progress.ends[BACKWARD_END, consumer, microbatch] + delay)
     return ready
@@ -170,7 +170,7 @@ def _gradient_is_near(step, progress, stage, microbatch, hops):
         if start == stop:
             return True
         for at in range(start, stop):
-            if step.uses[step.edges[at, CONSUMER], microbatch] & RUN:
+            if step.uses[step.edges[at, CONSUMER], microbatch] & NEEDS:
                 stage = step.edges[at, CONSUMER]
                 break
         if progress.ends[BACKWARD_END, stage, microbatch] < np.inf:

@@ -115,7 +115,7 @@ def _inputs_there(step, messages, task, early):
         for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
             consumer = step.edges[at, CONSUMER]
             rank = step.stages[consumer, RANK]
-            if step.uses[consumer, microbatch] & RUN and rank != step.stages[stage, RANK]:
+            if step.uses[consumer, microbatch] & NEEDS and rank != step.stages[stage, RANK]:
                 there = max(there, messages.gradients[step.edges[at, CONSUMER_EDGE], microbatch])
     return there
 

@@ -5,33 +5,36 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
-from raymm.actors.modules.message import Message
+from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.quota import RecordingBackend
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.graph.sample_ranges import Range
+from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.check_samples import check_samples
-from raymm.scheduler.program.stage_samples import stage_samples
+from raymm.scheduler.program.stage_samples import Samples, filled_samples, stage_samples
 from raymm.scheduler.schedule.lower import lower
-from tests.scheduler.multiplex.test_lowering import cases
+from tests.scheduler.multiplex.random_mappings import cases
 
 WIDTH = 3
+Offsets = Mapping[str, Sequence[int]]
+"""By module with any number of rows of a sample, where each sample's begin."""
 
 
 class Channel:
@@ -57,8 +60,8 @@ class Channel:
 
 
 class Layer(nn.Module):
-    """A linear layer over what it gets: of its own samples the rows, of those of which it gets all
-    the mean."""
+    """A linear layer over what it gets: of its own samples the rows, or the sum of each one's; of
+    those of which it gets all the mean."""
 
     def __init__(self, stage: StageId, plan: Plan) -> None:
         super().__init__()
@@ -79,7 +82,19 @@ class Layer(nn.Module):
         for name, message in received.items():
             every = (name, self.stage.module) in self.plan.graph.every
             (value,) = message.tensors
-            hidden = hidden + (value.mean(0) if every else value)
+            if every:
+                value = value.mean(0)
+            elif name in context.offsets:
+                offsets = context.offsets[name]
+                counts = [
+                    rows_of(Range(sample, sample + 1), offsets).size
+                    for own in context.samples or [Range(0, len(hidden))]
+                    for sample in range(*own)
+                ]
+                rows = value.split([*counts, len(value) - sum(counts)])
+                value = torch.stack([of_sample.sum(0) for of_sample in rows[:-1]])
+                assert not len(rows[-1])
+            hidden = hidden + value
         for linear in self.layers:
             hidden = linear(hidden).tanh()
         loss = self.stage.module in self.plan.graph.losses
@@ -89,13 +104,26 @@ class Layer(nn.Module):
         return Message((hidden,), {})
 
 
-def data(plan: Plan, module: str, microbatch: int, size: int) -> torch.Tensor:
+def data(plan: Plan, module: str, microbatch: int, rows: int) -> torch.Tensor:
     seed = 1000 * plan.graph.topological.index(module) + microbatch
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def expected(plan: Plan, sizes: Sequence[int]) -> dict[tuple[str, str], torch.Tensor | None]:
+def own_data(
+    plan: Plan, stage: Stage, microbatch: int, samples: Samples, offsets: Offsets
+) -> torch.Tensor:
+    """What a stage reads of a microbatch."""
+    of_module = offsets.get(stage.module)
+    whole = rows_of(Range(0, samples.size), of_module).size
+    parts = [rows_of(own, of_module) for own in stage_samples(plan, stage, samples)]
+    everything = data(plan, stage.module, microbatch, whole)
+    return torch.cat([everything[:0], *(everything[slice(*part)] for part in parts)])
+
+
+def expected(
+    plan: Plan, sizes: Sequence[int], offsets: Sequence[Offsets]
+) -> dict[tuple[str, str], torch.Tensor | None]:
     """Gradients by (module, parameter) of one process."""
     whole = Plan(plan.graph, tuple(
         Stage(node.name, 0, (0, node.num_layers), 0) for node in plan.graph.nodes
@@ -105,7 +133,10 @@ def expected(plan: Plan, sizes: Sequence[int]) -> dict[tuple[str, str], torch.Te
         outputs: dict[str, Message] = {}
         for name, module in modules.items():
             received = {p: outputs[p] for p in plan.graph.producers(name)}
-            outputs[name] = module.run({"x": data(plan, name, m, size)}, received, None)
+            own = offsets[m].get(name)
+            inputs = {"x": data(plan, name, m, size if own is None else own[-1])}
+            context = MicrobatchContext(1, m, samples=(Range(0, size),), offsets=offsets[m])
+            outputs[name] = module.run(inputs, received, context)
         loss = sum(outputs[name].loss for name in plan.graph.losses)
         if loss.requires_grad:
             loss.backward()
@@ -115,12 +146,20 @@ def expected(plan: Plan, sizes: Sequence[int]) -> dict[tuple[str, str], torch.Te
     }
 
 
-def run(plan: Plan, sizes: Sequence[int]) -> tuple[dict, dict[Edge, Channel]]:
+def run(
+    plan: Plan, sizes: Sequence[int], offsets: Sequence[Offsets]
+) -> tuple[dict, dict[Edge, Channel]]:
     """Gradients of all ranks, summed over replicas, and the channels."""
-    present = [[node.name for node in plan.graph.nodes]] * len(sizes)
-    program = lower(plan, present, samples=sizes)
+    present = [
+        [node.name for node in plan.graph.nodes if of.get(node.name, (1,))[-1]] for of in offsets
+    ]
+    samples = [
+        filled_samples(plan, size, {name: rows for name, rows in of.items() if rows[-1]})
+        for size, of in zip(sizes, offsets, strict=True)
+    ]
+    program = lower(plan, present, samples=samples)
     bound = check_program(program).bound
-    check_samples(plan, program, sizes)
+    check_samples(plan, program, samples)
     channels: dict[Edge, Channel] = defaultdict(Channel)
     for edge in plan.stage_edges:
         for way in (edge, edge[::-1]):
@@ -140,13 +179,14 @@ def run(plan: Plan, sizes: Sequence[int]) -> tuple[dict, dict[Edge, Channel]]:
         )
         inputs = {
             s.id: [
-                {"x": data(plan, s.module, m, size)[slice(*stage_samples(plan, s, size))]}
-                for m, size in enumerate(sizes)
+                {"x": own_data(plan, s, m, of_microbatch, offsets[m])}
+                for m, of_microbatch in enumerate(samples)
             ]
             for s in plan.rank_stages(number) if s.index == 0
         }
         prepared = executor.compile(program.ranks[number], (), bound)
-        executor.run(prepared, inputs, StepMeta(0, 1, tuple(range(len(sizes)))))
+        keys = tuple(range(len(sizes)))
+        executor.run(prepared, inputs, StepMeta(0, 1, keys, offsets=tuple(offsets)))
         if colocation is not None:
             colocation.close()
         return stages
@@ -166,9 +206,12 @@ def run(plan: Plan, sizes: Sequence[int]) -> tuple[dict, dict[Edge, Channel]]:
     return gradients, channels
 
 
-def check(plan: Plan, sizes: Sequence[int]) -> dict[Edge, Channel]:
-    gradients, channels = run(plan, sizes)
-    due = expected(plan, sizes)
+def check(
+    plan: Plan, sizes: Sequence[int], offsets: Sequence[Offsets] = ()
+) -> dict[Edge, Channel]:
+    offsets = offsets or [{} for _ in sizes]
+    gradients, channels = run(plan, sizes, offsets)
+    due = expected(plan, sizes, offsets)
     assert gradients.keys() == due.keys()
     for name, gradient in due.items():
         if gradient is None or not gradient.any():
@@ -183,7 +226,6 @@ def check(plan: Plan, sizes: Sequence[int]) -> dict[Edge, Channel]:
 @settings(max_examples=60)
 def test_mappings(case, microbatches):
     graph, mapping, batch = case
-    assume(mapping.slices == 1)
     plan = mapped_plan(graph, mapping, microbatches)
     check(plan, [max(1, batch - m) for m in range(microbatches)])
 
@@ -237,6 +279,31 @@ def test_pipelines(case):
     check(*case)
 
 
+@given(split_plans(), st.data())
+@settings(max_examples=100)
+def test_any_number_of_rows_of_a_sample(case, draws):
+    """Of modules that read no others, as encoders of images; none computes or sends in vain."""
+    plan, sizes = case
+    stages = tuple(
+        replace(s, split="samples") if s.module in plan.graph.losses else s for s in plan.stages
+    )
+    graph = replace(plan.graph, every=())
+    plan = replace(plan, graph=graph, stages=stages)
+    first = [n.name for n in graph.nodes if not n.loss and not graph.producers(n.name)]
+    ragged = draws.draw(st.lists(st.sampled_from(first), min_size=1, unique=True))
+    offsets = [
+        {
+            name: (0, *accumulate(draws.draw(st.lists(
+                st.sampled_from([0, 0, 1, 3]), min_size=size, max_size=size
+            ))))
+            for name in ragged
+        }
+        for size in sizes
+    ]
+    channels = check(plan, sizes, offsets)
+    assert all(all(channel.rows) for channel in channels.values())
+
+
 def test_what_several_stages_of_a_rank_read_travels_once():
     nodes = (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("c", (True,)))
     graph = ModuleGraph(nodes, (("a", "b"), ("a", "c"), ("b", "c")))
@@ -258,5 +325,5 @@ def test_only_samples_that_are_read_travel():
     channels = check(plan, [5])
     a = StageId("a", 0)
     assert [channels[a, StageId("b", 0, r)].rows for r in (0, 1)] == [[2], [3]]
-    assert Range(0, 2) == stage_samples(plan, plan.stages[1], 5)
+    assert stage_samples(plan, plan.stages[1], Samples(5)) == (Range(0, 2),)
     assert pytest.approx(5) == sum(channels[StageId("b", 0, r), a].rows[0] for r in (0, 1))

@@ -11,35 +11,27 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raymm.scheduler.graph.direction import Direction
-from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
-from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.check_samples import check_samples
 from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program, ProgramError
+from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.lower import lower
-from tests.scheduler.multiplex.test_lowering import cases, clip, mapping_of
+from tests.scheduler.multiplex.random_mappings import Node, Use, cases, clip, graph_of, mapping_of
 
 
 def program_of(plan: Plan, sizes: list[int], forward_only: bool = False) -> Program:
     """The proven program of a step in which every microbatch has everything."""
     present = [[node.name for node in plan.graph.nodes]] * len(sizes)
-    program = lower(plan, present, forward_only=forward_only, samples=sizes)
+    samples = [Samples(size) for size in sizes]
+    program = lower(plan, present, forward_only=forward_only, samples=samples)
     check_program(program)
-    check_samples(plan, program, sizes)
+    check_samples(plan, program, samples)
     return program
-
-
-@st.composite
-def whole_cases(draw: st.DrawFn) -> tuple[ModuleGraph, Mapping, int]:
-    """A graph, a mapping of its whole modules, samples."""
-    graph, mapping, batch = draw(cases())
-    assume(mapping.slices == 1)
-    return graph, mapping, batch
 
 
 def moves(plan: Plan, program: Program, direction: Direction) -> Counter:
@@ -57,7 +49,7 @@ def moves(plan: Plan, program: Program, direction: Direction) -> Counter:
     return moved
 
 
-@given(whole_cases(), st.integers(1, 3))
+@given(cases(), st.integers(1, 3))
 def test_what_travels_is_what_going_through_the_samples_one_by_one_gives(case, microbatches):
     graph, mapping, batch = case
     plan = mapped_plan(graph, mapping, microbatches)
@@ -90,7 +82,7 @@ def test_what_travels_is_what_going_through_the_samples_one_by_one_gives(case, m
         assert moves(plan, program, Direction.BACKWARD) == gradients
 
 
-@given(whole_cases())
+@given(cases())
 def test_evaluation_has_no_backward(case):
     graph, mapping, batch = case
     program = program_of(mapped_plan(graph, mapping), [batch], forward_only=True)
@@ -99,7 +91,7 @@ def test_evaluation_has_no_backward(case):
     )
 
 
-@given(whole_cases())
+@given(cases())
 def test_stages_of_a_slot_run_together_each_on_its_quota(case):
     graph, mapping, batch = case
     plan = mapped_plan(graph, mapping)
@@ -117,7 +109,7 @@ def test_stages_of_a_slot_run_together_each_on_its_quota(case):
 
 @given(st.data())
 def test_damaged_programs_are_found(data):
-    graph, mapping, batch = data.draw(whole_cases())
+    graph, mapping, batch = data.draw(cases())
     plan = mapped_plan(graph, mapping)
     assume(plan.splits_samples)
     program = program_of(plan, [batch])
@@ -140,7 +132,7 @@ def test_damaged_programs_are_found(data):
     broken = Program(tuple(map(tuple, lists)))
     with pytest.raises(ProgramError):
         check_program(broken)
-        check_samples(plan, broken, [batch])
+        check_samples(plan, broken, [Samples(batch)])
 
 
 def test_a_program_in_words():
@@ -162,7 +154,7 @@ def test_gpus_that_nothing_runs_on_are_not_taken():
         (mapping_of(2, {"image": (0,)}, {"text": (0,)}, {"image": (1,)}), "already complete"),
         (mapping_of(2, {"image": (0,)}), "stages do not have module 'text'"),
         (mapping_of(2, {"image": (0,), "video": (1,)}), "accepted: image, loss, text"),
-        (mapping_of(2, {"image": (0,), "text": (0,)}, slices=2), "accepted to run: 1"),
+        (replace(mapping_of(2, {"image": (0,), "text": (0,)}), slices=2), "accepted to run: 1"),
     ],
 )
 def test_mappings_that_cannot_run_are_refused(mapping, message):
@@ -218,4 +210,21 @@ def test_a_message_that_says_other_samples_than_its_receiver_is_found():
 
     broken = Program(tuple(tuple(map(other, rank)) for rank in program))
     with pytest.raises(ProgramError, match="sent .* received"):
-        check_samples(plan, broken, [4])
+        check_samples(plan, broken, [Samples(4)])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([Node("a"), Node("a")], "must be unique"),
+        ([Node("a", (Use("b"),))], r"names module 'b'; modules are \['a'\]"),
+        ([Node("a"), Node("b")], "one module must compute the loss"),
+        ([Node("a"), Node("l", loss=True)], "nothing reads module 'a'"),
+        ([Node("l", loss=True), Node("a", (Use("l"),))], "nothing reads module 'a'"),
+        ([Node("a", (Use("b"),)), Node("b", (Use("a"),)), Node("l", (Use("a"),), loss=True)],
+         "cycle"),
+    ],
+)
+def test_graphs_that_make_no_sense_are_refused(nodes, message):
+    with pytest.raises(MultiplexError, match=message):
+        graph_of(nodes)

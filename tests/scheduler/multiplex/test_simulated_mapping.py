@@ -16,6 +16,7 @@ from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.multiplex.surface_seconds import SurfaceSeconds
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import BACKWARDS
+from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
@@ -31,8 +32,8 @@ def simulated(
         problem.edges,
     )
     plan = mapped_plan(graph, mapping, microbatches)
-    sizes = [mapping.gpus] * microbatches
-    program = lower(plan, [list(problem.names)] * microbatches, samples=sizes)
+    samples = [Samples(mapping.gpus)] * microbatches
+    program = lower(plan, [list(problem.names)] * microbatches, samples=samples)
     seconds = SurfaceSeconds(problem, plan)
     return plan, simulate(program, seconds.whole(), group_seconds=seconds)
 

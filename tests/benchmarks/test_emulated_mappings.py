@@ -14,11 +14,10 @@ from benchmarks._mapping_instances import random_problem
 from benchmarks._multiplexed_models import SHAPES
 from benchmarks.emulated_gpu import Slice, SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
-from raymm.runtime.multiplexed_dag import MultiplexedModule
+from raymm.layout.mapping_plan import plan_of_mapping
+from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.scheduler.baselines.mappings import spindle
-from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.interference import Interference
-from raymm.scheduler.multiplex.lowering import lower
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.program.program import Op
@@ -46,7 +45,7 @@ def test_slices_are_nodes_that_take_their_share(name):
     problem = SHAPES[name].problem()
     mapping = spindle(problem)
     made = emulate(problem, mapping, SHAPES[name].contrastive)
-    check_program(made.dag.graph, lower(made.dag.graph, made.mapping, 5))
+    plan_of_mapping(made.dag, made.mapping)
     seconds, slices = SurfaceSeconds(problem, made.backend.slices, 1.0), made.backend.slices
     for module in problem.names:
         assert sum(s.share for s in slices.values() if s.module == module) == pytest.approx(1)
@@ -71,16 +70,15 @@ def test_an_emulated_model_runs_its_mapping(ray_cluster):
     made = emulate(quick, mapping, ("align",))
     assert made.mapping == replace(mapping, bound=0.0)
     assert pickle.loads(pickle.dumps(made.backend))().gpu.total == quick.steps
-    with MultiplexedModule(
-        made.dag, mapping, backend=made.backend, lockstep=True
-    ) as running:
+    plan = plan_of_mapping(made.dag, mapping)
+    with DagParallelModule(made.dag, plan, quota_backend=made.backend) as running:
         batch = {ENTRY: torch.ones(4, 2)}
         output = running.train_step(batch)
         # Both towers hand on x + weight; align adds them and its own weight.
         assert output.loss == pytest.approx(2.0)
         assert running.evaluate(batch).loss < 2.0
     placed = {p.module: p for stage in mapping.stages for p in stage.placements}
-    spans = {(s.stage.module, s.rank, s.op): s for s in output.timeline.spans}
+    spans = {(s.stage.module, s.rank, s.op): s for s in output.timeline.compute()}
     assert set(spans) == {
         (name, gpu, op) for name, p in placed.items() for gpu in p.gpus
         for op in (Op.FORWARD, Op.BACKWARD)

@@ -1,5 +1,5 @@
-"""A graph of modules on Ray actors, pipelined: modules in stages on ranks of their own or shared
-ones, microbatches through them, replicas of any module."""
+"""A graph of modules on Ray actors: modules in stages on ranks of their own or shared ones,
+microbatches through them, replicas of any module."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raymm.runtime.plan_module import PendingStep, PlannedModule
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.stage_samples import stage_samples
+from raymm.scheduler.program.stage_samples import Samples, stage_samples
 
 Batch = Mapping[str, torch.Tensor]
 
 
-class PipelinedModule(PlannedModule):
+class DagParallelModule(PlannedModule):
     """A :class:`ModuleDag` on the actors of a :class:`Plan`
-    (:func:`raymm.runtime.specs.dag_plan` makes one).
+    (:func:`raymm.dag_plan` and :func:`raymm.plan_of_mapping` make some).
 
     Means over samples are over all of a step's, however many microbatches it has; what compares
     all samples (:func:`raymm.every`) compares those of a microbatch. Gradients are those of one
@@ -92,20 +92,20 @@ class PipelinedModule(PlannedModule):
         keep: Any = None,
     ) -> PendingStep:  # fmt: skip
         nodes = self.model.nodes
-        sizes = [self.model.batch_size(microbatch) for microbatch in prepared]
+        samples = [Samples(self.model.batch_size(microbatch)) for microbatch in prepared]
         inputs = [
-            (stage.id, index, _entries(microbatch, node.reads.values(), samples))
+            (stage.id, index, _entries(microbatch, node.reads.values(), own[0]))
             for index, microbatch in enumerate(prepared)
             for name, node in nodes.items() if node.reads
             for stage in self._readers(name, index)
-            if (samples := stage_samples(self.plan, stage, sizes[index]))
+            if (own := stage_samples(self.plan, stage, samples[index]))
         ]
         step = StepMeta(
             step=self._step, label_tokens=0, keys=tuple(map(_layout_key, prepared)),
             training=not forward_only, scales=self.model.scales(*prepared),
         )
         return self._submitted(
-            [nodes] * len(prepared), inputs, step, update=update, keep=keep, samples=sizes
+            [nodes] * len(prepared), inputs, step, update=update, keep=keep, samples=samples
         )
 
     def close(self) -> None:

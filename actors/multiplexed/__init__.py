@@ -1,1 +1,0 @@
-"""Actors that run a multiplexed program: one process per GPU, modules concurrently."""
