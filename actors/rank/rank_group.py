@@ -51,6 +51,7 @@ class RankGroup(ObservedRanks):
     """
 
     actor_class: type = RankActor
+    renews = True
     _generation = 0  # of connections
 
     def __init__(
@@ -59,7 +60,6 @@ class RankGroup(ObservedRanks):
     ) -> None:
         check_capacity(len(specs), resources, placement)
         super().__init__(labels, specs[0].timeout_s)
-
         self._specs, self._reserved = list(specs), resources
         self.places: tuple[RankPlace, ...] = ()
         self._programs: OrderedDict[str, None] = OrderedDict()
