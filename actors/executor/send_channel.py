@@ -56,11 +56,13 @@ class _Outgoing(NamedTuple):
         parts: per tensor what it sends to whom, ``[start, stop)`` of the tensor's elements, or of
             its share of the sum; None for all of it to the only other process.
         nbytes: of all that it sends.
+        side_bytes: of that, what hosts read.
     """
 
     layout: Layout
     parts: tuple[tuple[tuple[Link, int, int], ...] | None, ...]
     nbytes: int
+    side_bytes: int
 
 
 class SendChannel:
@@ -195,7 +197,7 @@ class SendChannel:
         self, route: _Outgoing, tensors: Sequence[torch.Tensor], sent: Sent, aside: bool = False
     ) -> None:
         self.sent_bytes += route.nbytes
-        self.sent_side_bytes += len(self._metadata_receivers) * route.layout.side_bytes
+        self.sent_side_bytes += route.side_bytes
         for tensor, parts in zip(tensors, route.parts, strict=True):
             tensor = tensor.contiguous()
             if parts is None:
@@ -213,11 +215,11 @@ class SendChannel:
 
     def _outgoing(self, layout: Layout) -> _Outgoing:
         parts = [self._parts_of(prod(shape)) for shape, _ in layout.tensors]
-        nbytes = len(self._metadata_receivers) * layout.side_bytes
+        nbytes = side_bytes = len(self._metadata_receivers) * layout.side_bytes
         for part, (shape, dtype) in zip(parts, layout.tensors, strict=True):
             sent = prod(shape) if part is None else sum(stop - start for _, start, stop in part)
             nbytes += sent * dtype.itemsize
-        return _Outgoing(layout, tuple(parts), nbytes)
+        return _Outgoing(layout, tuple(parts), nbytes, side_bytes)
 
     def _parts_of(self, length: int) -> tuple[tuple[Link, int, int], ...] | None:
         if self._only is not None and length:

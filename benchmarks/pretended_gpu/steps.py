@@ -98,7 +98,7 @@ class _Rank:
             model, plan, optimizer=OPTIMIZER, autocast=case.autocast, device=kind, threads=1
         ).specs
         self._actor = RankActor(specs[rank])
-        self._actor._store = TcpMeeting(rank, len(specs), port)
+        self._actor._stores = {0: TcpMeeting(rank, len(specs), port)}
         self._actor.connect({})
         self._actor.build()
         program = lower(plan, [(VISION,)] * TINY.microbatches)
