@@ -45,7 +45,7 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
 
 # What to do about norms over samples that replicas deal out.
-_SPLIT_NORMS = "its replicas deal them out; give it one, or freeze it"
+_SPLIT_NORMS = "{!r} has replicas that deal samples out (give it one, or freeze it), and it"
 
 Retry = Callable[[Mapping[str, Any]], None]
 AnySpec = EncoderSpec | LanguageSpec
@@ -130,7 +130,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         if first.cp > 1:
             _check_tokens(node.name, spec, example, first.cp)
         if first.split == SAMPLES and len(plan.replicas(node.name)) > 1:
-            _check_norms(node.name, spec, _SPLIT_NORMS)
+            _check_norms(spec, _SPLIT_NORMS.format(node.name))
         if first.fsdp > 1:
             _check_samples(node.name, spec, example)
         if first.cp > 1 or first.fsdp > 1:
@@ -162,7 +162,7 @@ def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
         spec = replace(spec, ports=plan.graph.ports_of(node.name))
         spec = probe_node(spec, _cuts(plan, node), example, plan.graph.backward)
         if first.split == SAMPLES and len(plan.replicas(node.name)) > 1:
-            _check_norms(node.name, spec, _SPLIT_NORMS)
+            _check_norms(spec, _SPLIT_NORMS.format(node.name))
         builders.shard_specs[node.name] = ShardSpec()
         builders.add(plan, node.name, spec, encoder_stage_parameters, _build_node)
     return builders
@@ -239,8 +239,11 @@ def _check_tokens(
         raise ProbeError(f"cp of {module!r} is {cp}; accepted: 1. {error}") from error
 
 
-def _check_norms(module: str, spec: EncoderSpec | LanguageSpec, advice: str) -> None:
+def _check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     """
+    Args:
+        planned: how samples are dealt out, as an error says it.
+
     Raises:
         PlanError: if a module's samples cannot be dealt out, as it looks at all of them.
     """
@@ -249,9 +252,7 @@ def _check_norms(module: str, spec: EncoderSpec | LanguageSpec, advice: str) -> 
         for skeleton in (set_mode(part) for part in _skeletons(spec).values())
         for child in skeleton.modules()
     ):
-        raise PlanError(
-            f"{module!r} has norms over all samples (batch norm), and {advice}"
-        )
+        raise PlanError(f"{planned} has norms over all samples (batch norm)")
 
 
 def _check_samples(
@@ -262,8 +263,8 @@ def _check_samples(
         PlanError: if a module's samples cannot be split over processes.
     """
     _check_norms(
-        module, spec, "sharding 'fsdp' deals samples out over processes; use dp with sharding "
-        "none or zero1",
+        spec, f"sharding of {module!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); "
+        "fsdp deals samples out over processes, and it",
     )
     if isinstance(spec, EncoderSpec) and example is not None:
         try:

@@ -39,7 +39,8 @@ OPERATIONS = {
 
 
 class Running:
-    """Stands for a model that runs on two ranks, with one tensor each, whose values are the step.
+    """Stands for a model that runs on two ranks, and for their group, with one tensor each, whose
+    values are the step.
 
     Args:
         step: steps taken.
@@ -50,9 +51,12 @@ class Running:
         graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
         profile = CostProfile({"llm": (LayerCost(1.0, 1.0, 1.0),)})
         self.plan = make_plan(graph, {"llm": ((0, 1),)}, 1, profile=profile)
-        self.steps_taken, self.group = step, self
+        self.steps_taken, self.group, self.patience = step, self, 60.0
         self.tensors = [torch.full((size,), float(step)) for _ in range(RANKS)]
         self.copies = [HostCopy(torch.device("cpu")) for _ in range(RANKS)]
+
+    def check_answers(self) -> None:
+        """All ranks do."""
 
     def reloadable(self) -> frozenset[str]:
         return frozenset()

@@ -39,6 +39,7 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
         self.run_packed_step = self
+        self.cut = self
 
     def remote(self, *args: Any) -> int:
         self.calls.append(args)

@@ -114,7 +114,7 @@ def run_case(
         sent = stage.run(items(case.name) if number == 0 else None, received, context)
         handed = sent.tensors[0].detach().requires_grad_(sent.tensors[0].requires_grad)
         links.append((sent.tensors[0], handed))
-        received = {str(number): Message((handed,), sent.side)}
+        received = {f"{case.name}.{number}": Message((handed,), sent.side)}
     output = links[-1][1].detach()
     grad = case.gradient(output.shape)
     inputs = [[], *([handed] for _, handed in links[:-1])]

@@ -97,7 +97,7 @@ def forward(stages: list[Any], inputs: Any) -> tuple[torch.Tensor, list[Any]]:
         (sent,) = message.outputs
         leaf = sent.detach().requires_grad_()
         between.append((sent, leaf))
-        received, inputs = {"before": Message((leaf,), message.side)}, None
+        received, inputs = {stage.spec.name: Message((leaf,), message.side)}, None
     return between[-1][0], between[:-1]
 
 

@@ -67,7 +67,7 @@ def run_language(bounds: list[int], group: Any = None) -> dict[str, Any]:
             (sent,) = message.outputs
             leaf = sent.detach().requires_grad_()
             between.append((sent, leaf))
-            received, inputs = {"before": Message((leaf,), message.side)}, None
+            received, inputs = {"llm": Message((leaf,), message.side)}, None
             if message.side:
                 side = [tuple(entry.shape) for entry in message.side.values()]
                 shapes.append([tuple(sent.shape), *side])
