@@ -1,1 +1,1 @@
-"""The trainer, its loop, and how plans of either style run in it."""
+"""The trainer, its loop, and how plans run in it."""
