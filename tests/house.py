@@ -77,6 +77,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/storage": (),
     "actors/quota": (),
     "actors/faults": ("kernels", "actors/storage"),
+    "actors/features": (),
     "actors/modules": ("kernels", "scheduler", "actors/quota"),
     "actors/placement": ("scheduler/plan",),
     "actors/recompute": ("kernels", "scheduler", "actors/quota"),
@@ -89,7 +90,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         "kernels", "scheduler", "actors/modules", "actors/storage", "actors/sharding",
     ),
     "actors/stages": (
-        "kernels", "scheduler/graph", "actors/modules", "actors/weights", "actors/sharding",
+        "kernels", "scheduler/graph", "actors/features", "actors/modules", "actors/weights",
+        "actors/sharding",
     ),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
@@ -105,7 +107,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
-        "actors/adapters",
+        "actors/adapters", "actors/features",
         "actors/placement", "actors/recompute", "actors/storage", "actors/sharding",
         "actors/optimizer", "actors/stages", "actors/executor", "actors/recovery",
     ),

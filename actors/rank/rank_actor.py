@@ -18,6 +18,7 @@ from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cut import OwnConnections
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.whereabouts import task
+from raymm.actors.features.kept_features import FeatureWriter
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.precision import cast_frozen
@@ -150,6 +151,8 @@ class RankActor(StoredRank):
                     shard_spec.plans, self._connections.data.group, self._device,
                     None if self._spec.exact_autocast else autocast,
                 )
+            if (folder := self._spec.features.get(name)) is not None:
+                stage.writer = FeatureWriter(folder)
             self._stages[name] = stage.to(self._device)
         if self._colocation is not None:
             of_module: dict[str, list[torch.nn.Module]] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.quota import Backend
@@ -60,6 +61,7 @@ class RankSpec:
         nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None: twice as many.
         every: (producer, consumer) modules of which the second reads all samples.
         ports: what messages have of them, of edges that carry or withhold any.
+        features: by stage whose features the process writes, where to.
     """
 
     rank: int
@@ -83,6 +85,7 @@ class RankSpec:
     nccl_timeout_s: float | None = None
     every: tuple[tuple[str, str], ...] = ()
     ports: dict[Edge, EdgePorts] = field(default_factory=dict)
+    features: dict[StageId, FeatureFolder] = field(default_factory=dict)
 
     @property
     def members(self) -> dict[int, Sequence[int]]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule, first_tensor
 from raymm.actors.modules.module_state import may_draw
@@ -227,6 +228,8 @@ class EncoderStage(StageModule):
             received: the previous stage's message, by the name of the module.
             context: of the microbatch.
         """
+        if inputs is not None and FEATURES in inputs:
+            return self._with_projector(inputs[FEATURES], {}, {}, context)
         received_hidden: torch.Tensor | None = None
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
@@ -267,6 +270,13 @@ class EncoderStage(StageModule):
         else:
             assert received_hidden is not None  # from the module's last stage
             hidden = received_hidden
+        return self._with_projector(hidden, inputs, side, context)
+
+    def _with_projector(
+        self, hidden: torch.Tensor, inputs: dict[str, Any], side: dict[str, torch.Tensor],
+        context: MicrobatchContext,
+    ) -> Message:  # fmt: skip
+        """What the stage hands on of features."""
         if self.projector is not None:
             context.enter("projector")
             hidden = self.projector(hidden)

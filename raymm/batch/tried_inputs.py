@@ -68,6 +68,8 @@ class TriedInputs:
         """
         for part, microbatch in zip(parts, meta, strict=True):
             for name in microbatch.items:
+                if name in microbatch.featured:  # its encoder does not see them
+                    continue
                 signature = _signature(microbatch, name)
                 if signature not in self._tried[name]:
                     self._try(name, signature, part[name])

@@ -156,6 +156,7 @@ def _train(args: argparse.Namespace) -> int:
         optimizer=config.optimizer.build(config.run.steps),
         resources=config.resources.for_device,
         threads=config.resources.threads,
+        cache=config.cache,
     ).fit()
     return EXIT_START_AGAIN if result.stopped else 0
 

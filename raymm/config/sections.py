@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.storage.location import check_location
+from raymm.config.cache_section import CacheSection
 from raymm.config.model_section import ModelSection
 from raymm.config.optimizer_section import OptimizerSection
 from raymm.config.planning_options import PlanningOptions
@@ -209,6 +210,7 @@ class TrainConfig(Section):
     planning: PlanningSection = Field(default_factory=PlanningSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     resources: ResourcesSection = Field(default_factory=ResourcesSection)
+    cache: CacheSection | None = None
 
     @model_validator(mode="after")
     def _modalities_match(self) -> TrainConfig:

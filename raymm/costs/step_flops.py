@@ -171,7 +171,7 @@ class StepFlops:
                 continue
             tokens, handed_on[name] = self._item_tokens(name, meta)
             flops = self._flops[name]
-            result[name] = items * (
+            result[name] = 0.0 if name in meta.featured else items * (
                 flops.per_token * tokens + flops.per_sample
                 + sum(flops.per_pair.values() if flops.per_pair else ()) * tokens**2
             )

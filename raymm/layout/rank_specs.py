@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
@@ -22,7 +24,7 @@ from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.port_routes import sent_ports
 from raymm.scheduler.plan.process_grid import Process, Processes
-from raymm.scheduler.plan.stage import Edge
+from raymm.scheduler.plan.stage import Edge, StageId
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class RankSpecs:
 
 
 def rank_specs(
-    model: MultimodalModule | ModuleDag | WholeModel, plan: Plan, **options: Any
+    model: MultimodalModule | ModuleDag | WholeModel, plan: Plan,
+    features: Mapping[str, FeatureFolder] | None = None, **options: Any,
 ) -> RankSpecs:
     """What the processes of a plan build themselves from. Needs neither Ray nor a process group.
 
     Args:
         model: the description.
         plan: what runs where.
+        features: by encoder whose features are kept, where.
         **options: fields of :class:`raymm.actors.rank.rank_spec.RankSpec` that no plan decides:
             the optimizer, precision, device, threads.
 
@@ -63,7 +67,8 @@ def rank_specs(
     elif isinstance(model, ModuleDag):
         builders, reloadable = dag_stage_builders(model, plan), model.reloadable()
     else:
-        builders, reloadable = stage_builders(model, plan), reloadable_modules(model)
+        builders = stage_builders(model, plan, features or ())
+        reloadable = reloadable_modules(model)
     processes = Processes(plan)
     ownership = parameter_ownership(processes, builders.owned, builders.shard_specs)
     connections = connection_plans(
@@ -89,11 +94,26 @@ def rank_specs(
             parameter_ownership=ownership[number],
             reloadable=reloadable,
             quotas=plan.quota_sets(process.rank),
+            features=_written(plan, process, features or {}),
             **options,
         )
         for number, process in enumerate(processes.all)
     )
     return RankSpecs(specs, processes, builders, ownership)
+
+
+def _written(
+    plan: Plan, process: Process, features: Mapping[str, FeatureFolder]
+) -> dict[StageId, FeatureFolder]:
+    """What a process writes of features: the first of a rank does, each with its replica's part of
+    the room."""
+    if process.tp or process.cp or process.fsdp:
+        return {}
+    return {
+        stage.id: replace(folder, room=folder.room // len(plan.replicas(stage.module)))
+        for stage in plan.rank_stages(process.rank)
+        if (folder := features.get(stage.module)) is not None and stage.index == 0
+    }
 
 
 def _process_groups(processes: Processes, process: Process) -> ProcessGroups:

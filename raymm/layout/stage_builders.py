@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from raymm.actors.sharding.parameter_shards import ShardPlan, ShardSpec
 from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items
 from raymm.actors.sharding.tensor_plan import tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
+from raymm.actors.stages.feature_stage import FeatureStage
 from raymm.actors.stages.language import (
     LanguageSpec,
     LanguageStage,
@@ -101,8 +102,15 @@ class StageBuilders:
 
 
 @plain_torch()
-def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
+def stage_builders(
+    model: MultimodalModule, plan: Plan, kept: Collection[str] = ()
+) -> StageBuilders:
     """
+    Args:
+        model: the description.
+        plan: what runs where.
+        kept: encoders whose features are kept.
+
     Raises:
         ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
         PlanError: if the model's sizes do not fit the plan's degrees.
@@ -123,10 +131,13 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         else:
             spec = model.encoder_spec(node.name)
             example = model.encoders[node.name].example_inputs
-            spec = probe_chain(spec, _cuts(plan, node), example)
+            # What is handed on as features needs nothing else of the encoder.
+            if node.name not in kept:
+                spec = probe_chain(spec, _cuts(plan, node), example)
             if example is not None and max(first.tp, first.cp, first.fsdp) > 1:
                 example = module_inputs(spec, example)
-            names, build = encoder_stage_parameters, _build_encoder
+            names = encoder_stage_parameters
+            build = _build_featured if node.name in kept else _build_encoder
         if first.cp > 1:
             _check_tokens(node.name, spec, example, first.cp)
         if first.split == SAMPLES and len(plan.replicas(node.name)) > 1:
@@ -136,7 +147,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         if first.cp > 1 or first.fsdp > 1:
             _check_layer_drop(node.name, spec, example)
         builders.shard_specs[node.name] = shard_spec = _shard_spec(node.name, spec, first, example)
-        cuts = _cuts(plan, node)
+        cuts = Cuts(False, False) if node.name in kept else _cuts(plan, node)
         if kind is ModuleKind.ENCODER and (cuts or max(first.tp, first.cp) > 1):
             builders.retries[node.name] = partial(_try_inputs, spec, cuts, first, shard_spec)
         builders.add(plan, node.name, spec, names, build)
@@ -319,6 +330,13 @@ def _build_encoder(
     spec: EncoderSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
 ) -> EncoderStage:
     return recomputing(EncoderStage.build(spec, lo, hi), spec, lo, layer_options)
+
+
+def _build_featured(
+    spec: EncoderSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> EncoderStage:
+    stage = (EncoderStage if lo else FeatureStage).build(spec, lo, hi)
+    return recomputing(stage, spec, lo, layer_options)
 
 
 def _build_node(

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
@@ -115,6 +116,8 @@ class EncoderTrial:
         return taken
 
     def _try(self, tensors: Items, count: int) -> Taken:
+        if FEATURES in tensors:
+            return self._of_features(tensors[FEATURES])
         try:
             if self._skeleton is None:
                 self._skeleton = skeleton_chain(self._spec)
@@ -147,6 +150,15 @@ class EncoderTrial:
                 f"{count} items; accepted: items of which it makes {expected}".replace("'", "")
             )
         return Taken(shape[1], ids)
+
+    def _of_features(self, features: torch.Tensor) -> Taken:
+        """Of what the encoder made of such items before."""
+        if self._skeleton is None:
+            self._skeleton = skeleton_chain(self._spec)
+        with torch.no_grad():
+            items = {FEATURES: features.to("meta", torch.float32)}
+            message = self._skeleton.run(items, {}, MicrobatchContext(1))
+        return Taken(message.tensors[0].shape[1])
 
     def _run(
         self, chain: EncoderStage, tensors: Items

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.actors.quota import Backend
@@ -44,6 +45,8 @@ class RuntimeOptions:
             named. NCCL's flight recorder then writes what it did, and the error names the files.
         quota_backend: makes, in every process, the backend of the streams of modules with
             quotas; None: green contexts on CUDA, and a record of who ran when on a CPU.
+        features: by encoder whose features are kept, where; the plan gives its projector a stage
+            of its own.
 
     Raises:
         ValueError: another precision or device, or other kernels.
@@ -62,6 +65,7 @@ class RuntimeOptions:
     timeout_s: float = 300.0
     nccl_timeout_s: float | None = None
     quota_backend: Callable[[], Backend] | None = None
+    features: Mapping[str, FeatureFolder] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
+from raymm.actors.features.kept_features import KEYS
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.batch.check import BatchCheck
 from raymm.batch.tried_inputs import TriedInputs, check_loss
@@ -137,8 +138,13 @@ class MultimodalParallelModule(PlannedModule):
             inputs += [
                 (stage.id, index, data)
                 for module, data in (*read, (LANGUAGE_MODEL, {"sample_index": rows}))
-                for stage in self._readers(module, index)
+                for stage in self._readers(module, index, module in microbatch.featured)
                 if not samples or stage_samples(self.plan, stage, samples[index])
+            ]
+            inputs += [
+                (stage.id, index, {KEYS: keys})
+                for name, keys in microbatch.feature_keys.items()
+                for stage in self._readers(name, index)
             ]
         step = StepMeta(
             step=self._step,
@@ -148,7 +154,8 @@ class MultimodalParallelModule(PlannedModule):
             training=not forward_only, offsets=offsets,
         )
         present = [microbatch.items for microbatch in meta]
-        return self._submitted(present, inputs, step, meta, update, keep, samples)
+        featured = [microbatch.featured for microbatch in meta]
+        return self._submitted(present, inputs, step, meta, update, keep, samples, featured)
 
     def step_program(self, meta: Sequence[MicrobatchMeta]) -> Program:
         """The checked program of a step that trains on microbatches.
@@ -156,7 +163,10 @@ class MultimodalParallelModule(PlannedModule):
         Args:
             meta: of each of them.
         """
-        return self.program([sorted(m.items) for m in meta], samples=self._samples(meta)[0])
+        return self.program(
+            [sorted(m.items) for m in meta], samples=self._samples(meta)[0],
+            featured=[m.featured for m in meta],
+        )
 
     def _samples(
         self, meta: Sequence[MicrobatchMeta]

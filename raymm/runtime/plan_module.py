@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -134,7 +134,7 @@ class PlannedModule(ParallelModule):
             self.model, plan, optimizer=run.optimizer, autocast=run.autocast,
             exact_autocast=run.exact_autocast, device=run.device, threads=run.threads,
             kernels=run.kernels, quota_backend=run.quota_backend, timeout_s=run.timeout_s,
-            nccl_timeout_s=run.nccl_timeout_s,
+            nccl_timeout_s=run.nccl_timeout_s, features=run.features,
         )  # fmt: skip
         self._shard_specs = ranks.builders.shard_specs
         self._processes = processes = ranks.processes
@@ -224,6 +224,7 @@ class PlannedModule(ParallelModule):
         update: bool = False,
         keep: Any = None,
         samples: Sequence[Samples] = (),
+        featured: Sequence[Collection[str]] = (),
     ) -> PendingStep:
         """Start a step.
 
@@ -234,13 +235,14 @@ class PlannedModule(ParallelModule):
             batches: what is known of the microbatches.
             update: with the optimizer's step.
             keep: held until the result was read.
-            samples: of each microbatch, if the plan splits them.
+            samples, featured: as of :func:`raymm.scheduler.schedule.lower.lower`.
         """
         self._mend()
         ops = self._optimizer_ops() if update else ()
         pattern = tuple(tuple(sorted(modules)) for modules in present)
         split = tuple(samples) if self.plan.splits_samples else ()
-        key = self._program(pattern, ops, not meta.training, split)
+        features = tuple(map(tuple, featured)) if any(featured) else ()
+        key = self._program(pattern, ops, not meta.training, split, features)
         of_process: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
         for stage, index, data in inputs:
             for number in self._processes.of_rank(self.plan.by_id[stage].rank):
@@ -263,9 +265,9 @@ class PlannedModule(ParallelModule):
             batches if all(batches) else (),
         )
 
-    def _readers(self, module: str, microbatch: int) -> list[Stage]:
-        """The stages that get a module's inputs of a microbatch."""
-        firsts = [replica[0] for replica in self.plan.replicas(module)]
+    def _readers(self, module: str, microbatch: int, features: bool = False) -> list[Stage]:
+        """The stages that get a module's inputs of a microbatch, or its features."""
+        firsts = [replica[-features] for replica in self.plan.replicas(module)]
         return [stage for stage in firsts if self.plan.runs(stage, microbatch)]
 
     @property
@@ -274,16 +276,17 @@ class PlannedModule(ParallelModule):
         return on_nodes(self.plan, self.group.placement.process_nodes)
 
     def program(
-        self, present: Sequence[Sequence[str]], update: bool = True, samples: Sequence[Samples] = ()
+        self, present: Sequence[Sequence[str]], update: bool = True,
+        samples: Sequence[Samples] = (), featured: Sequence[Collection[str]] = (),
     ) -> Program:
         """The checked program of a step.
 
         Args:
             present: per microbatch, the modalities that it has.
             update: with the optimizer's step.
-            samples: of each microbatch, if the plan splits them.
+            samples, featured: as of :func:`raymm.scheduler.schedule.lower.lower`.
         """
-        program = lower(self._placed, present, samples=samples)
+        program = lower(self._placed, present, samples=samples, featured=featured)
         self._prove(program, samples)
         return program.with_optimizer_ops(self._optimizer_ops() if update else ())
 
@@ -314,12 +317,12 @@ class PlannedModule(ParallelModule):
 
     def _program(
         self, present: tuple, ops: tuple[Op, ...], forward_only: bool,
-        samples: tuple[Samples, ...],
+        samples: tuple[Samples, ...], featured: tuple[tuple[str, ...], ...],
     ) -> str:
-        pattern = (present, ops, forward_only, samples)
+        pattern = (present, ops, forward_only, samples, featured)
         key = self._programs.get(pattern)
         if key is None:
-            program = lower(self._placed, present, forward_only=forward_only, samples=samples)
+            program = lower(self._placed, present, None, forward_only, None, samples, featured)
             proof = self._prove(program, samples)
             program = program.with_optimizer_ops(ops)
             ranks = [process.rank for process in self._processes.all]

@@ -16,7 +16,7 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
 from raymm.config.sections import RunConfig
-from raymm.data import DataConfig
+from raymm.data import DataConfig, ModalityDataConfig
 from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
@@ -72,7 +72,7 @@ def describe_run(
     for name, part in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
         source = part.source(module_kind(name))
         skeleton = source.skeleton()
-        fields |= _of_module(f"model.{name}", part, source, skeleton)
+        fields |= describe_module(f"model.{name}", part, source, skeleton)
         fields["model.parameters"] |= _parameters(f"{name}/module", skeleton)
         if part.projector is not None:
             fields["model.parameters"] |= _parameters(f"{name}/projector", part.projector)
@@ -101,20 +101,39 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
     files = {file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)}
     fields["data.tokenizer"] = fingerprint_of_files(sorted(files), tokenizer)
     for name, modality in data.modalities.items():
-        values = modality.model_dump(mode="json")
-        fields |= {f"data.modalities.{name}.{key}": value for key, value in values.items()}
-        if (folder := Path(modality.processor)).is_dir():
-            settings = sorted(folder.glob("*processor*.json"))
-            fields[f"data.modalities.{name}.processor_files"] = fingerprint_of_files(settings)
-        else:
-            function = import_object(modality.processor)
-            fields |= _code(f"data.modalities.{name}.processor", function)
+        fields |= describe_modality(f"data.modalities.{name}", modality)
     return fields
 
 
-def _of_module(
+def describe_modality(where: str, modality: ModalityDataConfig) -> dict[str, Any]:
+    """What makes tensors of a modality's items.
+
+    Args:
+        where: what names of fields begin with.
+        modality: of the data.
+    """
+    fields: dict[str, Any] = {
+        f"{where}.{key}": value for key, value in modality.model_dump(mode="json").items()
+    }
+    if (folder := Path(modality.processor)).is_dir():
+        settings = sorted(folder.glob("*processor*.json"))
+        fields[f"{where}.processor_files"] = fingerprint_of_files(settings)
+    else:
+        fields |= _code(f"{where}.processor", import_object(modality.processor))
+    return fields
+
+
+def describe_module(
     where: str, part: ModalityModule, source: ModuleSource, skeleton: nn.Module
 ) -> dict[str, Any]:
+    """What a module computes; of frozen weights that are from files, which.
+
+    Args:
+        where: what names of fields begin with.
+        part: the module.
+        source: of its weights.
+        skeleton: its structure.
+    """
     fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
     for name in ("lora", "projector_lora"):
         if (lora := getattr(part, name)) is not None:

@@ -13,6 +13,7 @@ from raymm.callbacks.callback import Restart, RunInfo
 from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
 from raymm.data import DataWorkerError
+from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.errors import RunFailedError
 from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.drain_notices import DrainObserver
@@ -54,6 +55,7 @@ class Attempt:
         stop: asks it to end, or to leave.
         saved: called after every checkpoint but the last.
         controller: of the run.
+        features: looks for features of items that were kept.
         loop: its steps; None until they begin.
     """
 
@@ -72,6 +74,7 @@ class Attempt:
     stop: StopRequest
     saved: Callable[[], None]
     controller: RunController
+    features: FeatureLookup | None = None
     loop: TrainingLoop | None = None
 
     def take_steps(self, parallel: MultimodalParallelModule, execution: Execution) -> Result:
@@ -96,7 +99,8 @@ class Attempt:
                 parallel, self.model, self.data, self.training, folder, progress.line
             ))
             batches = Batches(
-                self.data, self.training, parallel.sample_check(), parallel.group.places_beside
+                self.data, self.training, parallel.sample_check(), parallel.group.places_beside,
+                self.features,
             )
             samples = None
             if self.run.log_samples:

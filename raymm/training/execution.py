@@ -27,6 +27,7 @@ class Execution:
 
     Args:
         plan: what runs where.
+        notes: to say of it beside.
 
     Attributes:
         plan: it.
@@ -36,8 +37,8 @@ class Execution:
             ``"total"``.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, notes: Sequence[str] = ()) -> None:
+        self.plan, self._notes = plan, notes
         self.num_processes = plan.num_processes
         self.modules = {str(stage.id): stage.module for stage in plan.stages}
         self.processes = {TOTAL: plan.num_processes}
@@ -104,7 +105,7 @@ class Execution:
                 f"note: data.microbatches is {count}: the mapping runs {count} times per step. "
                 "`raymm plan` plans it for a step's samples at once (data.microbatches: 1)"
             )
-        return lines
+        return [*lines, *self._notes]
 
     def start(self, model: MultimodalModule, **options: Any) -> MultimodalParallelModule:
         """Start the ranks; options as of :class:`MultimodalParallelModule`."""

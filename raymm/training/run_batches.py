@@ -9,6 +9,7 @@ from typing import Any
 
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
 from raymm.data.loading.builder import SampleCheck
+from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.monitor.training_data import TrainingData
 from raymm.runtime.parallel_module import ParallelModule
 
@@ -32,13 +33,16 @@ class Batches:
         training: how the training data are taken.
         check: looks whether the model can take a sample of data on disk.
         places: of the data workers: those of the training data, then those of the held-out ones.
+        features: looks for features of items that were kept.
     """
 
     def __init__(
         self, data: DataConfig | Sequence[Any], training: TrainingData,
         check: SampleCheck | None = None, places: Sequence[Any] = (),
+        features: FeatureLookup | None = None,
     ) -> None:
         self._data, self._training, self._check = data, training, check
+        self._features = features
         workers = data.num_workers if isinstance(data, DataConfig) else 0
         self._places, self._heldout_places = places[:workers], places[workers:]
 
@@ -54,7 +58,7 @@ class Batches:
             with StepLoader(
                 self._data, "train", start_state=state, steps=steps,
                 sampler=self._training.sampler, dataset=self._training.dataset,
-                check=self._check, places=self._places,
+                check=self._check, places=self._places, features=self._features,
             ) as loader:
                 for step in loader:
                     yield Batch(
@@ -78,7 +82,7 @@ class Batches:
         assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones
         return StepLoader(
             self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check,
-            places=self._heldout_places,
+            places=self._heldout_places, features=self._features,
         )
 
 

@@ -6,13 +6,28 @@ from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.config.sections import ConfigError, RunConfig
-from raymm.data import DataConfig
+from raymm.data import DataConfig, open_split
+from raymm.data.readers import Dataset
 from raymm.layout.optimizer_check import check_modules, check_optimizer
 from raymm.model.batch_rules import Vocabulary
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint, CheckpointError
+
+
+def open_splits(data: object) -> dict[str, Dataset]:
+    """Samples of ``"train"`` and, if there are any, ``"heldout"``; none of batches in memory.
+
+    Args:
+        data: of the run.
+    """
+    if not isinstance(data, DataConfig):
+        return {}
+    return {
+        split: open_split(data, split) for split in ("train", "heldout")
+        if getattr(data, split) is not None
+    }
 
 
 def check_updates(

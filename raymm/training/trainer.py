@@ -18,8 +18,9 @@ from raymm.callbacks.callback import Callback
 from raymm.callbacks.handler import CallbackHandler
 from raymm.callbacks.named import named_callbacks
 from raymm.callbacks.ray_metrics import RayMetrics
+from raymm.config.cache_section import CacheSection
 from raymm.config.sections import ConfigError, RunConfig
-from raymm.data import DataConfig, check_data, open_split
+from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset
 from raymm.errors import RunFailedError
 from raymm.files.run_files import remove_partial
@@ -43,10 +44,11 @@ from raymm.storage.run_folder import RunFolder
 from raymm.training.attempt import Attempt
 from raymm.training.elastic import ElasticPlans
 from raymm.training.execution import Execution
+from raymm.training.kept_features import KeptFeatures
 from raymm.training.restarts import Attempted, Restarts
 from raymm.training.result import Result
 from raymm.training.run_plan import RunPlanner
-from raymm.training.run_start import check_updates, data_position, with_vocabulary
+from raymm.training.run_start import check_updates, data_position, open_splits, with_vocabulary
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training.training_loop import TrainingLoop, last_step, steps_not_applied
 
@@ -70,6 +72,7 @@ class Trainer:
         threads: intra-op threads per rank.
         callbacks: watch the run, beside those that ``run_config`` names.
         console: where to print; None for standard output.
+        cache: what is computed once; None: nothing.
 
     Attributes:
         plan: what runs where; None until :meth:`fit` has planned.
@@ -94,6 +97,7 @@ class Trainer:
         threads: int = 1,
         callbacks: Sequence[Callback] = (),
         console: Console | None = None,
+        cache: CacheSection | None = None,
     ) -> None:
         if data is None:
             raise ConfigError("data is None; a trainer needs it")
@@ -117,7 +121,7 @@ class Trainer:
         self.optimizer = optimizer or OptimizerConfig()
         check_updates(self.optimizer, run_config, model, self.plan)
         self.resources = resources
-        self.threads = threads
+        self.threads, self.cache = threads, cache
         self.callbacks = (RayMetrics(), *named_callbacks(run_config.callbacks), *callbacks)
         self.console = console or Console()
         self._folder = RunFolder(run_config.storage_path)
@@ -234,7 +238,7 @@ class Trainer:
 
     def _fit(self, store: CheckpointStore) -> Result:
         checkpoint = self._newest(store)
-        splits = self._splits()
+        splits = open_splits(self.data)
         store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         self._changed = []
         if checkpoint is not None:
@@ -314,16 +318,20 @@ class Trainer:
             )
             with under_way(self.console, "planning"):
                 self.plan = planner.plan(checkpoint, device, resources, placement)
-        execution = Execution(self.plan)
+        kept = KeptFeatures.of(
+            self.cache, self.model, self.plan, self.data, f"{device} {self.run.precision}"
+        )
+        execution = Execution(kept.plan, kept.lines)
         execution.check(self.data)
         check_capacity(execution.num_processes, resources, placement)
         execution.save(self.path)
         self._say_what_runs(execution, device)
-        with execution.start(
+        with kept.while_it_runs(), execution.start(
             self.model, optimizer=self.optimizer, precision=self.run.precision,
             exact_autocast=self.run.exact_autocast, kernels=self.run.kernels, device=device,
             resources=resources, threads=self.threads, seed=self.run.seed, placement=placement,
             timeout_s=self.run.timeout_s, nccl_timeout_s=self.run.nccl_timeout_s,
+            features=kept.folders,
         ) as parallel:
             self._folder.check_seen_by(parallel.group)
             if self._elastic is not None:
@@ -331,7 +339,7 @@ class Trainer:
             self._under_way = attempt = Attempt(
                 self.path, self.run, self.model, self.data, self.training, store, checkpoint,
                 device, callbacks, attempted, self._changed, self.console, self.stop,
-                lambda: self._look_for_room(resources), self._controller,
+                lambda: self._look_for_room(resources), self._controller, kept.lookup,
             )
             return attempt.take_steps(parallel, execution)
 
@@ -350,14 +358,6 @@ class Trainer:
 
     def _step_under_way(self) -> int | None:
         return None if self._loop is None else self._loop.step_under_way
-
-    def _splits(self) -> dict[str, Dataset]:
-        if not isinstance(self.data, DataConfig):
-            return {}
-        return {
-            split: open_split(self.data, split) for split in ("train", "heldout")
-            if getattr(self.data, split) is not None
-        }
 
     def _resources(self, device: str) -> RankResources:
         if self.resources is None:

@@ -37,6 +37,12 @@ class ModuleNode:
     def num_blocks(self) -> int:
         return self.num_layers - int(self.projector)
 
+    @property
+    def gives_features(self) -> bool:
+        """Whether all before its projector is frozen, so that what it makes of an item is always
+        the same."""
+        return self.projector and not any(self.trainable[: self.num_blocks])
+
 
 class Port(NamedTuple):
     """A tensor with a gradient that layers of a module read beside what the layer before hands

@@ -39,6 +39,7 @@ def lower(
     forward_only: bool = False,
     delays: Mapping[Edge, float] | None = None,
     samples: Sequence[Samples] = (),
+    featured: Sequence[Collection[str]] = (),
 ) -> Program:
     """Lower a plan to a program for one step, by the plan's schedule.
 
@@ -61,6 +62,8 @@ def lower(
         delays: seconds a message takes, per directed edge; 0 where missing.
         samples: of each microbatch, if replicas of a module share them
             (:attr:`~raymm.scheduler.plan.plan.Plan.splits_samples`).
+        featured: per microbatch, modules of which it has features instead of inputs: their
+            projector has a stage of its own, and none of their other stages runs.
 
     Returns:
         The program, without collective epilogue.
@@ -69,7 +72,7 @@ def lower(
         ValueError: if ``present`` names a module that the plan does not have, or microbatches have
             to be split and their samples are not said.
     """
-    active = active_stages(plan, present, forward_only, samples)
+    active = active_stages(plan, present, forward_only, samples, featured)
     if plan.schedule == SLOTS:
         return to_program(plan, active, slot_tasks(plan, active), samples=samples)
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)

@@ -33,7 +33,7 @@ class ActiveStages:
 
 def active_stages(
     plan: Plan, present: Sequence[Collection[str]], forward_only: bool = False,
-    samples: Sequence[Samples] = (),
+    samples: Sequence[Samples] = (), featured: Sequence[Collection[str]] = (),
 ) -> list[ActiveStages]:
     """Per microbatch, what it uses.
 
@@ -47,6 +47,8 @@ def active_stages(
             (which always run). Whatever takes their outputs runs as well.
         forward_only: for evaluation: no stage has a backward.
         samples: of each microbatch, if replicas of a module share them.
+        featured: per microbatch, modules of which it has features instead of inputs: no stage of
+            their blocks runs.
 
     Raises:
         ValueError: if ``present`` names a module that the plan does not have, or microbatches have
@@ -56,14 +58,15 @@ def active_stages(
         samples = (Samples(0),) * len(present)
     if len(samples) != len(present):
         raise ValueError(f"samples are {list(samples)}; there are {len(present)} microbatches")
-    cache: dict[tuple[frozenset[str], Samples, tuple[int, ...]], ActiveStages] = {}
+    cache: dict[tuple[frozenset[str], frozenset[str], Samples, tuple[int, ...]], ActiveStages] = {}
     counts = [len(plan.replicas(node.name)) for node in plan.graph.nodes]
     result = []
     for microbatch, modules in enumerate(present):
         own = samples[microbatch]
-        key = (frozenset(modules), own, tuple(microbatch % count for count in counts))
+        own_features = frozenset(featured[microbatch]) if featured else frozenset()
+        key = (frozenset(modules), own_features, own, tuple(microbatch % count for count in counts))
         if key not in cache:
-            cache[key] = _active(plan, key[0], microbatch, own, forward_only)
+            cache[key] = _active(plan, key[0], microbatch, own, forward_only, own_features)
         result.append(cache[key])
     return result
 
@@ -75,7 +78,7 @@ def full_step(plan: Plan) -> list[list[str]]:
 
 def _active(
     plan: Plan, modules: frozenset[str], microbatch: int, samples: Samples,
-    forward_only: bool,
+    forward_only: bool, featured: frozenset[str],
 ) -> ActiveStages:  # fmt: skip
     names = {node.name for node in plan.graph.nodes}
     if unknown := modules - names:
@@ -89,6 +92,7 @@ def _active(
     stages = [
         stage for module in plan.graph.topological if module in running
         for replica in _replicas(plan, module, microbatch, samples) for stage in replica
+        if module not in featured or stage.layers[0] >= plan.graph.node(module).num_blocks
     ]
     split = plan.splits_samples
     needs: set[StageId] = set()

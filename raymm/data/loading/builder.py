@@ -1,7 +1,8 @@
 """Builds the microbatches of one step in this process; workers and local runs both use it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +10,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from raymm.actors.features.kept_features import FEATURES
+from raymm.data.loading.feature_lookup import FeatureLookup, StepFeatures
 from raymm.data.loading.shuffle import shuffle_modality
 from raymm.data.loading.sources import open_split
 from raymm.data.readers import Dataset
@@ -102,12 +105,17 @@ class StepBuilder:
         config: the data configuration.
         dataset: the split's samples.
         check: looks whether the model can take a sample; None if nobody asks.
+        features: looks for features of items that were kept; None if none are.
 
     Tokenizer and processors are loaded at the first use.
     """
 
-    def __init__(self, config: DataConfig, dataset: Dataset, check: SampleCheck | None = None):
+    def __init__(
+        self, config: DataConfig, dataset: Dataset, check: SampleCheck | None = None,
+        features: FeatureLookup | None = None,
+    ):
         self.config, self.dataset, self._check = config, dataset, check
+        self._lookup, self._features = features, StepFeatures()
 
     @cached_property
     def tokenizer(self):
@@ -162,6 +170,7 @@ class StepBuilder:
             SampleError: an unusable sample under ``on_error: raise``.
             DataError: no usable sample left, or items that cannot be stacked.
         """
+        self._features = self._kept(indices)
         groups, skipped = self._groups(indices)
         if not groups:
             reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
@@ -175,10 +184,23 @@ class StepBuilder:
         for name in shuffled:
             microbatches = [shuffle_modality(mb, name, generator) for mb in microbatches]
         meta = [
-            describe(microbatch, [sample.id for sample in group], self.text.placeholder_ids)
+            replace(
+                describe(microbatch, [sample.id for sample in group], self.text.placeholder_ids),
+                feature_keys=_keys_of(group, shuffled),
+            )
             for microbatch, group in zip(microbatches, groups, strict=True)
         ]
         return BuiltStep(microbatches, meta, skipped)
+
+    def _kept(self, indices: Sequence[int] | Sequence[Sequence[int]]) -> StepFeatures:
+        """What was kept of all samples of a step."""
+        if self._lookup is None:
+            return StepFeatures()
+        samples = []
+        for index in flat(indices):
+            with suppress(SampleError):  # whoever encodes it will say
+                samples.append(self.dataset[index])
+        return self._lookup.of_step(samples)
 
     def _groups(
         self, indices: Sequence[int] | Sequence[Sequence[int]]
@@ -214,11 +236,17 @@ class StepBuilder:
             SampleError: names the sample, the column and, for a media file, its path.
         """
         input_ids, labels = self.text.encode(sample)
+        kept = self._features
         media = {
-            name: [self._item(name, sample, item) for item in items]
+            name: [{FEATURES: own} for own in kept.features[name][sample.index]]
+            if name in kept.features else [self._item(name, sample, item) for item in items]
             for name, items in sample.media.items()
         }
-        encoded = EncodedSample(sample.id, input_ids, labels, media)
+        keys = {
+            name: of_samples[sample.index] for name, of_samples in kept.keys.items()
+            if name in media and name not in kept.features
+        }
+        encoded = EncodedSample(sample.id, input_ids, labels, media, keys)
         if self._check is not None:
             self._check_sample(sample, encoded, self._check)
         return encoded
@@ -259,3 +287,15 @@ class StepBuilder:
             raise SampleError(
                 sample.id, media_name(item), reason, column, sample.place or None
             ) from error
+
+
+def _keys_of(
+    group: Sequence[EncodedSample], shuffled: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """What the items of a microbatch are to be kept under, in their order; of modalities whose
+    items change places, nothing."""
+    names = dict.fromkeys(name for sample in group for name in sample.keys)
+    return {
+        name: tuple(key for sample in group for key in sample.keys.get(name, ()))
+        for name in names if name not in shuffled
+    }

@@ -19,6 +19,7 @@ from raymm.actors.faults.inquiry import (
 )
 from raymm.actors.faults.stacks import Look
 from raymm.data.loading.builder import SampleCheck, Skipped, StepBuilder, check_tools, most_groups
+from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.sources import open_split
 from raymm.data.loading.worker import StoredStep, part_names, start_worker
 from raymm.data.readers import Dataset
@@ -100,6 +101,7 @@ class StepLoader:
         dataset: the split's samples, if they were opened already.
         check: looks whether the model can take a sample (``StepBuilder``).
         places: where the workers go (Ray's ``scheduling_strategy``), one each; anywhere without.
+        features: looks for features of items that were kept (``StepBuilder``).
 
     Raises:
         DataError: here, before any actor starts, for a missing file, malformed row, unknown
@@ -120,6 +122,7 @@ class StepLoader:
         dataset: Dataset | None = None,
         check: SampleCheck | None = None,
         places: Sequence[Any] = (),
+        features: FeatureLookup | None = None,
     ):
         unknown = [name for name in shuffled if name not in config.modalities]
         if unknown:
@@ -132,7 +135,7 @@ class StepLoader:
         self._names = part_names(config)
         checks = [] if check is None else [ray.put(check)]
         self._workers = [
-            start_worker(config, stored, shuffled, checks, place)
+            start_worker(config, stored, shuffled, checks, place, features)
             for place, _ in zip_longest(places, range(config.num_workers))
         ]
         # Of those that have started, for when one does not answer any more.

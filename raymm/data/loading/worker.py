@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.whereabouts import task
 from raymm.data.loading.builder import Skipped, StepBuilder
+from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.object_store import ItemStack, StoredTensors
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta, split_parts
@@ -50,6 +51,7 @@ class DataWorker(ObservedActor):
             and processor functions may lie elsewhere.
         shuffled: modalities to shuffle (``StepBuilder.build``).
         check: a reference to ``StepBuilder``'s in a list, which is followed once the path is set.
+        features: ``StepBuilder``'s.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class DataWorker(ObservedActor):
         import_path: Sequence[str],
         shuffled: Sequence[str],
         check: Sequence[ray.ObjectRef] = (),
+        features: FeatureLookup | None = None,
     ):
         super().__init__("cpu")
         sys.path.extend(path for path in import_path if path and path not in sys.path)
         torch.set_num_threads(1)
-        self._builder = StepBuilder(config, dataset, *ray.get(list(check)))
+        checks = ray.get(list(check))
+        self._builder = StepBuilder(config, dataset, checks[0] if checks else None, features)
         self._shuffled = tuple(shuffled)
 
     def pid(self) -> int:
@@ -104,6 +108,7 @@ class DataWorker(ObservedActor):
 def start_worker(
     config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str],
     check: Sequence[ray.ObjectRef] = (), place: Any = None,
+    features: FeatureLookup | None = None,
 ) -> ActorHandle:
     """Start one ``DataWorker``.
 
@@ -113,6 +118,7 @@ def start_worker(
         shuffled: modalities whose items are exchanged between samples.
         check: refers to what every batch is checked with; empty for no check.
         place: Ray's ``scheduling_strategy``, if it is reserved; else None.
+        features: looks for features of items that were kept.
     """
     return (
         remote_class(DataWorker)
@@ -123,5 +129,5 @@ def start_worker(
             # Several workers decode side by side; threads below them would only fight.
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
         )
-        .remote(config, dataset, list(sys.path), tuple(shuffled), list(check))
+        .remote(config, dataset, list(sys.path), tuple(shuffled), list(check), features)
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from raymm.actors.features.kept_features import FEATURES
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.text import IGNORE_INDEX
 
@@ -20,12 +21,14 @@ Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; mod
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample as tensors: token ids, labels and per modality the tensors of each item."""
+    """A sample as tensors: token ids, labels, per modality the tensors of each item, and what its
+    features are to be kept under."""
 
     id: str
     input_ids: list[int]
     labels: list[int]
     media: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+    keys: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class MicrobatchMeta:
         dtypes: {"text" or modality: {tensor name: dtype, as torch writes it}}.
         places: modality -> runs of its placeholders as (row, start, stop), in order; of modalities
             whose placeholder is known.
+        feature_keys: modality -> what the features of each of its items are to be kept under, of
+            modalities whose features are kept, and not there yet.
     """
 
     num_samples: int
@@ -56,6 +61,12 @@ class MicrobatchMeta:
     sample_ids: tuple[str, ...]
     dtypes: dict[str, dict[str, str]]
     places: dict[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    feature_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def featured(self) -> tuple[str, ...]:
+        """Modalities of whose items it has features, instead of an encoder's inputs."""
+        return tuple(name for name in self.items if FEATURES in self.shapes.get(name, ()))
 
 
 def collate(

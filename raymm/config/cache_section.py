@@ -1,0 +1,32 @@
+"""The ``cache:`` section: what of a run is computed once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raymm.files.section import Section, Text
+
+MOST_GIB = 2**20
+
+
+class CacheSection(Section):
+    """What of a run is computed once.
+
+    Attributes:
+        features: where what frozen encoders make of items is kept, by the items' content, the
+            encoder's weights, its callbacks and processor, and the precision: ``"disk"``, from run
+            to run; ``"host"``, in the memory of the hosts (``/dev/shm``) while the run lasts. From
+            when all of a step's items are known, nobody decodes them, and the encoder's
+            instructions are not in the step's program. Processors and callbacks must always make
+            the same of an item. ``"none"``: encoders compute every item by itself, as where
+            features are kept, and nothing is.
+        folder: for ``"disk"``, one that all nodes can reach; by default ``features`` below
+            ``~/.cache/raymm``.
+        room_gib: that all features in the folder may take. What is beyond is computed every time.
+    """
+
+    features: Literal["disk", "host", "none"] = "disk"
+    folder: Text | None = None
+    room_gib: Annotated[float, Field(gt=0, le=MOST_GIB)] = 20.0

@@ -1,0 +1,92 @@
+"""Which items of a step have features that were kept, so that nobody need decode or encode them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from raymm.actors.features.feature_folder import FeatureFolder
+from raymm.data.samples.media import Media, MediaBytes, MediaRange, read_media
+from raymm.data.samples.sample import Sample
+
+_KEY_BYTES = 20
+
+
+@dataclass(frozen=True)
+class StepFeatures:
+    """What is known of the items of a step.
+
+    Attributes:
+        keys: by modality and sample, what each of its items is kept under; "" where it cannot be
+            read.
+        features: the same with features, of modalities of which all items of the step have some.
+    """
+
+    keys: Mapping[str, Mapping[int, list[str]]] = field(default_factory=dict)
+    features: Mapping[str, Mapping[int, list[torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FeatureLookup:
+    """Looks for features.
+
+    Attributes:
+        folders: by modality; each is of one encoder with one processor in one precision.
+    """
+
+    folders: Mapping[str, FeatureFolder]
+
+    def of_step(self, samples: Sequence[Sample]) -> StepFeatures:
+        """What is known of the items of all samples of a step.
+
+        Args:
+            samples: of the step.
+        """
+        keys, features = {}, {}
+        for name, folder in self.folders.items():
+            keys[name] = {
+                sample.index: [item_key(item) for item in sample.media[name]]
+                for sample in samples if name in sample.media
+            }
+            if (of_samples := _read(folder, keys[name])) is not None:
+                features[name] = of_samples
+        return StepFeatures(keys, features)
+
+
+def _read(
+    folder: FeatureFolder, keys: Mapping[int, Sequence[str]]
+) -> dict[int, list[torch.Tensor]] | None:
+    """Features of all items; None if one has none."""
+    every = [key for own in keys.values() for key in own]
+    if not every or not all(key and folder.has(key) for key in every):
+        return None
+    read: dict[int, list[torch.Tensor]] = {}
+    for sample, own in keys.items():
+        read[sample] = []
+        for key in own:
+            if (features := folder.read(key)) is None:
+                return None
+            read[sample].append(features)
+    return read
+
+
+def item_key(item: Media) -> str:
+    """What an item is kept under: by its encoded bytes alone, whatever its name is; "" if they
+    cannot be read, which whoever decodes it will say.
+
+    Args:
+        item: a file, a part of one, bytes, or a tuple of frames.
+    """
+    frames: Sequence[str | MediaBytes | MediaRange] = item if isinstance(item, tuple) else (item,)
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+    try:
+        for frame in frames:
+            data = read_media(frame)
+            digest.update(f"{len(data)} ".encode())
+            digest.update(data)
+    except OSError:
+        return ""
+    return digest.hexdigest()

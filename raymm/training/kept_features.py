@@ -1,0 +1,107 @@
+"""Features of a run's frozen encoders: which are kept, where, and under which plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raymm.actors.features.feature_folder import FeatureFolder, make_room
+from raymm.actors.weights.source import LiveSource
+from raymm.config.cache_section import CacheSection
+from raymm.data import DataConfig, default_cache
+from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.layout.feature_stages import featured_modules, with_feature_stages
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.scheduler.plan.plan import Plan
+from raymm.storage.run_description import describe_modality, describe_module
+
+GIB = 2**30
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class KeptFeatures:
+    """What a run keeps of its encoders.
+
+    Attributes:
+        plan: of the run, with stages for projectors.
+        folders: by encoder.
+        lookup: for data workers; None if nothing is kept.
+        lines: what to say.
+        memory: folder in the host's memory that goes with the run.
+    """
+
+    plan: Plan
+    folders: dict[str, FeatureFolder]
+    lookup: FeatureLookup | None = None
+    lines: tuple[str, ...] = ()
+    memory: Path | None = None
+
+    @classmethod
+    def of(
+        cls, cache: CacheSection | None, model: MultimodalModule, plan: Plan,
+        data: DataConfig | Sequence[Any], computed: str,
+    ) -> KeptFeatures:
+        """
+        Args:
+            cache: what is asked for; None: nothing.
+            model: the description.
+            plan: of the run.
+            data: of the run; of batches in memory nothing is kept.
+            computed: how features are computed: device and precision.
+        """
+        if cache is None or not isinstance(data, DataConfig):
+            return cls(plan, {})
+        names, reasons = featured_modules(model, plan, data.modalities)
+        memory = _MEMORY / f"raymm-features-{os.getpid()}" if cache.features == "host" else None
+        root = memory or Path(cache.folder or default_cache().parent / "features").expanduser()
+        room = 0 if cache.features == "none" else int(cache.room_gib * GIB)
+        digests = {n: _digest(n, model.encoders[n], data, computed) for n in names}
+        paths = {name: root / f"{name}-{digest}" for name, digest in digests.items()}
+        folders = {n: FeatureFolder(path, room // len(paths)) for n, path in paths.items()}
+        plan = with_feature_stages(plan, names)
+        if not names or not room:
+            return cls(plan, folders, None, tuple(reasons))
+        removed = make_room(root, paths.values(), room)
+        lines = [f"removed {path}: features of another encoder" for path in removed]
+        lines.append(f"features of {', '.join(names)} are kept in {root}")
+        return cls(plan, folders, FeatureLookup(folders), (*lines, *reasons), memory)
+
+    @contextmanager
+    def while_it_runs(self) -> Iterator[None]:
+        """What is in memory goes when the run ends."""
+        try:
+            yield
+        finally:
+            if self.memory is not None:
+                shutil.rmtree(self.memory, ignore_errors=True)
+
+
+def _digest(name: str, encoder: ModalityModule, data: DataConfig, computed: str) -> str:
+    """Of all that features of an item follow from, beside the item."""
+    source = encoder.source()
+    skeleton = source.skeleton()
+    described = {
+        **describe_module("encoder", encoder, source, skeleton),
+        **describe_modality("processor", data.modalities[name]),
+        "computed": computed, "torch": torch.__version__,
+        "parameters": {n: str(tuple(p.shape)) for n, p in skeleton.named_parameters()},
+    }
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())
+    if isinstance(source.origin, LiveSource):
+        assert encoder.module is not None  # where its weights are
+        for key, tensor in sorted(encoder.module.state_dict().items()):
+            digest.update(key.encode())
+            values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,59 @@
+"""Features in a folder come back bit for bit, or not at all."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.actors.features.feature_folder import FeatureFolder, make_room
+from raymm.actors.features.kept_features import FeatureWriter
+
+KEY = "ab12"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
+
+
+@given(
+    st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 9),
+    st.integers(0, 10_000), st.integers(1, 255),
+)
+def test_what_is_damaged_is_not_there(tmp_path_factory, dtype, shape, seed, place, change) -> None:
+    folder = FeatureFolder(tmp_path_factory.mktemp("features"), 2**20)
+    torch.manual_seed(seed)
+    features = (torch.randn(shape) * 100).to(dtype)
+    assert folder.write(KEY, features) == folder.bytes()
+    read = folder.read(KEY)
+    assert read is not None and read.dtype == dtype and torch.equal(read, features)
+
+    file = folder.file(KEY)
+    data = bytearray(file.read_bytes())
+    data[place % len(data)] ^= change
+    file.write_bytes(bytes(data))
+    assert folder.read(KEY) is None and not folder.has(KEY)
+    folder.write(KEY, features)
+    file.write_bytes(file.read_bytes()[: place % len(data)])
+    assert folder.read(KEY) is None
+    folder.write("abff", features)
+    folder.file("abff").rename(folder.file(KEY))
+    assert folder.read(KEY) is None  # another item's
+
+
+def test_room_is_bounded(tmp_path) -> None:
+    item = torch.zeros(100)
+    writer = FeatureWriter(FeatureFolder(tmp_path, 3 * item.nbytes + 10))
+    writer.keep(["a0", "", "a1", "a2", "a3", "a4"], torch.zeros(6, 100))
+    writer.wait()
+    folder = FeatureFolder(tmp_path, 0)
+    assert [folder.has(f"a{n}") for n in range(5)] == [True, True, True, False, False]
+    # Those that are there count the next time.
+    writer = FeatureWriter(FeatureFolder(tmp_path, 4 * item.nbytes))
+    writer.keep(["b0"], torch.zeros(1, 100))
+    writer.wait()
+    assert not folder.has("b0")
+
+
+def test_other_encoders_make_room(tmp_path) -> None:
+    folders = [FeatureFolder(tmp_path / name, 0) for name in ("vision-1", "vision-2", "audio-3")]
+    size = [folder.write(KEY, torch.zeros(100)) for folder in folders][0]
+    assert make_room(tmp_path, [folders[1].path], 3 * size) == []
+    removed = make_room(tmp_path, [folders[1].path], size)
+    assert removed == [folders[0].path, folders[2].path]
+    assert folders[1].has(KEY) and not folders[0].path.exists()

@@ -1,0 +1,60 @@
+"""A run that keeps the features of a frozen encoder: same bits, and no instruction of it once all
+items of a step are known."""
+
+from pathlib import Path
+
+import pytest
+from tiny_run import curve, heldout_rows
+
+from raymm.monitor.metrics import read_metrics
+
+VISION = "model.encoders.vision"
+
+
+@pytest.fixture
+def changes(inputs, tmp_path):
+    return {
+        f"{VISION}.train": "frozen", "run.steps": 9, "run.eval_every": 9,
+        "data.heldout": str(inputs / "heldout.jsonl"), "run.checkpoint_every": 9,
+        "cache": {"features": "disk", "folder": str(tmp_path / "features")},
+    }
+
+
+def encoder_steps(run: Path) -> list[int]:
+    rows = read_metrics(run / "metrics.jsonl")
+    return [row["step"] for row in rows if row.get("stage_busy", {}).get("vision.0")]
+
+
+def test_the_encoder_runs_once_per_item(ray_cluster, raymm, changes, make_config, tmp_path):
+    def run(name: str, features: str) -> tuple:
+        folder = tmp_path / name
+        cache = {**changes["cache"], "features": features}
+        config = make_config({
+            **changes, "cache": cache, "run.storage_path": str(folder),
+        })
+        code, text = raymm("train", config)
+        assert code == 0, text
+        return curve(folder), [row["heldout_loss"] for row in heldout_rows(folder)], text
+
+    without = run("without", "none")
+    assert encoder_steps(tmp_path / "without") == list(range(1, 10))
+    first = run("first", "disk")
+    assert first[:2] == without[:2]
+    assert f"features of vision are kept in {tmp_path / 'features'}" in first[2]
+    # 13 samples, 3 steps of 4 an epoch; the second epoch may have the sample that the first left.
+    computed = encoder_steps(tmp_path / "first")
+    assert {1, 2, 3} <= set(computed) and max(computed) < 8
+
+    files = sorted((tmp_path / "features").glob("vision-*/??/*.features"))
+    assert len(files) >= 12
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"x")
+    again = run("again", "disk")
+    assert again[:2] == without[:2]
+    assert len(encoder_steps(tmp_path / "again")) <= 3
+    assert sorted((tmp_path / "features").glob("vision-*/??/*.features")) == files
+    assert run("host", "host")[:2] == without[:2]
+
+
+def test_what_cannot_be_kept_is_said(ray_cluster, raymm, changes, make_config):
+    code, text = raymm("train", make_config({**changes, f"{VISION}.train": "full", "run.steps": 1}))
+    assert code == 0 and "features of vision are not kept: it is trained" in text
