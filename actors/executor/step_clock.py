@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from raymm.kernels.collectives.waiting import waits_for_others
+
 
 class StepClock(Protocol):
     """Marks moments of a step; what they were in seconds is known once it is over."""
@@ -51,6 +53,7 @@ class DeviceClock:
         event.record()
         return event
 
+    @waits_for_others  # whose messages the device waits for
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         """See :class:`StepClock`."""
         if marks:

@@ -83,22 +83,18 @@ def cause_of(error: RayTaskError) -> BaseException:
 
 def blamed(
     inquiry: Inquiry, reason: str, names: Sequence[str], addresses: Mapping[int, Address],
-    long: float,
+    culprits: Sequence[int],
 ) -> Failure:
-    """The rank that the others wait for, and what each was doing. Ends those that do not answer.
+    """The rank that the others wait for, and what each was doing. Ends culprits that do not answer.
 
     Args:
         inquiry: what ranks said.
         reason: why they were asked.
         names: of all ranks.
         addresses: of ranks that have started.
-        long: seconds of computing from which on others may have given up because of it.
+        culprits: that rank, and others that are to go; empty: nobody knows.
     """
-    silent = [number for number in inquiry.silent if number in addresses]
+    silent = [rank for rank in culprits if rank in inquiry.silent and rank in addresses]
     looks = look_from_outside(addresses, end=silent)
-    message, texts = accusation(names, inquiry, looks, reason, long)
-    lost = {*inquiry.dead, *inquiry.silent}
-    culprit = inquiry.culprit()
-    if not lost and culprit is not None and inquiry.reports[culprit].seconds >= long:
-        lost = {culprit}
-    return Failure(message, RankFailedError, frozenset(lost), texts)
+    message, texts = accusation(names, inquiry, looks, reason, next(iter(culprits), None))
+    return Failure(message, RankFailedError, frozenset({*inquiry.dead, *culprits}), texts)

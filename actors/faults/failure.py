@@ -20,7 +20,7 @@ def accusation(
     inquiry: Inquiry,
     looks: Mapping[int, Look],
     reason: str,
-    long: float,
+    culprit: int | None,
 ) -> tuple[str, dict[str, str]]:
     """Who is to blame, and what every rank was doing.
 
@@ -29,17 +29,14 @@ def accusation(
         inquiry: what they said.
         looks: what they look like from outside.
         reason: why they were asked.
-        long: seconds of computing from which on others may have given up because of it.
+        culprit: who is to blame; None: nobody knows.
 
     Returns:
         The message, with the culprit in the first line if there is one; and a file per rank.
     """
     doing = [f"{name} {_doing(rank, inquiry, looks)}" for rank, name in enumerate(names)]
-    rank = inquiry.culprit()
-    if rank is not None and rank in inquiry.reports and inquiry.reports[rank].seconds < long:
-        rank = None
-    lines = [reason] if rank is None else [doing[rank], reason]
-    others = [text for number, text in enumerate(doing) if number != rank]
+    lines = [reason] if culprit is None else [doing[culprit], reason]
+    others = [text for number, text in enumerate(doing) if number != culprit]
     lines += others[:SHOWN_RANKS]
     if len(others) > SHOWN_RANKS:
         lines.append(f"and {len(others) - SHOWN_RANKS} more")

@@ -43,15 +43,18 @@ class Inquiry:
     dead: Mapping[int, RayActorError] = field(default_factory=dict)
     silent: tuple[int, ...] = ()
 
-    def culprit(self) -> int | None:
-        """A dead process; else one that does not answer; else the one that has computed for longest
-        while another waits for it. None if all wait, or none does."""
-        if self.dead:
-            return min(self.dead)
-        if self.silent:
-            return min(self.silent)
+    def culprits(self, long: float) -> list[int]:
+        """Dead processes, then those that do not answer; else the one that has computed for longest
+        while another waits for it. None if all wait, or none computes for long.
+
+        Args:
+            long: seconds of computing from which on others may have given up because of it.
+        """
+        if self.dead or self.silent:
+            return [*sorted(self.dead), *sorted(self.silent)]
         busy = {n: r for n, r in self.reports.items() if r.doing and not r.waits}
-        return max(busy, key=lambda n: busy[n].seconds, default=None)
+        longest = max(busy, key=lambda n: busy[n].seconds, default=None)
+        return [] if longest is None or busy[longest].seconds < long else [longest]
 
     def still(self) -> float:
         """Seconds since any of those that answer has begun something; infinite if none does."""

@@ -8,15 +8,17 @@ answers, also whether its stack stands in an operation between processes
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from raymm.actors.faults.lost_processes import reporting_lost_processes
-from raymm.kernels.collectives.waiting import is_communication
+from raymm.kernels.collectives.waiting import is_waiting
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -29,12 +31,18 @@ class Report(NamedTuple):
         seconds: since when.
         waits: whether it is within an operation between processes.
         gave_up: if it does nothing because its last task failed, in what and after how long.
+        kind: of what it does: what is alike takes alike long.
+        longest: seconds that what it has done took, by kind, the longest of each.
+        in_threads: what other threads of it do, and since when.
     """
 
     doing: str
     seconds: float
     waits: bool
     gave_up: str = ""
+    kind: str = ""
+    longest: Mapping[str, float] = MappingProxyType({})
+    in_threads: Mapping[str, float] = MappingProxyType({})
 
     def __str__(self) -> str:
         if not self.doing:
@@ -54,11 +62,18 @@ class Whereabouts:
         self._said = describe
         self._thread = threading.get_ident()
         self._now: tuple[Any, float] = ("", time.monotonic())
+        self._longest: dict[str, float] = {"": math.inf}  # of doing nothing, nobody asks
+        self._in_threads: dict[str, float] = {}
         self._gave_up = ""
 
     def enter(self, instruction: Any) -> None:
         """The next instruction begins. Takes less than a microsecond."""
-        self._now = (instruction, time.monotonic())
+        now = time.monotonic()
+        before, since = self._now
+        self._now = (instruction, now)
+        kind = getattr(before, "op", before)
+        if now - since > self._longest.get(kind, -1.0):
+            self._longest[kind] = now - since
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
@@ -85,18 +100,44 @@ class Whereabouts:
         finally:
             self.enter("")
 
+    @contextmanager
+    def in_thread(self, task: str) -> Iterator[None]:
+        """A task of another thread for the length of a block.
+
+        Args:
+            task: its name.
+        """
+        start = self._in_threads[task] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._in_threads[task]
+            self._longest[task] = max(time.monotonic() - start, self._longest.get(task, 0.0))
+
     def report(self) -> Report:
         """What the process does now."""
-        _, since = self._now
-        return Report(self._doing(), time.monotonic() - since, self._waits(), self._gave_up)
+        instruction, since = self._now
+        now, kind = time.monotonic(), getattr(instruction, "op", instruction)
+        return Report(
+            self._doing(), now - since, self._waits(), self._gave_up, str(kind),
+            {str(name): seconds for name, seconds in self._longest.copy().items() if name},
+            {task: now - start for task, start in self._in_threads.copy().items()},
+        )
 
     def _doing(self) -> str:
         now = self._now[0]
         return now if isinstance(now, str) else self._said(now)
 
     def _waits(self) -> bool:
-        frame = sys._current_frames().get(self._thread)
-        return frame is not None and is_communication(frame.f_code)
+        return is_waiting(sys._current_frames().get(self._thread))
+
+
+# Tasks that run none of the user's code and wait for nothing but other processes: short, once it is
+# known how long this process takes for anything.
+OWN_TASKS = frozenset({
+    "meeting the other ranks", "meeting the other ranks again", "connecting", "leaving a step",
+    "copying a snapshot", "going back to a snapshot",
+})
 
 
 def task(name: str) -> Callable[[Method], Method]:

@@ -24,6 +24,7 @@ from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.optimizer.progress import Progress
 from raymm.actors.optimizer.updates import ParameterUpdates, matrices_of
 from raymm.actors.sharding.fully_sharded import local_part
+from raymm.kernels.collectives.waiting import waits_for_others
 from raymm.scheduler.plan.stage import StageId
 
 # AdamW keeps squares of gradients, in fp32: gradients of a larger norm are as good as infinite.
@@ -183,6 +184,7 @@ class RankOptimizer:
         """Whether a step waits for its end."""
         return self._rate is not None
 
+    @waits_for_others
     def finish(self) -> Update:
         """The end of a step: waits for the device, tells what became of it, zeroes gradients."""
         norm, rate, places = None, self._rate, None

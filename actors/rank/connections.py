@@ -3,7 +3,8 @@ first step."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +23,16 @@ from raymm.scheduler.plan.process_grid import P2PGroup
 from raymm.scheduler.plan.stage import Edge
 
 Within = TypeVar("Within", Exchange, TensorGroup)
+
+
+class Connecting(NamedTuple):
+    """What a process is in while it makes a group, for its whereabouts."""
+
+    members: Sequence[int]
+    op: str = "connecting"
+
+    def __str__(self) -> str:
+        return f"connecting processes {', '.join(map(str, self.members))}"
 
 
 class Connections:
@@ -67,7 +78,7 @@ class Connections:
         plan = spec.connections
         for meeting in plan.meetings:
             number, members = meeting.number, meeting.members
-            whereabouts.enter(f"connecting processes {', '.join(map(str, members))}")
+            whereabouts.enter(Connecting(members))
             if meeting.is_link:
                 self._links[members] = place.new_link(number, *members, ctas=plan.link_ctas)
             elif meeting.sums is not None:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from raymm.kernels.collectives.waiting import waits_for_others
+
 EVERYONE = 0
 """The number of the group of all processes."""
 
@@ -161,6 +163,7 @@ class MeetingStore(Store):
         self.wait([key])
         return self._values[key]
 
+    @waits_for_others
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until all keys are there.
 

@@ -53,6 +53,7 @@ class RankActor(StoredRank):
 
     # What :meth:`connect` and :meth:`build` make.
     _own_connections: OwnConnections
+    _generation = -1  # of connections
     _executor: Executor
 
     answers = (*StoredRank.answers, "cut")
@@ -72,7 +73,8 @@ class RankActor(StoredRank):
 
     def _meet(self, actors: Mapping[int, Any], generation: int) -> None:
         spec, before = self._spec, getattr(self, "_connections", None)
-        self._own_connections = OwnConnections()
+        with self._changing:
+            self._own_connections, self._generation = OwnConnections(), generation
         with self._meeting(spec.members, actors, generation):
             place = MeetingPlace(
                 self._device, self._store, spec.rank, spec.world_size, self._timeouts
@@ -83,10 +85,17 @@ class RankActor(StoredRank):
             else:
                 before.renew(place, self.whereabouts)
 
-    def cut(self) -> None:
-        """End all connections, so that a step under way fails; in a thread of its own."""
-        self._failed = True
-        self._own_connections.cut()
+    def cut(self, generation: int) -> None:
+        """End all connections, so that a step under way fails; in a thread of its own.
+
+        Args:
+            generation: that they are of. Those that are made since then stay: whoever asked knew
+                nothing of them.
+        """
+        with self._changing:
+            if generation == self._generation:
+                self._failed = True
+                self._own_connections.cut()
 
     @task("leaving a step")
     def leave(self) -> Progress:

@@ -52,7 +52,6 @@ class RankGroup(ObservedRanks):
 
     actor_class: type = RankActor
     renews = True
-    _generation = 0  # of connections
 
     def __init__(
         self, specs: Sequence[ProcessSpec], labels: Sequence[str], resources: RankResources,
@@ -245,11 +244,13 @@ class RankGroup(ObservedRanks):
         """
         failure, ranks = self._interrupted, dict(enumerate(self._actors))
         lost = frozenset() if failure is None or failure.lost is None else failure.lost
-        left = leave({rank: actor for rank, actor in ranks.items() if rank not in lost})
+        staying = {rank: actor for rank, actor in ranks.items() if rank not in lost}
+        left = leave(staying, self._generation)
         gone = [rank for rank in ranks if rank not in left]
         end({rank: ranks[rank] for rank in gone}, self._addresses)
         for rank in gone:
             self._addresses.pop(rank, None)
+            self._heartbeats.replaced(rank)
             self._actors[rank] = self._create(self._specs[rank], rank)
         self._generation += 1
         refs = []

@@ -15,7 +15,7 @@ from raymm.actors.optimizer.checkpoint_shards import (
     copy_tensors,
     stored_shards,
 )
-from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor
+from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor, WrittenCopy
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.snapshot import SnapshotActor
 from raymm.actors.optimizer.stored_tensors import StoredTensors
@@ -71,9 +71,20 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         """A tensor as checkpoints have it, whose dtypes are the model's."""
         return local.float() if id(tensor) in self._optimizer.in_bf16 else local
 
+    copy_snapshot = task("copying a snapshot")(SnapshotActor.copy_snapshot)
+    restore_snapshot = task("going back to a snapshot")(SnapshotActor.restore_snapshot)
     writes = ("write_copy",)
     save = task("saving a checkpoint")(SavingActor.save)
     copy_state = task("copying what is saved")(SavingActor.copy_state)
+
+    def write_copy(self, folder: str) -> WrittenCopy:
+        """See :meth:`SavingActor.write_copy`.
+
+        Args:
+            folder: as there.
+        """
+        with self.whereabouts.in_thread("writing a checkpoint"):
+            return super().write_copy(folder)
 
     @property
     def _saved_device(self) -> torch.device:

@@ -17,20 +17,28 @@ from raymm.actors.optimizer.progress import Progress
 LEAVE_S = 30.0
 
 
-def cut(actors: Collection[Any]) -> None:
-    """End connections, so that ranks which wait for others do not any more. Does not wait."""
+def cut(actors: Collection[Any], generation: int) -> None:
+    """End connections, so that ranks which wait for others do not any more. Does not wait.
+
+    Args:
+        actors: of the ranks.
+        generation: of the connections.
+    """
     for actor in actors:
-        actor.cut.remote()
+        actor.cut.remote(generation)
 
 
-def leave(actors: Mapping[int, Any], timeout: float = LEAVE_S) -> dict[int, Progress]:
+def leave(
+    actors: Mapping[int, Any], generation: int, timeout: float = LEAVE_S
+) -> dict[int, Progress]:
     """Have ranks leave what is under way; returns how far those are that have.
 
     Args:
         actors: by rank.
+        generation: of their connections.
         timeout: seconds for all of them.
     """
-    cut(list(actors.values()))
+    cut(list(actors.values()), generation)
     refs = {rank: actor.leave.remote() for rank, actor in actors.items()}
     if refs:
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)

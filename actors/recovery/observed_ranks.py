@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -16,9 +16,10 @@ from raymm.actors.faults.cluster_observer import ClusterObserver
 from raymm.actors.faults.diagnosis import Failure, blamed, death, raised
 from raymm.actors.faults.failure import first_line
 from raymm.actors.faults.fault_folder import keep
-from raymm.actors.faults.inquiry import Inquiry, inquire
+from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
+from raymm.actors.faults.inquiry import Inquiry, inquire, look_from_outside
 from raymm.actors.faults.lost_processes import ChannelError
-from raymm.actors.faults.stacks import Address
+from raymm.actors.faults.stacks import Address, Look
 from raymm.actors.placement.node_types import draining_nodes
 from raymm.actors.recovery.leaving import cut
 from raymm.errors import ClusterLostError, NodeLostError, NodePreemptedError, RunFailedError
@@ -42,6 +43,7 @@ class ObservedRanks(ABC):
     keeps_survivors = False
     # Whether ranks can meet anew after one of them has failed.
     renews = False
+    _generation = 0  # of connections
     _interrupted: Failure | None = None  # why nothing runs until they do
 
     def __init__(self, labels: Sequence[str], patience: float) -> None:
@@ -49,6 +51,7 @@ class ObservedRanks(ABC):
         self._places: list[str] = [""] * len(labels)
         self._addresses: dict[int, Address] = {}
         self._observer: ClusterObserver | None = None
+        self._heartbeats = Heartbeats(patience)
         self._ended: str | None = None  # why nothing runs any more
         self._actors: list[Any] = []
 
@@ -117,6 +120,7 @@ class ObservedRanks(ABC):
             except RayError:
                 ready, _ = ray.wait([*pending], num_returns=1, timeout=LISTEN_S)
             if not ready:
+                self._beat()
                 if (now := time.monotonic()) >= due:
                     if timeout is None or now >= late or not self._all_answer():
                         patience = self._check_progress(pending, timeout)
@@ -168,27 +172,41 @@ class ObservedRanks(ABC):
                 self._observer.look_at_node(node)
             self.check_cluster()
 
-    @property
-    def patience(self) -> float:
-        """Seconds that a rank may wait for another."""
-        return self._patience
-
     def _all_answer(self) -> bool:
         """Whether ranks that have started say where they are."""
         inquiry = inquire(dict(enumerate(self._actors)))
         return not inquiry.dead and not set(inquiry.silent) & set(self._addresses)
 
-    def check_answers(self) -> None:
-        """Look whether ranks live, and say where they are: one that is stopped, or holds the
-        interpreter's lock, does not.
+    def look_after(self) -> None:
+        """Look whether ranks live, and none takes too long, while nobody waits for their calls.
 
         Raises:
-            RankFailedError: one does not.
+            RankFailedError: one does.
+            NodeLostError, ClusterLostError: as of :meth:`check_cluster`.
         """
         self.check_running()
-        inquiry = inquire(dict(enumerate(self._actors)))
-        if inquiry.dead or inquiry.silent:
-            self._blame(inquiry, "a rank does not answer")
+        self.check_cluster()
+        self._beat()
+
+    def _beat(self) -> None:
+        """
+        Raises:
+            RankFailedError: a rank is dead, or takes too long for what it does.
+        """
+        if not (there := {rank: self._actors[rank] for rank in self._addresses}):
+            return
+        inquiry = inquire(there, BEAT_S)
+        if inquiry.dead:
+            self._died(*min(inquiry.dead.items()))
+        late = self._heartbeats.overdue(inquiry, time.monotonic(), self._look)
+        if late is not None:
+            self._heartbeats.forget(late.number)
+            reason = f"{self._name(late.number)} takes too long: {late.why}"
+            names, addresses = self._names, self._addresses
+            self._fail(blamed(inquiry, reason, names, addresses, [late.number]), None)
+
+    def _look(self, ranks: Collection[int]) -> Mapping[int, Look]:
+        return look_from_outside({rank: self._addresses[rank] for rank in ranks})
 
     def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
         """Seconds to wait on before this is to be asked again.
@@ -236,8 +254,8 @@ class ObservedRanks(ABC):
 
     def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
         """End with the one that the others wait for, and with what each was doing."""
-        long = self._patience / 2
-        self._fail(blamed(inquiry, reason, self._names, self._addresses, long), error)
+        culprits = inquiry.culprits(long=self._patience / 2)
+        self._fail(blamed(inquiry, reason, self._names, self._addresses, culprits), error)
 
     def _fail(self, failure: Failure, error: BaseException | None) -> NoReturn:
         """End the processes, unless others can take the places of those that are lost."""
@@ -260,7 +278,8 @@ class ObservedRanks(ABC):
         before = frozenset() if self._interrupted is None else self._interrupted.lost
         lost = (failure.lost or frozenset()) | (before or frozenset())
         self._interrupted = replace(failure, lost=lost)
-        cut([actor for rank, actor in enumerate(self._actors) if rank not in lost])
+        left = [actor for rank, actor in enumerate(self._actors) if rank not in lost]
+        cut(left, self._generation)
 
     @property
     def _names(self) -> list[str]:

@@ -3,9 +3,11 @@ where an error comes from, knows that it was that."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from datetime import timedelta
-from types import CodeType
-from typing import Any, Protocol
+from types import CodeType, FrameType
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,6 +104,17 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+_waits: set[CodeType] = set()
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def waits_for_others(function: Function) -> Function:
+    """Says of a function that what it does itself is to wait for other processes: directly, or for
+    a device that does."""
+    _waits.add(function.__code__)
+    return function
+
+
 _DISTRIBUTED = dist.__path__[0]
 # Tensors of several processes compute in there, too.
 _TENSORS = f"{_DISTRIBUTED}/tensor/"
@@ -114,3 +127,18 @@ def is_communication(code: CodeType) -> bool:
     return file == __file__ or (
         file.startswith(f"{_DISTRIBUTED}/") and not file.startswith(_TENSORS)
     )
+
+
+# Of conditions and events, that others wait with.
+_MEANS = (threading.__file__, torch.cuda.streams.__file__)
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Whether a stack ends in a wait for other processes.
+
+    Args:
+        frame: the innermost; None of a thread that has ended.
+    """
+    while frame is not None and frame.f_code.co_filename in _MEANS:
+        frame = frame.f_back
+    return frame is not None and (is_communication(frame.f_code) or frame.f_code in _waits)

@@ -17,7 +17,7 @@ from raymm.recovery.failure_policy import Cause, Decision, FailurePolicy, Interr
 from raymm.recovery.run_state import RunState, checked
 
 # In errors: what is another time and again, of processes and addresses.
-_PASSING = re.compile(r", process \d+ on [^)]*|[0-9a-f]{8,}|\d{3,}")
+_PASSING = re.compile(r", process \d+ on [^)]*|[0-9a-f]{8,}|\d{3,}|since \d+\.\d s")
 # What code raises that may well not raise it again.
 _RESOURCES = re.compile(r" failed: (MemoryError|OutOfMemoryError|OSError)\b")
 

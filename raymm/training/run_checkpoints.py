@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from raymm.actors.recovery.observed_ranks import LISTEN_S
 from raymm.callbacks.callback import SavedCheckpoint
 from raymm.callbacks.handler import CallbackHandler
 from raymm.errors import RankFailedError
@@ -76,8 +77,8 @@ class RunCheckpoints:
         if (step := self._store.under_way) is not None:
             self._say(f"waiting for the checkpoint of step {step}, which is still being written")
         start, group = time.perf_counter(), self._parallel.group
-        while not self._store.wait(group.patience):
-            group.check_answers()  # nobody waits for the ranks meanwhile
+        while not self._store.wait(LISTEN_S):
+            group.look_after()  # nobody waits for the ranks meanwhile
         saved = self._asked(self._store.finish)
         self._stood_still += time.perf_counter() - start
         self._tell(saved)

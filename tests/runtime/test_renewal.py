@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -136,3 +137,37 @@ def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
     assert pids(parallel) == before
     parallel.shutdown()
     assert first + rest == losses(start(layout), range(3))
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_hangs_is_found_by_what_it_took_before_and_replaced(start):
+    """Long before what one may wait for another; who waits for it stays."""
+    with start("pipeline") as undisturbed:
+        whole = losses(undisturbed, range(4))
+    parallel = start("pipeline")
+    parallel.group.keeps_survivors = True
+    snapshots = Snapshots(parallel.group)
+    assert losses(parallel, [0, 1]) == whole[:2]
+    snapshots.take(2)
+    before = pids(parallel)
+    said = r"^rank 0 .* is in forward vision.*\n.* takes too long"
+    with pytest.raises(RankFailedError, match=said):
+        parallel.submit(parallel.prepare(batch(2, 600)), update=True).result()
+    parallel.renew()
+    parallel.restore_step(snapshots.restore().step)
+    after = pids(parallel)
+    assert after[1:] == before[1:] and after[0] != before[0]
+    assert losses(parallel, [2, 3]) == whole[2:]
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_is_stopped_for_a_while_survives(start):
+    parallel = start("pipeline")
+    first = losses(parallel, [0])
+    before = pids(parallel)
+    os.kill(before[1], signal.SIGSTOP)
+    threading.Timer(6.0, os.kill, (before[1], signal.SIGCONT)).start()
+    rest = losses(parallel, [1, 2])
+    assert pids(parallel) == before
+    parallel.shutdown()
+    assert first + rest == losses(start("pipeline"), range(3))

@@ -1,8 +1,10 @@
 """Steps of training data, from Ray data workers or built in this process."""
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -11,13 +13,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raymm.actors.faults.fault_folder import keep
+from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
 from raymm.actors.faults.inquiry import (
     ANSWER_TIMEOUT_S,
     inquire,
     kill_from_outside,
     look_from_outside,
 )
-from raymm.actors.faults.stacks import Look
+from raymm.actors.faults.stacks import Address, Look
 from raymm.data.loading.builder import SampleCheck, Skipped, StepBuilder, check_tools, most_groups
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.sources import open_split
@@ -140,6 +143,7 @@ class StepLoader:
         ]
         # Of those that have started, for when one does not answer any more.
         self._places: dict[int, dict | None] = {}
+        self._heartbeats = Heartbeats(config.worker_timeout)
         self._pending: deque = deque()
 
     def __iter__(self) -> "StepLoader":
@@ -204,10 +208,10 @@ class StepLoader:
         who = f"data worker {number} of {self.config.num_workers}"
         what = f"step {index}, samples {flat(indices)} (counted from 0) of {self.path}"
         try:
-            result = ray.get(ref, timeout=self.config.worker_timeout)
-        except GetTimeoutError:
+            result = self._result(number, ref)
+        except GetTimeoutError as late:
             ray.cancel(ref)
-            raise self._late(number, who, what) from None
+            raise self._late(number, who, what, str(late)) from None
         except RayError as error:
             verb = "died while loading" if isinstance(error, RayActorError) else "failed to load"
             failure = DataWorkerError(f"{who} {verb} {what}")
@@ -219,6 +223,31 @@ class StepLoader:
             self._places[number] = self._place(number)
         return result
 
+    def _result(self, number: int, ref: ray.ObjectRef) -> Any:
+        """What a worker has loaded; it is looked after meanwhile.
+
+        Raises:
+            GetTimeoutError: why that takes too long.
+        """
+        patience = self.config.worker_timeout
+        due = time.monotonic() + patience
+        while (now := time.monotonic()) < due:
+            try:
+                return ray.get(ref, timeout=min(BEAT_S, due - now))
+            except GetTimeoutError:
+                if (place := self._places.get(number)) is None:
+                    continue
+            look = partial(self._look, number, place["address"])
+            inquiry = inquire({number: self._workers[number]}, BEAT_S)
+            late = self._heartbeats.overdue(inquiry, time.monotonic(), look)
+            if late is not None:
+                raise GetTimeoutError(f"in time: {late.why}")
+        raise GetTimeoutError(f"within worker_timeout ({patience:g} s)")
+
+    @staticmethod
+    def _look(number: int, address: Address, _: object) -> dict[int, Look]:
+        return look_from_outside({number: address})
+
     def _place(self, number: int) -> dict | None:
         """Where a worker lives that has started; None if it does not answer."""
         try:
@@ -229,9 +258,9 @@ class StepLoader:
         except (GetTimeoutError, RayError):
             return None
 
-    def _late(self, number: int, who: str, what: str) -> Exception:
+    def _late(self, number: int, who: str, what: str, why: str) -> Exception:
         """What to say of a worker that takes too long: is it stuck, or was it never started?"""
-        late = f"did not load {what} within worker_timeout ({self.config.worker_timeout:g} s)"
+        late = f"did not load {what} {why}"
         from ray._private.state import actors
 
         state = actors(self._workers[number]._actor_id.hex())["State"]
