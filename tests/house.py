@@ -115,11 +115,13 @@ TABLE: dict[str, tuple[str, ...]] = {
     "raymm/files": ("actors/storage",),
     "raymm/data/samples": ("actors", "raymm/files"),
     "raymm/data/readers": ("raymm/data/samples",),
+    "raymm/data/conversations": ("actors/weights", "raymm/data/samples"),
     "raymm/data/sampling": ("scheduler", "raymm/data/samples", "raymm/data/readers"),
     "raymm/draw": ("scheduler",),
     "raymm/model": ("kernels", "scheduler", "actors"),
     "raymm/data/loading": (
-        "actors", "raymm/data/samples", "raymm/data/readers", "raymm/data/sampling", "raymm/model",
+        "actors", "raymm/data/samples", "raymm/data/readers", "raymm/data/conversations",
+        "raymm/data/sampling", "raymm/model",
     ),
     "raymm/layout": ("scheduler", "actors", "raymm/model"),
     "raymm/data": (

@@ -6,6 +6,7 @@ metadata, ``local_steps`` the same steps as tensors without Ray.
 
 from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
 from raymm.data.loading.loader import Step, StepLoader, local_steps
+from raymm.data.loading.processed import step_builder
 from raymm.data.loading.shuffle import shuffle_modality
 from raymm.data.loading.sources import open_split
 from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
@@ -80,5 +81,6 @@ __all__ = [
     "scan",
     "shuffle_modality",
     "split_parts",
+    "step_builder",
     "training_sampler",
 ]

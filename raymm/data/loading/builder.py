@@ -5,12 +5,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from raymm.actors.features.kept_features import FEATURES
+from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.loading.feature_lookup import FeatureLookup, StepFeatures
 from raymm.data.loading.shuffle import shuffle_modality
 from raymm.data.loading.sources import open_split
@@ -22,6 +23,7 @@ from raymm.data.samples.collate import (
     Stack,
     collate,
     describe,
+    split_parts,
 )
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import DataError, RowError, SampleError
@@ -34,6 +36,7 @@ from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, spl
 from raymm.errors import USER_CODE_RAISES
 
 _REASONS_SHOWN = 3
+T = TypeVar("T")
 
 
 # Raises a ValueError that says what of a microbatch of one sample the model cannot take; it may
@@ -50,6 +53,17 @@ class Skipped:
     reason: str
     column: str | None = None
     source: str = ""
+
+    @classmethod
+    def of(cls, error: SampleError, source: str) -> "Skipped":
+        """A sample of a source that cannot be used."""
+        return cls(error.sample_id, error.path, error.reason, error.column, source)
+
+
+def none_usable(skipped: Sequence[Skipped]) -> DataError:
+    """What to say of a step of which nothing is left."""
+    reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
+    return DataError(f"none of the step's {len(skipped)} samples is usable: {reasons}")
 
 
 @dataclass(frozen=True)
@@ -78,11 +92,16 @@ def check_data(config: DataConfig) -> None:
 
 def check_tools(config: DataConfig) -> None:
     """The part of ``check_data`` that does not read the samples."""
+    if config.processor is not None:
+        processor = ModelProcessor(config.processor, config.trust_remote_code)
+        if config.vocabulary is not None:
+            check_vocabulary(processor.tokenizer, config.processor, config.vocabulary)
+        return
     if not Path(config.tokenizer).is_dir():
         raise DataError(f"data.tokenizer: {config.tokenizer!r} is not a local folder")
     for name, modality in config.modalities.items():
         field = f"data.modalities.{name}.processor"
-        load_processor(modality.processor, field, config.trust_remote_code)
+        load_processor(modality.processor or "", field, config.trust_remote_code)
     placeholders = any(m.placeholder or m.placeholder_tokens for m in config.modalities.values())
     if placeholders or config.vocabulary is not None:
         tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
@@ -131,7 +150,7 @@ class StepBuilder:
     def processors(self) -> dict[str, Processor]:
         return {
             name: load_processor(
-                modality.processor, f"data.modalities.{name}.processor",
+                modality.processor or "", f"data.modalities.{name}.processor",
                 self.config.trust_remote_code,
             )
             for name, modality in self.config.modalities.items()
@@ -142,6 +161,10 @@ class StepBuilder:
         """Masked everywhere, so any id of the vocabulary will do."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(id for id in ids if id is not None)
+
+    def parts(self, microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
+        """What different stages need of a microbatch: ``"text"`` and modalities."""
+        return split_parts(microbatch)
 
     def build(
         self,
@@ -173,8 +196,7 @@ class StepBuilder:
         self._features = self._kept(indices)
         groups, skipped = self._groups(indices)
         if not groups:
-            reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
-            raise DataError(f"none of the step's {len(skipped)} samples is usable: {reasons}")
+            raise none_usable(skipped)
         microbatches = [
             collate(group, self.pad_id, self.config.columns, stack) for group in groups
         ]
@@ -224,9 +246,7 @@ class StepBuilder:
                 if self.config.on_error == "raise":
                     raise
                 source = self.dataset.names[int(self.dataset.sources[index])]
-                skipped.append(
-                    Skipped(error.sample_id, error.path, error.reason, error.column, source)
-                )
+                skipped.append(Skipped.of(error, source))
         return samples, skipped
 
     def encode(self, sample: Sample) -> EncodedSample:
@@ -267,6 +287,16 @@ class StepBuilder:
 
     def _item(self, name: str, sample: Sample, item: Media) -> dict[str, torch.Tensor]:
         """The tensors of an item that is within the limits."""
+        def tensors(inputs: Any) -> dict[str, torch.Tensor]:
+            output = self.processors[name](inputs)
+            return {key: torch.as_tensor(value) for key, value in output.items()}
+
+        return self._decoded(name, sample, item, tensors)
+
+    def _decoded(
+        self, name: str, sample: Sample, item: Media, make: Callable[[Any], T]
+    ) -> T:
+        """What is made of an item that is within the limits."""
         modality = self.config.modalities[name]
         frames = item if isinstance(item, tuple) else (item,)
         try:
@@ -274,9 +304,7 @@ class StepBuilder:
                 check_media(frame, self.config.limits)
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
-                media = inputs if isinstance(item, tuple) else inputs[0]
-                tensors = self.processors[name](media)
-                return {key: torch.as_tensor(value) for key, value in tensors.items()}
+                return make(inputs if isinstance(item, tuple) else inputs[0])
         except DataError:
             raise
         except USER_CODE_RAISES as error:  # a decoder raises whatever its format library raises

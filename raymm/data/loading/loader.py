@@ -21,8 +21,9 @@ from raymm.actors.faults.inquiry import (
     look_from_outside,
 )
 from raymm.actors.faults.stacks import Address, Look
-from raymm.data.loading.builder import SampleCheck, Skipped, StepBuilder, check_tools, most_groups
+from raymm.data.loading.builder import SampleCheck, Skipped, check_tools, most_groups
 from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.data.loading.processed import step_builder
 from raymm.data.loading.sources import open_split
 from raymm.data.loading.worker import StoredStep, part_names, start_worker
 from raymm.data.readers import Dataset
@@ -75,7 +76,7 @@ def local_steps(
         sampler: what steps of the training data consist of; as of :class:`StepLoader` if None.
     """
     dataset = open_split(config, split)
-    builder = StepBuilder(config, dataset)
+    builder = step_builder(config, dataset)
     plan = _plan(config, dataset, split, start_state, steps, sampler)
     for number, (indices, state_after) in enumerate(plan):
         built = builder.build(indices, shuffled)

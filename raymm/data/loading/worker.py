@@ -18,11 +18,12 @@ from ray.actor import ActorHandle
 
 from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.whereabouts import task
-from raymm.data.loading.builder import Skipped, StepBuilder
+from raymm.data.loading.builder import Skipped
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.object_store import ItemStack, StoredTensors
+from raymm.data.loading.processed import step_builder
 from raymm.data.readers import Dataset
-from raymm.data.samples.collate import MicrobatchMeta, split_parts
+from raymm.data.samples.collate import MicrobatchMeta
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import DataError
 from raymm.errors import USER_CODE_RAISES
@@ -38,7 +39,7 @@ class StoredStep:
 
 def part_names(config: DataConfig) -> list[str]:
     """The parts that a microbatch may have, in the order in which they are returned."""
-    return ["text", *config.modalities]
+    return ["text", *(config.modalities if config.processor is None else config.towers)]
 
 
 class DataWorker(ObservedActor):
@@ -67,7 +68,7 @@ class DataWorker(ObservedActor):
         sys.path.extend(path for path in import_path if path and path not in sys.path)
         torch.set_num_threads(1)
         checks = ray.get(list(check))
-        self._builder = StepBuilder(config, dataset, checks[0] if checks else None, features)
+        self._builder = step_builder(config, dataset, checks[0] if checks else None, features)
         self._shuffled = tuple(shuffled)
 
     def pid(self) -> int:
@@ -93,7 +94,7 @@ class DataWorker(ObservedActor):
         try:
             built = self._builder.build(indices, self._shuffled, stack=ItemStack)
             for number, microbatch in enumerate(built.microbatches):
-                for name, part in split_parts(microbatch).items():
+                for name, part in self._builder.parts(microbatch).items():
                     parts[number * len(names) + names.index(name)] = StoredTensors(part)
             return StoredStep(built.meta, built.skipped), *parts
         except DataError as error:

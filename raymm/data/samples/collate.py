@@ -49,6 +49,8 @@ class MicrobatchMeta:
             whose placeholder is known.
         feature_keys: modality -> what the features of each of its items are to be kept under, of
             modalities whose features are kept, and not there yet.
+        digests: of a whole model's inputs that are of no token and no floats (grids, sizes), of
+            which shapes of features follow, a digest of the values.
     """
 
     num_samples: int
@@ -61,6 +63,7 @@ class MicrobatchMeta:
     sample_ids: tuple[str, ...]
     dtypes: dict[str, dict[str, str]]
     places: dict[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     feature_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property

@@ -13,6 +13,8 @@ from raymm.files.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
 # A microbatch keeps its text tensors under these names, beside the modalities.
 TEXT_KEYS = ("input_ids", "attention_mask", "labels")
 RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
+# Of items, as whole models' processors know them, and what they call the argument.
+KINDS = {"image": "images", "video": "videos", "audio": "audio"}
 
 # How often a source's samples may come per epoch, whose order is kept in memory.
 MOST_REPEAT = 10_000
@@ -29,7 +31,8 @@ class ModalityDataConfig(Section):
         column: column of the row that holds its items: a path, bytes, {"path", "bytes"} or a
             list of them. Of tar shards an extension (``raymm.data.readers.tar_shards``).
         processor: ``"pkg.mod:fn"``, a function from one item to its dict of tensors; or a local
-            folder of a Hugging Face image processor, feature extractor, or of both.
+            folder of a Hugging Face image processor, feature extractor, or of both. Left out
+            where ``data.processor`` is given, which takes items of all kinds.
         input: what a function gets. ``"file"``: the item's path, or a binary file
             (``io.BytesIO``) where it has none, both of which Pillow, soundfile,
             ``read_image`` and ``read_audio`` take. ``"bytes"``: the encoded item. ``"image"``:
@@ -46,7 +49,7 @@ class ModalityDataConfig(Section):
     """
 
     column: Text
-    processor: Text
+    processor: Text | None = None
     input: Literal["file", "bytes", "image"] = "file"
     frames: bool = False
     part: Text | None = None
@@ -190,8 +193,11 @@ class DataConfig(Section):
     Attributes:
         train: the training samples: a path, a :class:`SourceConfig`, or a list of both.
         heldout: the same for evaluation, or None.
-        tokenizer: local folder of a Hugging Face tokenizer.
-        modalities: by name, as in the model's ``encoders``.
+        tokenizer: local folder of a Hugging Face tokenizer; by default that of ``processor``.
+        processor: local folder of a whole model's own processor (``AutoProcessor``) with its chat
+            template, which makes everything that the model is given.
+        modalities: by name, as in the model's ``encoders``; with ``processor``, of ``image``,
+            ``video`` (frames) and ``audio`` those that there are.
         batch_size: samples per step, over all microbatches.
         microbatches: microbatches per step; divides ``batch_size``.
         max_length: text tokens kept per sample.
@@ -215,11 +221,14 @@ class DataConfig(Section):
             (``auto_map``); in a configuration, ``model.trust_remote_code`` says it for all.
         vocabulary: token ids that the language model has embeddings for; by default those of the
             model that is trained.
+        towers: by tower of a whole model, for each of its arguments what the processor calls it; by
+            default those of the model that is trained.
     """
 
     train: list[SourceConfig] = Field(min_length=1)
     heldout: list[SourceConfig] | None = Field(default=None, min_length=1)
-    tokenizer: Text
+    tokenizer: Text = ""
+    processor: Text | None = None
     modalities: dict[str, ModalityDataConfig] = Field(default_factory=dict)
     batch_size: Count
     microbatches: Count
@@ -239,6 +248,7 @@ class DataConfig(Section):
     worker_timeout: Seconds = 300.0
     trust_remote_code: bool = False
     vocabulary: Count | None = None
+    towers: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
 
     @field_validator("train", "heldout", mode="before")
     @classmethod
@@ -259,6 +269,32 @@ class DataConfig(Section):
                     f"a modality cannot be named {name!r}; taken by the text: {RESERVED_NAMES}"
                 )
         return modalities
+
+    @model_validator(mode="after")
+    def _processors_fit(self):
+        if self.processor is None:
+            if not self.tokenizer:
+                raise ValueError("tokenizer is not given; accepted: a local folder, or a processor")
+            for name, modality in self.modalities.items():
+                if modality.processor is None:
+                    raise ValueError(f"modalities.{name}.processor is not given")
+            return self
+        self.tokenizer = self.tokenizer or self.processor
+        if self.batching.method != "random":
+            raise ValueError(
+                f"batching is {self.batching.method!r}; accepted with a processor: 'random'"
+            )
+        for name, modality in self.modalities.items():
+            if name not in KINDS:
+                raise ValueError(
+                    f"modalities has {name!r}; accepted with a processor: {', '.join(KINDS)}"
+                )
+            if modality.processor is not None or modality.placeholder_tokens is not None:
+                raise ValueError(
+                    f"modalities.{name} has a processor or placeholder_tokens of its own; "
+                    "data.processor says both"
+                )
+        return self
 
     @model_validator(mode="after")
     def _microbatches_divide(self):

@@ -96,7 +96,7 @@ class TextEncoder:
         self.tokenizer, self.max_length = tokenizer, max_length
         self._placeholders = find_placeholders(tokenizer, modalities)
         self._types = part_types(modalities)
-        self._special = _special_ids(tokenizer)
+        self._special = special_ids(tokenizer)
         # Part types that the chat template writes as the right placeholder by itself.
         self._native = {
             kind for kind, name in self._types.items()
@@ -120,7 +120,7 @@ class TextEncoder:
                 prefix of its rendering of all of them: labels would be wrong.
             DataError: ``messages`` and a tokenizer without a chat template.
         """
-        _check_characters(sample)
+        check_characters(sample)
         if sample.text is not None:
             input_ids = self._expand(self._tokenize(sample))
             labels = list(input_ids)
@@ -143,7 +143,7 @@ class TextEncoder:
                 sample,
                 f"no label token among its first {len(labels)} of {length} tokens "
                 f"(max_length is {self.max_length})" + (": the text is empty" if empty else "")
-                + _roles_without_labels(sample),
+                + roles_without_labels(sample),
             )
         return input_ids, labels
 
@@ -189,7 +189,7 @@ class TextEncoder:
                     f"the chat template is not prefix-consistent at messages[{number}]: the "
                     "tokens of the conversation so far change when the next message is added",
                 )
-            stop = _end_of_turn(self.tokenizer, turn, len(prompt), self._special)
+            stop = end_of_turn(self.tokenizer, turn, len(prompt), self._special)
             labels[len(prompt) : stop] = input_ids[len(prompt) : stop]
         return input_ids, labels
 
@@ -239,7 +239,8 @@ class TextEncoder:
         return self._expand(input_ids)
 
 
-def _roles_without_labels(sample: Sample) -> str:
+def roles_without_labels(sample: Sample) -> str:
+    """What to do with a sample whose messages are nobody's that is learned; empty if some are."""
     roles = {message["role"] for message in sample.messages or ()}
     if not roles or LEARNED_ROLE in roles:
         return ""
@@ -250,7 +251,11 @@ def _roles_without_labels(sample: Sample) -> str:
     )
 
 
-def _check_characters(sample: Sample) -> None:
+def check_characters(sample: Sample) -> None:
+    """
+    Raises:
+        SampleError: text with half a character.
+    """
     for where, text in _strings(sample):
         try:
             text.encode()
@@ -275,13 +280,21 @@ def _strings(sample: Sample) -> Iterator[tuple[str, str]]:
                 yield f"messages[{number}]", value
 
 
-def _special_ids(tokenizer) -> frozenset[int]:
+def special_ids(tokenizer) -> frozenset[int]:
+    """Ids of a tokenizer's special tokens."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {id for id in added if added[id].special}
 
 
-def _end_of_turn(tokenizer, ids: Sequence[int], start: int, special: frozenset[int]) -> int:
-    """End of the turn ``ids[start:]``: after its last special token if only space follows."""
+def end_of_turn(tokenizer, ids: Sequence[int], start: int, special: frozenset[int]) -> int:
+    """End of the turn ``ids[start:]``: after its last special token if only space follows.
+
+    Args:
+        tokenizer: of the ids.
+        ids: tokens up to the turn's end.
+        start: of the turn.
+        special: ids of special tokens.
+    """
     for stop in range(len(ids), start, -1):
         if ids[stop - 1] in special:
             return stop if not tokenizer.decode(ids[stop:]).strip() else len(ids)

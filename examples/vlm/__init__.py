@@ -1,0 +1,1 @@
+"""Tiny models of every kind, to try whole models on a laptop."""

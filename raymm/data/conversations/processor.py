@@ -1,0 +1,164 @@
+"""A whole model's own processor: its chat template, its tokenizer, and what it makes of media.
+
+Nothing here knows a model by name: a processor is given texts and items by the arguments that all
+of transformers' have, and what it returns goes on under its own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raymm.actors.weights.custom_code import custom_code, why_not_loaded
+from raymm.data.samples.config import KINDS
+from raymm.data.samples.errors import DataError
+from raymm.errors import USER_CODE_RAISES
+
+FIELD = "data.processor"
+# What a row of a batch is told by.
+IDS, MASK = "input_ids", "attention_mask"
+_PROBE = "raymmprobe"
+
+
+class ModelProcessor:
+    """A processor of a local folder.
+
+    Args:
+        folder: that ``save_pretrained`` wrote.
+        trust_remote_code: run Python files that it brings, if it names some.
+
+    Raises:
+        DataError: the folder does not exist, holds no processor or no chat template, or needs its
+            own code.
+    """
+
+    def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
+        self.folder = folder
+        self._processor: Any = _load(folder, trust_remote_code)
+        self.tokenizer: Any = getattr(self._processor, "tokenizer", None)
+        if self.tokenizer is None:
+            raise DataError(
+                f"{FIELD}: {folder!r} holds a {type(self._processor).__name__}, which has no "
+                "tokenizer of its own; accepted: a whole model's processor (AutoProcessor)"
+            )
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError(
+                f"{FIELD}: the tokenizer of {folder!r}, {type(self.tokenizer).__name__}, does not "
+                "say where in the text its tokens are; accepted: one of the tokenizers library"
+            )
+        if not (self._processor.chat_template or self.tokenizer.chat_template):
+            raise DataError(f"{FIELD}: {folder!r} has no chat template")
+
+    @property
+    def sampling_rate(self) -> int:
+        """Hz of the sound that it takes.
+
+        Raises:
+            ValueError: it takes none.
+        """
+        for name in ("feature_extractor", "audio_processor"):
+            rate = getattr(getattr(self._processor, name, None), "sampling_rate", None)
+            if isinstance(rate, int):
+                return rate
+        raise ValueError(f"{type(self._processor).__name__} takes no sound")
+
+    def save(self, folder: str | Path) -> None:
+        """Write it, with its chat template."""
+        self._processor.save_pretrained(folder)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+        """Messages as text, with a placeholder per item.
+
+        Args:
+            messages: whose content is a list of parts.
+            prompt: with what an assistant's turn begins with.
+        """
+        return self._processor.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=prompt
+        )
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether its chat template takes lists of parts; else texts alone."""
+        try:
+            text = self.render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        except USER_CODE_RAISES:  # a template is a program: it may raise anything
+            return False
+        # One that knows only strings would print the list as it is.
+        return _PROBE in text and "'type'" not in text and '"type"' not in text
+
+    def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text whose items are placeholders still, and where in it each is."""
+        encoded = self.tokenizer(
+            text, return_offsets_mapping=True, add_special_tokens=self._adds_special(text)
+        )
+        return list(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
+
+    def __call__(
+        self, texts: Sequence[str], media: Sequence[Mapping[str, Sequence[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        """What the model is given of some samples, padded on the right.
+
+        Args:
+            texts: as :meth:`render` makes them.
+            media: per text and kind, its items: images, lists of frames, (samples,) float32 sound.
+
+        Raises:
+            ValueError: what the processor returns is not what a model takes.
+            Exception: whatever the processor raises.
+        """
+        arguments: dict[str, Any] = {}
+        for kind, argument in KINDS.items():
+            items = [list(own.get(kind, ())) for own in media]
+            if any(items):
+                # Sound comes in one list, pictures in one of each text.
+                arguments[argument] = sum(items, []) if kind == "audio" else items
+        if KINDS["audio"] in arguments:
+            arguments["sampling_rate"] = self.sampling_rate
+        if KINDS["video"] in arguments:
+            arguments["do_sample_frames"] = False  # they are frames already
+        output = self._processor(
+            text=list(texts), return_tensors="pt", **arguments,
+            text_kwargs={
+                "padding": True, "padding_side": "right",
+                "add_special_tokens": self._adds_special(texts[0]),
+            },
+        )
+        tensors = {}
+        for name, value in output.items():
+            try:
+                tensors[name] = torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(
+                    f"{type(self._processor).__name__} returns {name!r} as a "
+                    f"{type(value).__name__}, which is no tensor"
+                ) from None
+        if MASK not in tensors or tensors[MASK].shape != tensors[IDS].shape:
+            raise ValueError(f"{type(self._processor).__name__} returns no {MASK} of its tokens")
+        return tensors
+
+    def _adds_special(self, text: str) -> bool:
+        """Whether the tokenizer is to begin texts; not where the template has."""
+        first = self.tokenizer.bos_token
+        return first is None or not text.startswith(first)
+
+
+def _load(folder: str, trust_remote_code: bool) -> Any:
+    if not Path(folder).is_dir():
+        raise DataError(f"{FIELD}: {folder!r} is not a local folder")
+    from transformers import AutoProcessor  # seconds to import
+
+    try:
+        return AutoProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except USER_CODE_RAISES as error:  # a folder may hold anything
+        if custom_code(folder) and not trust_remote_code:
+            raise DataError(f"{FIELD}: {why_not_loaded(folder, 'AutoProcessor', error)}") from None
+        raise DataError(
+            f"{FIELD}: no processor in {folder!r}: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,298 @@
+"""Builds the microbatches of a whole model's step: its own processor makes all of a microbatch's
+tensors in one call, as it would for inference."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from raymm.data.conversations.messages import part_messages
+from raymm.data.conversations.processor import IDS, MASK, ModelProcessor
+from raymm.data.conversations.replies import Conversation, Media, conversation, plain
+from raymm.data.loading.builder import (
+    BuiltStep,
+    SampleCheck,
+    Skipped,
+    StepBuilder,
+    none_usable,
+)
+from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.data.readers import Dataset
+from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
+from raymm.data.samples.config import DataConfig
+from raymm.data.samples.errors import DataError, SampleError
+from raymm.data.samples.placeholders import text_error
+from raymm.data.samples.processors import read_audio, read_image
+from raymm.data.samples.sample import Sample
+from raymm.data.samples.text import IGNORE_INDEX, check_characters, roles_without_labels
+from raymm.data.sampling.sampler import flat
+from raymm.errors import USER_CODE_RAISES
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.whole_batch import whole_parts
+
+# Which tower items of a kind go into, by the names that towers have.
+TOWER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
+
+
+def step_builder(
+    config: DataConfig, dataset: Dataset, check: SampleCheck | None = None,
+    features: FeatureLookup | None = None,
+) -> StepBuilder:
+    """What builds the steps of a configuration; arguments as of :class:`StepBuilder`."""
+    kind = StepBuilder if config.processor is None else ProcessedBuilder
+    return kind(config, dataset, check, features)
+
+
+class ProcessedBuilder(StepBuilder):
+    """Builds steps with ``data.processor``. Arguments as of :class:`StepBuilder`; samples are
+    checked as parts of their microbatch, and one by one to say which is at fault."""
+
+    @cached_property
+    def processor(self) -> ModelProcessor:
+        """Of the model."""
+        assert self.config.processor is not None  # see step_builder
+        return ModelProcessor(self.config.processor, self.config.trust_remote_code)
+
+    def parts(self, microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
+        parts = whole_parts(self.config.towers, microbatch)
+        return {"text" if name == LANGUAGE_MODEL else name: own for name, own in parts.items()}
+
+    def build(
+        self,
+        indices: Sequence[int] | Sequence[Sequence[int]],
+        shuffled: Sequence[str] = (),
+        stack: Stack = torch.stack,
+    ) -> BuiltStep:
+        """:meth:`StepBuilder.build`; a microbatch has all that the processor returns, and labels.
+        An unusable sample under ``on_error: skip`` leaves its microbatch.
+
+        Args:
+            indices: as of :meth:`StepBuilder.build`.
+            shuffled: kinds whose items other samples get that have as many.
+            stack: not used: the processor makes the tensors.
+        """
+        encoded, skipped = self._groups(indices)
+        groups = cast(list[list[Conversation]], encoded)
+        seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
+        random = np.random.default_rng(int(seed))
+        for kind in shuffled:
+            groups = [_shuffled(group, kind, random) for group in groups]
+        microbatches, meta = [], []
+        for group in groups:
+            microbatch, group, more = self._of_group(group)
+            skipped += more
+            if microbatch is not None:
+                microbatches.append(microbatch)
+                meta.append(self._described(microbatch, group))
+        if not microbatches:
+            raise none_usable(skipped)
+        return BuiltStep(microbatches, meta, skipped)
+
+    def encode(self, sample: Sample) -> Any:
+        """A sample, rendered and decoded: a :class:`Conversation`.
+
+        Raises:
+            SampleError: see :meth:`StepBuilder.encode`.
+        """
+        check_characters(sample)
+        if sample.text is not None:
+            if any(sample.media.values()):
+                raise text_error(
+                    sample, "it has text and media; with data.processor media need messages, whose "
+                    "parts say where they stand"
+                )
+            encoded = plain(self.processor, sample, sample.text)
+        else:
+            messages = part_messages(sample, self.config.modalities, self.processor.takes_parts)
+            media = {
+                kind: [self._decoded(kind, sample, item, self._reader(kind)) for item in items]
+                for kind, items in sample.media.items()
+            }
+            encoded = conversation(self.processor, sample, messages, media)
+        if not any(reply.learned for reply in encoded.replies):
+            empty = ": the text is empty" if sample.text is not None else ""
+            raise text_error(sample, f"no label token{empty}{roles_without_labels(sample)}")
+        return encoded
+
+    def _reader(self, kind: str) -> Any:
+        if kind == "audio":
+            return lambda item: read_audio(item, self.processor.sampling_rate)
+        if kind == "video":
+            return lambda frames: [
+                read_image(frame) for frame in (frames if isinstance(frames, list) else [frames])
+            ]
+        return read_image
+
+    def _of_group(
+        self, group: Sequence[Conversation]
+    ) -> tuple[Microbatch | None, list[Conversation], list[Skipped]]:
+        """A microbatch, the samples that it is of, and those that were left out."""
+        try:
+            return self._microbatch(group), list(group), []
+        except SampleError as error:
+            if self.config.on_error == "raise":
+                raise
+            first: BaseException = error
+        except USER_CODE_RAISES as error:  # a processor may raise anything
+            first = error
+        usable, skipped = [], []
+        for sample in group:
+            try:
+                self._microbatch([sample])
+                usable.append(sample)
+            except USER_CODE_RAISES as error:
+                named = self._named(sample, error)
+                if self.config.on_error == "raise":
+                    raise named from error
+                source = self.dataset.names[int(self.dataset.sources[sample.sample.index])]
+                skipped.append(Skipped.of(named, source))
+        if not skipped:
+            ids = ", ".join(repr(sample.id) for sample in group)
+            raise DataError(
+                f"samples {ids}, of which each alone could be used, make no microbatch together: "
+                f"{type(first).__name__}: {first}"
+            ) from first
+        return self._microbatch(usable) if usable else None, usable, skipped
+
+    def _named(self, sample: Conversation, error: BaseException) -> SampleError:
+        if isinstance(error, SampleError):
+            return error
+        explained = isinstance(error, DataError) or type(error).__module__.startswith("raymm.")
+        reason = str(error) if explained else (
+            f"the processor fails on it ({type(error).__name__}: {error})"
+        )
+        return text_error(sample.sample, reason)
+
+    def _microbatch(self, group: Sequence[Conversation]) -> Microbatch:
+        tensors = self.processor(
+            [sample.text for sample in group], [sample.media for sample in group]
+        )
+        ids, mask = tensors[IDS], tensors[MASK]
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        for row, sample in enumerate(group):
+            own = mask[row].bool()
+            tokens = ids[row][own].tolist()
+            labels[row, own] = torch.tensor(sample.labels(tokens, self._tokens))
+            self._check_length(sample, len(tokens))
+        most = self.config.max_length
+        microbatch = {**tensors, "labels": labels}
+        if ids.shape[1] > most:
+            microbatch = {
+                name: value[:, :most] if value.shape[:2] == ids.shape else value
+                for name, value in microbatch.items()
+            }
+        for row, sample in enumerate(group):
+            if bool((microbatch["labels"][row] == IGNORE_INDEX).all()):
+                raise text_error(
+                    sample.sample, f"no label token among its first {most} tokens (max_length)"
+                )
+        self._check_ids(group, microbatch)
+        if self._check is not None:
+            self._check(microbatch)
+        return microbatch
+
+    def _tokens(self, text: str, media: Media) -> list[int]:
+        """Tokens of a text and its items."""
+        tensors = self.processor([text], [media])
+        return tensors[IDS][0][tensors[MASK][0].bool()].tolist()
+
+    def _check_length(self, sample: Conversation, length: int) -> None:
+        cut, behind = length - self.config.max_length, sample.after_media()
+        if behind is not None and cut > behind:
+            raise text_error(
+                sample.sample,
+                f"its {length} tokens are more than max_length ({self.config.max_length}), which "
+                "would cut off some of its items' tokens: smaller items (the processor's limits of "
+                "pixels), or a larger max_length",
+            )
+
+    def _check_ids(self, group: Sequence[Conversation], microbatch: Mapping[str, Any]) -> None:
+        if (vocabulary := self.config.vocabulary) is None:
+            return
+        for row, sample in enumerate(group):
+            largest = int(microbatch[IDS][row].max())
+            if largest >= vocabulary:
+                token = self.processor.tokenizer.convert_ids_to_tokens(largest)
+                raise text_error(
+                    sample.sample,
+                    f"the token {token!r} has the id {largest}, but the language model has "
+                    f"embeddings for {vocabulary} ids only",
+                )
+
+    def _described(
+        self, microbatch: Microbatch, group: Sequence[Conversation]
+    ) -> MicrobatchMeta:
+        parts = self.parts(microbatch)
+        rows: dict[str, list[int]] = {}
+        for row, sample in enumerate(group):
+            for kind, items in sample.media.items():
+                rows.setdefault(TOWER_OF[kind], []).extend([row] * len(items))
+        return describe_whole(
+            microbatch, parts, [sample.id for sample in group],
+            {name: rows.get(name, [0]) for name in parts if name != "text"},
+        )
+
+
+def describe_whole(
+    microbatch: Mapping[str, torch.Tensor], parts: Mapping[str, Mapping[str, torch.Tensor]],
+    sample_ids: Sequence[str], items: Mapping[str, Sequence[int]],
+) -> MicrobatchMeta:
+    """Metadata of a whole model's microbatch.
+
+    Args:
+        microbatch: what the model's forward takes, and labels.
+        parts: what each module gets of it.
+        sample_ids: of its rows.
+        items: by tower, the row of each item.
+    """
+    ids, labels = microbatch[IDS], microbatch["labels"]
+    mask = microbatch.get(MASK)
+    lengths = [ids.shape[1]] * len(ids) if mask is None else mask.bool().sum(dim=1).tolist()
+    return MicrobatchMeta(
+        num_samples=len(ids), seq_len=ids.shape[1], tokens=sum(lengths), lengths=tuple(lengths),
+        label_tokens=int((labels[:, 1:] != IGNORE_INDEX).sum()),
+        items={name: list(rows) for name, rows in items.items()},
+        shapes={n: {k: tuple(v.shape) for k, v in own.items()} for n, own in parts.items()},
+        sample_ids=tuple(sample_ids),
+        dtypes={n: {k: str(v.dtype) for k, v in own.items()} for n, own in parts.items()},
+        digests={
+            name: _digest(value) for name, value in sorted(microbatch.items())
+            if not value.is_floating_point() and value.shape != ids.shape
+        },
+    )  # fmt: skip
+
+
+def _digest(values: torch.Tensor) -> str:
+    data = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+
+
+def _shuffled(
+    group: Sequence[Conversation], kind: str, random: np.random.Generator
+) -> list[Conversation]:
+    """Samples with another one's items of a kind, of those with as many. What a reply in the middle
+    is told by goes with them."""
+    result = list(group)
+    by_count: dict[int, list[int]] = {}
+    for row, sample in enumerate(group):
+        by_count.setdefault(len(sample.media.get(kind, ())), []).append(row)
+    for count, rows in by_count.items():
+        if not count:
+            continue
+        order = [rows[i] for i in random.permutation(len(rows))]
+        for row, other in zip(order, order[1:] + order[:1], strict=True):
+            items = group[other].media[kind]
+            replies = tuple(
+                replace(reply, media={**reply.media, kind: items[: len(reply.media[kind])]})
+                if kind in reply.media else reply
+                for reply in group[row].replies
+            )
+            media = {**group[row].media, kind: items}
+            result[row] = replace(group[row], media=media, replies=replies)
+    return result

@@ -1,0 +1,111 @@
+"""A microbatch of a whole model: what it must be, and which of its modules gets what of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raymm.actors.stages.whole_language import language_inputs
+from raymm.model.batch_rules import IDS, LABELS, BatchError, check_tensor
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.ragged import rows_per_item
+
+Batch = Mapping[str, torch.Tensor]
+# By tower, for each argument of its call which entry of a batch it is.
+TowerInputs = Mapping[str, Mapping[str, str]]
+
+
+def whole_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
+    """What the first stage of each module is given, of those that have anything to do.
+
+    Args:
+        towers: of the model.
+        microbatch: what its forward takes, and labels.
+    """
+    inputs_of = {
+        tower: {name: microbatch[entry] for name, entry in own.items() if entry in microbatch}
+        for tower, own in towers.items()
+    }  # fmt: skip
+    there = {tower: inputs for tower, inputs in inputs_of.items() if inputs}
+    entries = {
+        tower: {entry: microbatch[entry] for entry in towers[tower].values() if entry in microbatch}
+        for tower in there
+    }  # fmt: skip
+    taken = {entry for own in towers.values() for entry in own.values()}
+    text = {name: value for name, value in microbatch.items() if name not in taken}
+    return {**there, LANGUAGE_MODEL: language_inputs(text, entries)}
+
+
+@dataclass(frozen=True)
+class WholeBatchCheck:
+    """Looks whether a model can take a microbatch, without it.
+
+    Attributes:
+        towers: of the model.
+        kinds: of every entry of its example, dtype and dimensions.
+        sized: towers the sizes of whose items say how many rows they have, in the example.
+    """
+
+    towers: TowerInputs
+    kinds: Mapping[str, tuple[torch.dtype, int]]
+    sized: frozenset[str]
+
+    @classmethod
+    def of(cls, towers: TowerInputs, example: Batch) -> WholeBatchCheck:
+        """
+        Args:
+            towers: of the model.
+            example: that it was tried with.
+        """
+        kinds = {name: (value.dtype, value.dim()) for name, value in example.items()}
+        sized = frozenset(name for name in towers if _adds_up(name, towers, example))
+        return cls(towers, kinds, sized)
+
+    def __call__(self, microbatch: Any) -> None:
+        """
+        Raises:
+            BatchError: it is not what the model's forward takes.
+        """
+        if not isinstance(microbatch, Mapping):
+            raise BatchError("a microbatch is no dict; accepted: what the processor returns")
+        accepted = "an int64 tensor (rows, tokens)"
+        ids = check_tensor(IDS, microbatch.get(IDS), accepted)
+        labels = check_tensor(LABELS, microbatch.get(LABELS), accepted)
+        for name, value in ((IDS, ids), (LABELS, labels)):
+            if value.dtype != torch.int64 or value.dim() != 2 or value.shape != ids.shape:
+                raise BatchError(f"{name} is of shape {tuple(value.shape)}; accepted: {accepted}")
+        for name, value in microbatch.items():
+            check_tensor(name, value, "a tensor")
+            if name == LABELS:
+                continue
+            if name not in self.kinds:
+                raise BatchError(
+                    f"the batch has {name!r}, which the example has not; accepted: "
+                    f"{', '.join((LABELS, *self.kinds))}"
+                )
+            if (value.dtype, value.dim()) != self.kinds[name]:
+                dtype, dimensions = self.kinds[name]
+                raise BatchError(
+                    f"{name} is of dtype {value.dtype} and {value.dim()} dimensions; accepted: "
+                    f"{dtype} and {dimensions}, as in the example"
+                )
+        for tower in self.sized:
+            if own := _entries(tower, self.towers, microbatch):
+                rows_per_item(tower, own, min(map(len, own.values())))
+
+
+def _entries(tower: str, towers: TowerInputs, batch: Batch) -> dict[str, torch.Tensor]:
+    return {entry: batch[entry] for entry in towers[tower].values() if entry in batch}
+
+
+def _adds_up(tower: str, towers: TowerInputs, example: Batch) -> bool:
+    """Whether sizes of items, in the example, say how many rows an item has."""
+    shown = _entries(tower, towers, example)
+    try:
+        rows_per_item(tower, shown, min(map(len, shown.values())))
+    except BatchError:
+        return False  # they say something else
+    return True
