@@ -56,6 +56,7 @@ class PlacementOptions:
 
     Attributes:
         worker_bundles: bundles of processes beside the ranks: data workers.
+        spares: how many processes like those of ranks wait to take the place of one.
         degrees: how each rank is several processes, which then have places on one node where that
             can be; empty: processes have places in the order in which these came.
         wait_for_nodes_s: seconds; None: :data:`WAIT_FOR_NODES_S` with an autoscaler, and none
@@ -65,10 +66,19 @@ class PlacementOptions:
     """
 
     worker_bundles: tuple[Bundle, ...] = ()
+    spares: int = 0
     degrees: tuple[Degrees, ...] = ()
     wait_for_nodes_s: float | None = None
     say: Callable[[str], None] = print
     check: Callable[[], None] = lambda: None
+
+    def bundles_beside(self, rank: Bundle) -> tuple[Bundle, ...]:
+        """Bundles of all processes beside the ranks.
+
+        Args:
+            rank: what each of these reserves.
+        """
+        return (*(rank,) * self.spares, *self.worker_bundles)
 
     def waits(self) -> float:
         """Seconds to wait for nodes of the connected cluster; 0: they must be there."""
@@ -89,7 +99,7 @@ class Placement:
     """
 
     def __init__(self, bundles: Sequence[Bundle], options: PlacementOptions) -> None:
-        self._bundles = [dict(bundle) for bundle in (*bundles, *options.worker_bundles)]
+        self._bundles = [dict(each) for each in (*bundles, *options.bundles_beside(bundles[0]))]
         self._first_beside = len(bundles)
         self._options, self._waits = options, options.waits()
         self._group = placement_group(self._bundles, strategy="PACK")
@@ -149,7 +159,13 @@ class Placement:
     @property
     def worker_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
         """Where those beside them go."""
-        return tuple(self._at(n) for n in range(self._first_beside, len(self._bundles)))
+        first = self._first_beside + self._options.spares
+        return tuple(self._at(n) for n in range(first, len(self._bundles)))
+
+    @property
+    def spare_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
+        """Where spare processes go."""
+        return tuple(self._at(self._first_beside + n) for n in range(self._options.spares))
 
     def _at(self, place: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)

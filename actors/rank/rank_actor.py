@@ -51,6 +51,23 @@ class RankActor(StoredRank):
         self._programs: OrderedDict[str, Prepared] = OrderedDict()
         self._colocation: Colocation | None = None
 
+    def warm_up(self, *specs: RankSpec) -> None:
+        """For one that waits to be a rank: to be handed specs imports what their stages are made
+        of, and a tensor wakes the device.
+
+        Args:
+            *specs: of ranks with different modules.
+        """
+        torch.zeros(1, device=self._device)
+
+    def become(self, spec: RankSpec) -> None:
+        """Be a rank from now on; of one that waits for that.
+
+        Args:
+            spec: what it is.
+        """
+        RankActor.__init__(self, spec)
+
     # What :meth:`connect` and :meth:`build` make.
     _own_connections: OwnConnections
     _generation = -1  # of connections

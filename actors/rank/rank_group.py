@@ -21,6 +21,7 @@ from raymm.actors.rank.rank_spec import ProcessSpec, RankPlace
 from raymm.actors.rank.step_calls import CallOrder, StepHandle, pack_calls, remember, unpack_result
 from raymm.actors.recovery.leaving import end, leave
 from raymm.actors.recovery.observed_ranks import ObservedRanks
+from raymm.actors.recovery.spares import Spares
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Op, Program
@@ -61,6 +62,7 @@ class RankGroup(ObservedRanks):
         super().__init__(labels, specs[0].timeout_s)
         self._specs, self._reserved = list(specs), resources
         self.places: tuple[RankPlace, ...] = ()
+        self._spares = Spares(self._start_spare)
         self._programs: OrderedDict[str, None] = OrderedDict()
         # Calls of several threads reach all ranks in the same order: else ranks would work on
         # different steps, whose messages are alike.
@@ -68,13 +70,16 @@ class RankGroup(ObservedRanks):
         self.placement = Placement([resources.bundle()] * len(specs), placement)
         try:
             self.placement.wait()
-            self._actors = [self._create(spec, i) for i, spec in enumerate(specs)]
+            self._rank_places = [self.placement.place(rank) for rank in range(len(specs))]
+            self._actors = list(map(self._create, specs, self._rank_places))
             self._describe()
             self._observer = ClusterObserver(self.nodes)
             refs = [actor.connect.remote({n: self._actors[n] for n in spec.peers})
                     for actor, spec in zip(self._actors, specs, strict=True)]
             self.wait(refs, timeout=START_TIMEOUT_S)
             self.num_parameters = self.call("build")
+            self._spares = Spares(self._start_spare, self.placement.spare_places)
+            self._spares.restock()
         except BaseException:
             self.shutdown()
             raise
@@ -90,7 +95,7 @@ class RankGroup(ObservedRanks):
         self._places = [f", process {p.pid} on {p.host}" for p in self.places]
         self._addresses = {rank: p["address"] for rank, p in enumerate(descriptions)}
 
-    def _create(self, spec: ProcessSpec, index: int) -> Any:
+    def _create(self, spec: ProcessSpec, place: Any) -> Any:
         resources = self._reserved
         # Without runtime_env a rank takes one of Ray's prestarted workers; it sets its threads.
         remote = remote_class(self.actor_class).options(
@@ -99,9 +104,28 @@ class RankGroup(ObservedRanks):
             resources=dict(resources.custom) or None,
             max_restarts=0,
             runtime_env={"env_vars": dict(resources.env)} if resources.env else None,
-            scheduling_strategy=self.placement.place(index),
+            scheduling_strategy=place,
         )
         return remote.remote(spec)
+
+    def _start_spare(self, place: Any) -> tuple[Any, Any]:
+        """A process that waits to be a rank; and what it says once it is ready to be any."""
+        kinds = {tuple(spec.modules): spec for spec in self._specs}
+        actor = self._create(self._specs[0].unbuilt(), place)
+        return actor, actor.warm_up.remote(*kinds.values())
+
+    def _replace(self, gone: Sequence[int]) -> None:
+        """Put spares, as many as there are, and then new processes in the places of ranks."""
+        spares = self._spares.take(len(gone))
+        for rank, spare in zip(gone, spares, strict=False):
+            self._spares.give(self._rank_places[rank])
+            self._actors[rank], self._rank_places[rank] = spare.actor, spare.place
+        for rank in gone[len(spares):]:
+            self._actors[rank] = self._create(self._specs[rank], self._rank_places[rank])
+        taken = list(gone[:len(spares)])
+        # Before others tell it what they tell that rank.
+        self.wait([self._actors[rank].become.remote(self._specs[rank]) for rank in taken], taken,
+                  START_TIMEOUT_S)
 
     @property
     def places_beside(self) -> tuple[Any, ...]:
@@ -251,7 +275,7 @@ class RankGroup(ObservedRanks):
         for rank in gone:
             self._addresses.pop(rank, None)
             self._heartbeats.replaced(rank)
-            self._actors[rank] = self._create(self._specs[rank], rank)
+        self._replace(gone)
         self._generation += 1
         refs = []
         for rank, (actor, spec) in enumerate(zip(self._actors, self._specs, strict=True)):
@@ -263,6 +287,7 @@ class RankGroup(ObservedRanks):
         self._describe()
         self._programs.clear()
         self._interrupted = None
+        self._spares.restock()
         return [left.get(rank) for rank in ranks]
 
     def shutdown(self) -> None:
@@ -273,7 +298,7 @@ class RankGroup(ObservedRanks):
             if self._observer.gcs_is_lost:  # Ray's own calls would never return
                 kill_from_outside(self._addresses, everywhere=False)
                 return
-        for actor in self._actors:
+        for actor in (*self._actors, *self._spares.actors):
             ray.kill(actor, no_restart=True)
-        self._actors = []
+        self._actors, self._spares = [], Spares(self._start_spare)
         self.placement.remove()

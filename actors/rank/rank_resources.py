@@ -93,10 +93,12 @@ def check_capacity(
         return  # nodes come of which nobody says what they have
     has = reachable_resources()
     for name, amount in resources.bundle().items():
-        needed = amount * num_ranks
+        needed = amount * (num_ranks + options.spares)
         workers = sum(bundle.get(name, 0.0) for bundle in options.worker_bundles)
         if needed + workers > has.get(name, 0.0) + 1e-9:
             others = f", and data workers {workers:g} {name} beside them" if workers else ""
+            if options.spares:
+                others = f" with {options.spares} spares (run.spares){others}"
             at_most = " at most, with all nodes that its autoscaler brings" if scales else ""
             raise ClusterError(
                 f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
@@ -106,6 +108,7 @@ def check_capacity(
             )
     if not scales:
         return
-    bundles = [resources.bundle()] * num_ranks + [dict(bundle) for bundle in options.worker_bundles]
+    bundle = resources.bundle()
+    bundles = [bundle] * num_ranks + list(map(dict, options.bundles_beside(bundle)))
     if (reason := without_room(bundles, all_types())) is not None:
         raise ClusterError(f"{reason}. Reserve less for each rank (resources)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from raymm.actors.features.feature_folder import FeatureFolder
@@ -94,6 +94,15 @@ class RankSpec:
         return {EVERYONE: range(self.world_size), **own}
 
     @property
+    def modules(self) -> set[str]:
+        """Whose stages it has."""
+        return {stage.module for stage in self.builders}
+
+    def unbuilt(self) -> RankSpec:
+        """The same without its stages."""
+        return replace(self, builders={})
+
+    @property
     def peers(self) -> set[int]:
         """Processes whose actors it must know to make them."""
         return peers(self.rank, self.members.values())
@@ -106,6 +115,11 @@ class ProcessSpec(Protocol):
     def timeout_s(self) -> float: ...
     @property
     def peers(self) -> set[int]: ...
+    @property
+    def modules(self) -> set[str]: ...
+    def unbuilt(self) -> ProcessSpec:
+        """The same without its stages."""
+        ...
 
 
 class RankPlace(NamedTuple):

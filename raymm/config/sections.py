@@ -158,6 +158,8 @@ class RunConfig(Section):
             on in the processes that are left when others are lost; null: only from checkpoints,
             with new processes.
         max_recoveries: times within an hour that it does; null for any number.
+        spares: processes that wait, each with the resources of a rank, to take the place of one
+            that is lost.
         wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
         max_seconds: after so many, the wait for nodes included, the run is saved and ends.
         timeout_s: seconds a rank may wait for another, and one instruction (a forward) may take.
@@ -189,6 +191,7 @@ class RunConfig(Section):
     max_preemptions: NonNegative | None = None
     snapshot_every: Count | None = None
     max_recoveries: NonNegative | None = 20
+    spares: NonNegative = 0
     wait_for_nodes_s: Seconds | None = None
     max_seconds: Seconds | None = None
     timeout_s: Seconds = 300.0

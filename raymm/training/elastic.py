@@ -63,7 +63,7 @@ class ElasticPlans:
         if has_autoscaler():
             self._asked = True
             ranks = [resources.bundle()] * self.plans[-1].num_processes
-            request_resources(bundles=[*ranks, *map(dict, placement.worker_bundles)])
+            request_resources(bundles=[*ranks, *map(dict, placement.bundles_beside(ranks[0]))])
         wait_for_release(self._held)
         self._held = {}
         room = self._room(resources, placement)
@@ -103,7 +103,8 @@ class ElasticPlans:
 
     def _room(self, resources: RankResources, placement: PlacementOptions) -> int:
         free = free_resources(self._held)
-        return count_places(free.values(), resources.bundle(), placement.worker_bundles)
+        rank = resources.bundle()
+        return count_places(free.values(), rank, placement.bundles_beside(rank))
 
     @contextmanager
     def asking(self) -> Iterator[None]:

@@ -56,7 +56,8 @@ class RunPlanner:
                 self.say("going on under the plan of the checkpoint")
                 return execution.plan
             self.say(f"planning anew: {reason}")
-        worker_cpus = sum(bundle["CPU"] for bundle in placement.worker_bundles)
+        extra = placement.bundles_beside(resources.bundle())
+        worker_cpus = sum(bundle.get("CPU", 0.0) for bundle in extra)
         from raymm.planning.planned_run import plan_for_cluster  # solvers, which few runs need
 
         planned = plan_for_cluster(

@@ -373,8 +373,8 @@ class Trainer:
             count = self.data.num_workers * (1 + evaluates)
             worker_bundles = ({"CPU": self.data.worker_cpus},) * count
         return PlacementOptions(
-            worker_bundles, wait_for_nodes_s=self.run.wait_for_nodes_s, say=self._say,
-            check=self.stop.check,
+            worker_bundles, self.run.spares, wait_for_nodes_s=self.run.wait_for_nodes_s,
+            say=self._say, check=self.stop.check,
         )
 
     def _say(self, line: str) -> None:

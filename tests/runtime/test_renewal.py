@@ -4,13 +4,17 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
+import ray
 import torch
 import transformers as hf
 from torch import nn
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.placement.placement import PlacementOptions
+from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.recovery.snapshots import Snapshots
 from raymm.errors import RankFailedError, RankRaisedError
 from raymm.model.modality_module import ModalityModule
@@ -77,10 +81,11 @@ def start(ray_cluster):
     """Starts the model under a layout; ends it afterwards."""
     running = []
 
-    def started(layout: str):
+    def started(layout: str, spares: int = 0):
         vision, llm = LAYOUTS[layout]
         parallel = MultimodalParallelSpec(vision, llm, 2).apply(
-            model_of(), optimizer=OptimizerConfig(lr=0.1), timeout_s=60
+            model_of(), optimizer=OptimizerConfig(lr=0.1), timeout_s=60,
+            resources=RankResources(cpus=0.5), placement=PlacementOptions(spares=spares),
         )
         running.append(parallel)
         return parallel
@@ -137,6 +142,45 @@ def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
     assert pids(parallel) == before
     parallel.shutdown()
     assert first + rest == losses(start(layout), range(3))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", ["pipeline", "tensors and tokens", "fsdp"])
+def test_a_spare_takes_the_place_of_a_lost_rank_and_gets_a_successor(start, layout):
+    """The second loss meets a spare that was started in the place of the first one."""
+    with start(layout) as undisturbed:
+        whole = losses(undisturbed, range(5))
+    parallel = start(layout, spares=1)
+    parallel.group.keeps_survivors = True
+    snapshots = Snapshots(parallel.group)
+    assert losses(parallel, [0, 1]) == whole[:2]
+    for step in (2, 3):
+        snapshots.take(step)
+        waiting = _warm_spare(parallel)
+        before = pids(parallel)
+        os.kill(before[0], signal.SIGKILL)
+        with pytest.raises(RankFailedError, match="rank 0 .* died"):
+            losses(parallel, [step])
+        parallel.renew()
+        parallel.restore_step(snapshots.restore().step)
+        assert pids(parallel) == [waiting, *before[1:]]
+        assert losses(parallel, [step]) == whole[step : step + 1]
+    spare = _warm_spare(parallel)
+    os.kill(spare, signal.SIGKILL)  # nothing is to be noticed of that
+    assert losses(parallel, [4]) == whole[4:]
+    os.kill(pids(parallel)[0], signal.SIGKILL)
+    with pytest.raises(RankFailedError, match="rank 0 .* died"):
+        losses(parallel, [5])
+    parallel.renew()  # with a new process
+    parallel.shutdown()
+
+
+def _warm_spare(parallel) -> int:
+    """Its process."""
+    (spare,) = parallel.group._spares._waiting
+    ray.get(spare.warm, timeout=60)
+    place: Any = ray.get(spare.actor.describe.remote())
+    return place["pid"]
 
 
 @pytest.mark.timeout(180)

@@ -1,0 +1,84 @@
+"""Processes that wait to take the places of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from raymm.actors.faults.heartbeats import BEAT_S
+from raymm.actors.faults.inquiry import inquire
+
+
+class Spare(NamedTuple):
+    """An actor that has imported all that ranks need, the place that it has, and what it says once
+    it is warm."""
+
+    actor: Any
+    place: Any
+    warm: ray.ObjectRef
+
+
+class Spares:
+    """Warm processes, each in a place of its own.
+
+    Args:
+        start: makes one in a place; says what it has returned once it is warm.
+        places: for them.
+    """
+
+    def __init__(
+        self, start: Callable[[Any], tuple[Any, ray.ObjectRef]], places: Sequence[Any] = ()
+    ) -> None:
+        self._start, self._free = start, list(places)
+        self._waiting: list[Spare] = []
+
+    def restock(self) -> None:
+        """Start one in every free place. Does not wait."""
+        for place in self._free:
+            self._waiting.append(Spare(*self._started(place)))
+        self._free.clear()
+
+    def take(self, most: int) -> list[Spare]:
+        """Those that are warm and answer; they are no spares any more. Places of those that have
+        died are free.
+
+        Args:
+            most: how many.
+        """
+        warm = [spare for spare in self._waiting if _is_there(spare.warm)]
+        answers = inquire({number: spare.actor for number, spare in enumerate(warm)}, BEAT_S)
+        for number in answers.dead:
+            self._waiting.remove(warm[number])
+            self._free.append(warm[number].place)
+        taken = [warm[number] for number in sorted(answers.reports)[:most]]
+        for spare in taken:
+            self._waiting.remove(spare)
+        return taken
+
+    def give(self, place: Any) -> None:
+        """A place that nobody has any more.
+
+        Args:
+            place: as those of the class.
+        """
+        self._free.append(place)
+
+    @property
+    def actors(self) -> list[Any]:
+        """Of all that wait."""
+        return [spare.actor for spare in self._waiting]
+
+    def _started(self, place: Any) -> tuple[Any, Any, ray.ObjectRef]:
+        actor, warm = self._start(place)
+        return actor, place, warm
+
+
+def _is_there(ref: ray.ObjectRef) -> bool:
+    ready, _ = ray.wait([ref], timeout=0)
+    try:
+        return bool(ready and (ray.get(ref), True))
+    except RayError:
+        return True  # dead: whoever asks it finds that out
