@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks._mapping_instances import random_work
-from raymm.scheduler.multiplex.interference import Colocation
+from raymm.scheduler.costs.interference import Colocation
 
 GPUS = 4
 STEPS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks._roofline import roofline_surface
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.roofline import ModuleWork
 

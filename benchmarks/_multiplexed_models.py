@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks._roofline import roofline_surface
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.roofline import ModuleWork
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.strict_json import whole
 from raymm.scheduler.multiplex.roofline import ModuleWork
-from raymm.scheduler.multiplex.surface import ScalingSurface
 
 
 def roofline_surface(work: ModuleWork, degrees: Sequence[int], steps: int = 10) -> ScalingSurface:

@@ -56,8 +56,10 @@ TABLE: dict[str, tuple[str, ...]] = {
     "scheduler/costs": ("scheduler/graph",),
     "scheduler/plan": ("scheduler/graph", "scheduler/costs"),
     "scheduler/program": ("scheduler/graph", "scheduler/plan"),
-    "scheduler/multiplex": ("scheduler/graph", "scheduler/plan", "scheduler/program"),
-    "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
+    "scheduler/multiplex": (
+        "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",
+    ),
+    "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/costs", "scheduler/multiplex"),
     "scheduler/schedule/compiled": (),
     "scheduler/schedule": (
         "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",

@@ -27,8 +27,7 @@ from raymm.actors.sharding.parameter_shards import ShardPlan
 from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.language import LanguageStage
 from raymm.kernels.collectives.tensor_group import LoneMember
-from raymm.scheduler.costs.layer_costs import LayerBytes
-from raymm.scheduler.costs.recomputation import OFFLOAD, REMADE, LayerOption
+from raymm.scheduler.costs.recomputation import OFFLOAD, REMADE, LayerBytes, LayerOption
 
 WARM_UP_RUNS = 2
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from raymm.files.output import Output
 from raymm.files.run_files import write_whole
 from raymm.profiling.surfaces import SurfaceProfile, profile_surfaces
-from raymm.scheduler.multiplex.interference import colocations_to_json
-from raymm.scheduler.multiplex.surface import surfaces_to_json
+from raymm.scheduler.costs.interference import colocations_to_json
+from raymm.scheduler.costs.surface import surfaces_to_json
 from raymm.scheduler.schedule.memory import GIB
 
 DEFAULT_GPUS = 8

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from raymm.files.section import MOST_COUNT, Count, Text
 from raymm.scheduler.baselines.pipelines import PIPELINES
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.problem import STEPS
-from raymm.scheduler.multiplex.surface import ScalingSurface
 from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.search.options import SearchOptions
 

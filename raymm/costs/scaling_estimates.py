@@ -35,11 +35,11 @@ from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.costs.devices import DeviceSpec, Links
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.roofline import RIDGE, ModuleWork
-from raymm.scheduler.multiplex.surface import ScalingSurface
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 # Outputs of a matrix product that one multiprocessor makes at a time, on a side: the usual tile

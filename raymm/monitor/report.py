@@ -16,7 +16,9 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Timeline, chrome_trace
+from raymm.scheduler.schedule.plan_drift import device_costs
 from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import group_seconds
 
 # Steps whose measured costs predict the next one's timeline.
 COST_STEPS = 8
@@ -59,7 +61,11 @@ class RunReport:
             draw_loss(history, files["loss curve"])
         if self._recent:
             step, program, measured = self._recent[-1]
-            predicted = simulate(program, self._predicting_costs(), posted=self._posted)
+            costs = self._predicting_costs()
+            predicted = simulate(
+                program, costs, posted=self._posted,
+                group_seconds=group_seconds(self._plan, costs),
+            )
             names = rank_names(self._plan)
             timelines = [("predicted", predicted), ("measured", measured)]
             files["schedule"] = folder / "schedule.png"
@@ -74,7 +80,7 @@ class RunReport:
         """Median costs of the steps before the one shown, so that it is a prediction."""
         before = list(self._recent)[:-1] or list(self._recent)
         samples: dict[tuple[StageId, Op], list[float]] = {}
-        for _, _, timeline in before:
-            for key, seconds in timeline.costs().items():
+        for _, program, timeline in before:
+            for key, seconds in device_costs(self._plan, program, timeline).items():
                 samples.setdefault(key, []).append(seconds)
         return {key: statistics.median(values) for key, values in samples.items()}

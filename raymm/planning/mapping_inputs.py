@@ -22,7 +22,14 @@ from raymm.costs.scaling_estimates import (
 from raymm.planning.request import PlanRequest
 from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.costs.surface import (
+    ScalingSurface,
+    SurfaceConditions,
+    conditions_from_json,
+    surfaces_from_json,
+)
 from raymm.scheduler.graph.strict_json import (
     MOST_GPUS,
     MOST_STEPS,
@@ -31,14 +38,7 @@ from raymm.scheduler.graph.strict_json import (
     read_file,
     whole,
 )
-from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.surface import (
-    ScalingSurface,
-    SurfaceConditions,
-    conditions_from_json,
-    surfaces_from_json,
-)
 from raymm.scheduler.schedule.memory import GIB
 
 MOST_GIB = 2**30  # bytes then fit into a word

@@ -41,14 +41,14 @@ from raymm.model.multimodal import MultimodalModule, text_inputs
 from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
-from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
-from raymm.scheduler.multiplex.interference import (
+from raymm.scheduler.costs.interference import (
     Colocation,
     InterferenceFit,
     fit_interference,
 )
+from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
+from raymm.scheduler.costs.surface import ScalingSurface, SurfaceConditions
 from raymm.scheduler.multiplex.problem import STEPS
-from raymm.scheduler.multiplex.surface import ScalingSurface, SurfaceConditions
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 

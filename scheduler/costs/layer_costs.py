@@ -7,12 +7,19 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from raymm.errors import InputError
 from raymm.scheduler.costs.device_memory import compute_copy_share
 from raymm.scheduler.costs.devices import DeviceError, Links
-from raymm.scheduler.costs.recomputation import KEEP, OPTIONS, LayerOption, remade_bytes
+from raymm.scheduler.costs.recomputation import (
+    KEEP,
+    OPTIONS,
+    LayerBytes,
+    LayerOption,
+    remade_bytes,
+)
+from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value
 
@@ -36,32 +43,6 @@ def profile_data(text: str) -> Any:
         return json_value(text, "the profile")
     except MultiplexError as error:
         raise ProfileError(str(error)) from None
-
-
-class LayerBytes(NamedTuple):
-    """What a process has of a layer; fields as of a :class:`LayerCost`, options without time."""
-
-    activation_bytes: int
-    working_bytes: int
-    forward_bytes: int
-    options: tuple[LayerOption, ...] = ()
-
-    @classmethod
-    def from_list(cls, data: Any) -> LayerBytes:
-        """Inverse of what JSON makes of it.
-
-        Raises:
-            TypeError: on a value of the wrong kind.
-        """
-        if len(data) != 4:
-            raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
-        kept, working, forward, more = data
-        options = tuple(LayerOption(*option) for option in more)
-        numbers = [kept, working, forward]
-        numbers += [size for option in options for size in option[2:] if size is not None]
-        if any(type(size) is not int or size < 0 for size in numbers):
-            raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
-        return cls(kept, working, forward, options)
 
 
 @dataclass(frozen=True)
@@ -191,6 +172,8 @@ class CostProfile:
         links: what the processes of a rank and the replicas of a module talk over; if None,
             that takes no time.
         ports: by consumer and name, bytes of the ports that layers of a module read.
+        sharing: what fewer samples, quotas and modules side by side do to the seconds; if None,
+            samples and quotas are used without loss.
     """
 
     modules: Mapping[str, tuple[LayerCost, ...]]
@@ -201,6 +184,7 @@ class CostProfile:
     versions: Mapping[str, str] = field(default_factory=dict)
     links: Links | None = None
     ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sharing: DeviceSharing | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
@@ -285,7 +269,10 @@ class CostProfile:
         try:
             if data["format"] != PROFILE_FORMAT:
                 raise ProfileError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
-            rest = {k: v for k, v in data.items() if k not in ("format", "modules", "links")}
+            apart = "format", "modules", "links", "sharing"
+            rest = {k: v for k, v in data.items() if k not in apart}
+            if data.get("sharing") is not None:
+                rest["sharing"] = DeviceSharing.from_dict(data["sharing"])
             links = data.get("links")
             rest["links"] = None if links is None else Links.from_dict(links)
             modules = {
@@ -299,6 +286,8 @@ class CostProfile:
             raise ProfileError(f"the profile has a wrong key or value: {error}") from None
         except DeviceError as error:
             raise ProfileError(f"links: {error}") from None
+        except MultiplexError as error:
+            raise ProfileError(str(error)) from None
 
     @classmethod
     def from_json(cls, text: str) -> CostProfile:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,32 @@ class LayerOption(NamedTuple):
     seconds: float
     nbytes: int
     working_bytes: int | None = None
+
+
+class LayerBytes(NamedTuple):
+    """What a process has of a layer; fields as of a layer's cost, options without time."""
+
+    activation_bytes: int
+    working_bytes: int
+    forward_bytes: int
+    options: tuple[LayerOption, ...] = ()
+
+    @classmethod
+    def from_list(cls, data: Any) -> LayerBytes:
+        """Inverse of what JSON makes of it.
+
+        Raises:
+            TypeError: on a value of the wrong kind.
+        """
+        if len(data) != 4:
+            raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
+        kept, working, forward, more = data
+        options = tuple(LayerOption(*option) for option in more)
+        numbers = [kept, working, forward]
+        numbers += [size for option in options for size in option[2:] if size is not None]
+        if any(type(size) is not int or size < 0 for size in numbers):
+            raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
+        return cls(kept, working, forward, options)
 
 
 @dataclass(frozen=True)

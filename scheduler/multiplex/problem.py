@@ -8,6 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.strict_json import (
     MOST_GPUS,
     MOST_STEPS,
@@ -16,8 +18,6 @@ from raymm.scheduler.graph.strict_json import (
     text,
     whole,
 )
-from raymm.scheduler.multiplex.interference import Interference
-from raymm.scheduler.multiplex.surface import ScalingSurface
 
 # Sets of modules are bits of an int64.
 MOST_MODULES = 60

@@ -19,9 +19,15 @@ from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.schedule_program import to_program
 from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Schedule
+from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.slot_schedule import slot_tasks
-from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
-from raymm.scheduler.schedule.step_graph import active_stages, full_step
+from raymm.scheduler.schedule.stage_costs import (
+    StageCost,
+    group_seconds,
+    op_seconds,
+    stage_costs,
+)
+from raymm.scheduler.schedule.step_graph import active_stages, full_samples, full_step
 
 # Of local search for a policy: rounds, and tasks that they schedule, which bounds the seconds.
 TUNING_ROUNDS = 200
@@ -83,8 +89,9 @@ def lower(
 def full_program(
     plan: Plan, *, delays: Mapping[Edge, float] | None = None
 ) -> Program:
-    """:func:`lower`'s program of a step with every modality in every microbatch."""
-    return lower(plan, full_step(plan), delays=delays)
+    """:func:`lower`'s program of a step with every modality in every microbatch, whose samples, if
+    replicas share them, divide evenly."""
+    return lower(plan, full_step(plan), delays=delays, samples=full_samples(plan))
 
 
 def iteration_time(
@@ -100,7 +107,7 @@ def iteration_time(
         costs: seconds by stage and operation; default: from the plan's profile.
         delays: seconds of a message, by the stages that send and receive it.
     """
-    active = active_stages(plan, full_step(plan))
+    active = active_stages(plan, full_step(plan), samples=full_samples(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
     return scheduler.replayed(_schedule(scheduler, False))
 
@@ -120,13 +127,26 @@ def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
         plan: with a profile.
         transfers: what messages take. The order of work does not know of them.
     """
-    active = active_stages(plan, full_step(plan))
+    if plan.schedule == SLOTS or group_seconds(plan) is not None and any(
+        stage.quota is not None for stage in plan.stages
+    ):
+        return _simulated(plan, transfers)
+    active = active_stages(plan, full_step(plan), samples=full_samples(plan))
     costs, sizes = _known_costs(plan, None)
     scheduler = ListScheduler(plan, active, costs, sizes)
     schedule = _schedule(scheduler, False)
     return Forecast(
         scheduler.replayed(schedule, transfers, costs), scheduler.activation_peaks(schedule)
     )
+
+
+def _simulated(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
+    """By the simulator itself, which knows what modules side by side take."""
+    program = full_program(plan)
+    timeline = simulate(
+        program, op_seconds(plan), transfers=transfers, group_seconds=group_seconds(plan)
+    )
+    return Forecast(timeline.makespan, activation_peaks(program, stage_costs(plan)))
 
 
 def _known_costs(
@@ -251,7 +271,10 @@ def refine(
     """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan
     without policy gets the best that a local search finds; a lowering without it only tries
     some."""
-    active = active_stages(plan, full_step(plan))
+    if plan.schedule == SLOTS:
+        transfers = {edge: Transfer(0.0, seconds) for edge, seconds in (delays or {}).items()}
+        return plan, forecast(plan, transfers).seconds
+    active = active_stages(plan, full_step(plan), samples=full_samples(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
     if plan.schedule != "zero_bubble" or plan.policy is not None:
         return plan, scheduler.replayed(_schedule(scheduler, False))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import Op
-from raymm.scheduler.program.timeline import Timeline
-from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.program.program import Instruction, Op, Program, group_end
+from raymm.scheduler.program.timeline import Span, Timeline
+from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds
 
 # Steps after which what was measured counts half.
 HALF_LIFE_STEPS = 10.0
@@ -53,7 +54,7 @@ class PlanDrift:
         if plan.profile is None:
             raise ProfileError("the plan has no profile to compare measured steps with")
         self._plan, self._profile = plan, plan.profile
-        self._expected_of = op_seconds(plan)
+        self._expected_of, self._on_quota = op_seconds(plan), group_seconds(plan)
         self._keep = 0.5 ** (1.0 / HALF_LIFE_STEPS)
         self._measured: dict[StageId, float] = defaultdict(float)
         self._expected: dict[StageId, float] = defaultdict(float)
@@ -65,9 +66,10 @@ class PlanDrift:
             for stage in sums:
                 sums[stage] *= self._keep
         for span in timeline.compute():
-            self._measured[span.stage] += span.device_seconds
+            measured, due = self._seconds(span)
+            self._measured[span.stage] += measured
             # What did not run in this step, as an encoder without items, was not expected to.
-            self._expected[span.stage] += self._expected_of[span.stage, Op(span.op)]
+            self._expected[span.stage] += due
         measured, expected = (self._by_rank(s) for s in (self._measured, self._expected))
         if not sum(measured.values()) or not sum(expected.values()):
             return None
@@ -78,6 +80,19 @@ class PlanDrift:
             measured[rank] / sum(measured.values()),
             expected[rank] / sum(expected.values()),
         )
+
+    def _seconds(self, span: Span) -> tuple[float, float]:
+        """Measured and expected; on quotas beside what is to run there, where surfaces say what
+        that takes."""
+        stage, op = self._plan.by_id[span.stage], Op(span.op)
+        if self._on_quota is None or span.quota == 1.0:
+            return span.device_seconds, self._expected_of[span.stage, op]
+        quotas_there = next(
+            (quotas for quotas in self._plan.quota_sets(stage.rank)
+             if quotas.get(stage.module) == stage.quota),
+            {stage.module: span.quota},
+        )  # fmt: skip
+        return span.end - span.start, self._on_quota(Instruction(op, stage.id), quotas_there)
 
     def _by_rank(self, sums: Mapping[StageId, float]) -> dict[int, float]:
         ratios: dict[int, float] = defaultdict(float)
@@ -123,6 +138,49 @@ class PlanDrift:
         if measured and expected:
             return measured / expected
         return sum(self._measured.values()) / sum(self._expected.values())
+
+
+def device_costs(
+    plan: Plan, program: Program, timeline: Timeline
+) -> dict[tuple[StageId, Op], float]:
+    """Median seconds per (stage, compute op) on a whole device, of a measured step: what the
+    simulator takes. What ran on a quota is taken back to that by surfaces, where the plan has some,
+    as the simulator then goes by them.
+
+    Args:
+        plan: that was run.
+        program: of the step.
+        timeline: of the step.
+    """
+    on_quota = group_seconds(plan)
+    if on_quota is None:
+        return timeline.costs()
+    nominal, in_groups = op_seconds(plan), _quotas_beside(program)
+    samples: dict[tuple[StageId, Op], list[float]] = defaultdict(list)
+    for span in timeline.compute():
+        op = Op(span.op)
+        quotas = in_groups.get((span.rank, span.stage, span.microbatch, op))
+        seconds = span.end - span.start
+        if quotas is not None:
+            slowed = on_quota(Instruction(op, span.stage, span.microbatch), quotas)
+            seconds *= nominal[span.stage, op] / slowed if slowed else span.quota
+        samples[span.stage, op].append(seconds)
+    return {key: median(values) for key, values in samples.items()}
+
+
+def _quotas_beside(program: Program) -> dict[tuple[int, StageId, int, Op], dict[str, float]]:
+    """Of what runs in a concurrent group, the quotas of the group's modules."""
+    result = {}
+    for rank, instructions in enumerate(program.ranks):
+        at = 0
+        while at < len(instructions):
+            end = group_end(instructions, at)
+            if instructions[at].group >= 0:
+                group = instructions[at:end]
+                quotas = {task.stage.module: task.quota for task in group}
+                result |= {(rank, t.stage, t.microbatch, t.op): quotas for t in group}
+            at = end
+    return result
 
 
 def _times(cost: LayerCost, ratio: float) -> LayerCost:

@@ -1,13 +1,15 @@
 """What the stages of a plan cost: seconds per op and bytes, summed from the layers' costs.
 
 Where a rank is several processes, costs are those of one of them, alike for all, with what it
-waits for the others (:mod:`raymm.scheduler.schedule.process_costs`).
+waits for the others (:mod:`raymm.scheduler.schedule.process_costs`). Where replicas share every
+microbatch by samples, they are those of a replica's share, and surfaces say how much less it takes
+than all samples (:class:`raymm.scheduler.costs.sharing.DeviceSharing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,10 +26,12 @@ from raymm.scheduler.costs.layer_costs import (
     working_bytes,
 )
 from raymm.scheduler.costs.recomputation import KEEP, LayerOption, working_excess
+from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.port_routes import message_bytes as sent_bytes
 from raymm.scheduler.plan.stage import Edge, StageId
-from raymm.scheduler.program.program import Op
+from raymm.scheduler.plan.stage_edges import SAMPLES
+from raymm.scheduler.program.program import Instruction, Op
 from raymm.scheduler.schedule.process_costs import (
     all_reduce_seconds,
     exposed_seconds,
@@ -36,6 +40,11 @@ from raymm.scheduler.schedule.process_costs import (
 )
 
 _FP32_BYTES = 4
+# Fields of a layer's cost that are bytes of samples.
+_OF_SAMPLES = (
+    "activation_bytes", "output_bytes", "key_value_bytes", "working_bytes", "forward_bytes",
+    "data_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -113,10 +122,36 @@ def edge_bytes(plan: Plan, sizes: Mapping[StageId, StageCost]) -> dict[Edge, int
         plan: with the bytes of its ports, if it has any.
         sizes: of every stage.
     """
+    def outputs(stage: StageId) -> int:  # of all replicas that share a microbatch
+        return sizes[stage].output_bytes * _sample_shares(plan, plan.by_id[stage])
+
     return {
-        edge: sent_bytes(plan.graph, edge, ports, sizes[edge[0]].output_bytes, plan.profile)
+        edge: int(
+            sent_bytes(plan.graph, edge, ports, outputs(edge[0]), plan.profile)
+            * _carried_share(plan, edge)
+        )
         for edge, ports in plan.edge_ports.items()
     }
+
+
+def _sample_shares(plan: Plan, stage: Stage) -> int:
+    """Replicas that share every microbatch of a stage's module by samples."""
+    return len(plan.replicas(stage.module)) if stage.split == SAMPLES else 1
+
+
+def _carried_share(plan: Plan, edge: Edge) -> float:
+    """Of a microbatch's samples, those that an edge carries."""
+    producer, consumer = plan.by_id[edge[0]], plan.by_id[edge[1]]
+    makes = _share_of(plan, producer)
+    if (producer.module, consumer.module) in plan.graph.every:
+        return makes[1] - makes[0]
+    reads = _share_of(plan, consumer)
+    return max(0.0, min(makes[1], reads[1]) - max(makes[0], reads[0]))
+
+
+def _share_of(plan: Plan, stage: Stage) -> tuple[float, float]:
+    count = _sample_shares(plan, stage)
+    return (stage.replica / count, (stage.replica + 1) / count) if count > 1 else (0.0, 1.0)
 
 
 def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
@@ -142,9 +177,12 @@ def _stage_cost(
 ) -> StageCost:
     lo, hi = stage.layers
     node = plan.graph.node(stage.module)
-    shares = stage.cp * stage.fsdp
+    replicas = _sample_shares(plan, stage)
+    shares = stage.cp * stage.fsdp * replicas
     ports_in, ports_out = _port_bytes(plan, stage, profile)
     layers = process_layers(profile, node, stage.degrees, *links)[lo:hi]
+    if replicas > 1:
+        layers = _layers_of_share(profile, stage.module, layers, replicas)
     trainable = node.trainable[lo:hi]
     earlier = before[lo:hi]
     if lo > 0:
@@ -181,12 +219,15 @@ def _stage_cost(
             backward_weight = max(backward_weight, gather + reduction - backward_input)
     elif trained:
         reduction = all_reduce_seconds(trained_bytes, sharers, link)
-        steps = max(1, plan.num_microbatches // len(plan.replicas(stage.module)))
+        if replicas > 1 and _sharing(profile, stage.module) is not None:
+            reduction = 0.0  # surfaces have it
+        steps = _replica_microbatches(plan, stage)
         backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / steps
     remote_producers, remote_consumers = _remote(plan, stage)
-    handed = (layers[-1].output_bytes + ports_out) // shares if _hands_on(plan, stage) else 0
+    outputs = layers[-1].output_bytes * replicas + ports_out
+    handed = outputs // shares if _hands_on(plan, stage) else 0
     saved = handed if kept else 0
-    steps = plan.num_microbatches // len(plan.replicas(stage.module)) or 1
+    steps = _replica_microbatches(plan, stage)
     return StageCost(
         forward=forward,
         backward_input=backward_input,
@@ -205,6 +246,41 @@ def _stage_cost(
             handed * remote_consumers if kept else 0,
         )),
         update_bytes=_update_bytes(plan, stage, trained_sizes),
+    )
+
+
+def _replica_microbatches(plan: Plan, stage: Stage) -> int:
+    """Microbatches of a step that a stage has something of."""
+    if stage.split == SAMPLES:
+        return plan.num_microbatches
+    return max(1, plan.num_microbatches // len(plan.replicas(stage.module)))
+
+
+def _sharing(profile: CostProfile, module: str) -> DeviceSharing | None:
+    sharing = profile.sharing
+    return sharing if sharing is not None and sharing.has(module) else None
+
+
+def _layers_of_share(
+    profile: CostProfile, module: str, layers: Sequence[LayerCost], replicas: int
+) -> tuple[LayerCost, ...]:
+    """Layers on one of so many equal shares of the samples."""
+    sharing = _sharing(profile, module) or DeviceSharing(())
+    slower = sharing.seconds(module, replicas, {module: 1.0})
+    return tuple(
+        replace(
+            cost, forward=cost.forward * slower, backward_input=cost.backward_input * slower,
+            backward_weight=cost.backward_weight * slower, halved=None,
+            options=tuple(
+                option._replace(
+                    seconds=option.seconds * slower, nbytes=-(-option.nbytes // replicas),
+                    working_bytes=option.working_bytes and -(-option.working_bytes // replicas),
+                )
+                for option in cost.options
+            ),
+            **{name: -(-getattr(cost, name) // replicas) for name in _OF_SAMPLES},
+        )
+        for cost in layers
     )
 
 
@@ -281,3 +357,27 @@ def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[Sta
         for name, cost in stage_costs(plan, profile).items()
         for op, seconds in cost.seconds().items()
     }
+
+
+def group_seconds(
+    plan: Plan, costs: Mapping[tuple[StageId, Op], float] | None = None
+) -> Callable[[Instruction, Mapping[str, float]], float] | None:
+    """What instructions on quotas take beside others, by surfaces and interference, as
+    :data:`raymm.scheduler.schedule.simulate.GroupSeconds` says; None if the plan's profile has
+    none.
+
+    Args:
+        plan: whose stages they are of.
+        costs: seconds on a whole device; by default :func:`op_seconds`.
+    """
+    if plan.profile is None or plan.profile.sharing is None:
+        return None
+    sharing, whole = plan.profile.sharing, op_seconds(plan) if costs is None else costs
+
+    def seconds(instruction: Instruction, quotas: Mapping[str, float]) -> float:
+        stage = plan.by_id[instruction.stage]
+        own, degree = stage.module, _sample_shares(plan, stage)
+        slower = sharing.seconds(own, degree, quotas) / sharing.seconds(own, degree, {own: 1.0})
+        return whole.get((stage.id, instruction.op), 0.0) * slower
+
+    return seconds

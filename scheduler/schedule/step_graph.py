@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.port_routes import EdgePorts
@@ -74,6 +75,15 @@ def active_stages(
 def full_step(plan: Plan) -> list[list[str]]:
     """Per microbatch, the modules of a step in which every microbatch has every modality."""
     return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
+
+
+def full_samples(plan: Plan) -> tuple[Samples, ...]:
+    """Of each microbatch of such a step as many samples as all replicas that share them divide;
+    none if no replicas do."""
+    if not plan.splits_samples:
+        return ()
+    counts = (len(plan.replicas(s.module)) for s in plan.stages if s.split == SAMPLES)
+    return (Samples(lcm(*counts)),) * plan.num_microbatches
 
 
 def _active(

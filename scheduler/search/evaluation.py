@@ -16,7 +16,7 @@ from raymm.scheduler.schedule.lower import Forecast, forecast, full_program, ref
 from raymm.scheduler.schedule.memory import RankMemory, check_needs, memory_of
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
-from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds, stage_costs
 from raymm.scheduler.search.module_degrees import rank_text
 from raymm.scheduler.search.stage_search import SearchResult
 from raymm.scheduler.search.stage_space import StageSearchError
@@ -115,7 +115,10 @@ def step_timeline(plan: Plan, network: Network, program: Program | None = None) 
             does its order of work.
     """
     program = full_program(plan) if program is None else program
-    return simulate(program, op_seconds(plan), transfers=network.transfers(plan))
+    return simulate(
+        program, op_seconds(plan), transfers=network.transfers(plan),
+        group_seconds=group_seconds(plan),
+    )
 
 
 def step_bound(plan: Plan, network: Network) -> float:

@@ -17,7 +17,7 @@ from benchmarks.emulation import ENTRY, emulate
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.scheduler.baselines.mappings import spindle
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.program.program import Op

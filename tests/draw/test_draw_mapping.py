@@ -7,9 +7,9 @@ from PIL import Image
 
 from raymm.draw.mapping import draw_mapping
 from raymm.draw.palette import module_hues
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.mapping import Mapping, Placement, predicted_stage
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.surface import ScalingSurface
 
 
 def problem(gpus: int = 4) -> MappingProblem:

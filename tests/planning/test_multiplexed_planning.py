@@ -35,9 +35,15 @@ from raymm.planning.styles import compare_styles, plan_step_multiplexed, with_ra
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.baselines.mappings import MAPPINGS
 from raymm.scheduler.costs.devices import Link, Links, find_device
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
+from raymm.scheduler.costs.surface import (
+    ScalingSurface,
+    SurfaceConditions,
+    conditions_from_json,
+    surfaces_to_json,
+)
 from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
     MultiplexStage,
@@ -46,12 +52,6 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
-from raymm.scheduler.multiplex.surface import (
-    ScalingSurface,
-    SurfaceConditions,
-    conditions_from_json,
-    surfaces_to_json,
-)
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 H100 = find_device("H100")

@@ -9,8 +9,8 @@ from PIL import Image
 
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import ConfigError, load_config
+from raymm.scheduler.costs.surface import ScalingSurface, surfaces_to_json
 from raymm.scheduler.multiplex.mapping import Mapping
-from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_to_json
 from raymm.scheduler.plan.plan import Plan
 
 

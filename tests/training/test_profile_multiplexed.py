@@ -20,8 +20,8 @@ from raymm.costs.scaling_estimates import shapes_of
 from raymm.profiling.surfaces import _Work, profile_surfaces, resized_microbatch
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import ProfileError
+from raymm.scheduler.costs.surface import conditions_from_json, surfaces_from_json
 from raymm.scheduler.multiplex.mapping import Mapping
-from raymm.scheduler.multiplex.surface import conditions_from_json, surfaces_from_json
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numba import njit
 
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.stage_packing import InterferenceLaw
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.mapping import Placement
 from raymm.scheduler.multiplex.problem import bits
 

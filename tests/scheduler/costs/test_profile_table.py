@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from raymm.scheduler.costs.layer_costs import LayerBytes, LayerCost, ProfileError
+from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
-from raymm.scheduler.costs.recomputation import LayerOption
+from raymm.scheduler.costs.recomputation import LayerBytes, LayerOption
 
 
 def cost(scale: float, parameters: int = 100) -> LayerCost:

@@ -6,18 +6,18 @@ import json
 
 import pytest
 
+from raymm.scheduler.costs.interference import Colocation, Interference
 from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.costs.profile_table import ProfileTable
-from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
-from raymm.scheduler.multiplex.interference import Colocation, Interference
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.solver.solve import solve
-from raymm.scheduler.multiplex.surface import (
+from raymm.scheduler.costs.surface import (
     ScalingSurface,
     surfaces_from_json,
     surfaces_to_json,
 )
+from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.plan.plan import Plan, PlanError
 
 SURFACE = ScalingSurface("a", (1, 2), (4,), 4, ((2.0,), (1.0,)), (4, 2), (0.5,))

@@ -8,10 +8,10 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.surface import ScalingSurface
 
 
 def surface(rng: np.random.Generator, name: str, gpus: int, steps: int) -> ScalingSurface:

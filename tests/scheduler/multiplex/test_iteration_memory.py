@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.iteration_memory import (
     balanced,
@@ -22,7 +23,6 @@ from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.memory_search import UNFIT
 from raymm.scheduler.multiplex.solver.solve import solve
-from raymm.scheduler.multiplex.surface import ScalingSurface
 from tests.scheduler.multiplex.mapping_problems import brute_force_iteration, problems
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.mapping import Mapping, Placement, predicted_stage
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.leftover_quota import with_leftover_quota
-from raymm.scheduler.multiplex.surface import ScalingSurface
 
 
 def surface(name: str, *seconds: float, bandwidth: float = 0.0) -> ScalingSurface:

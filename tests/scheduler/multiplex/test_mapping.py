@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
     MultiplexStage,
@@ -18,7 +19,6 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.surface import ScalingSurface
 
 
 def flat(name: str, seconds: float, memory: int = 4) -> ScalingSurface:

@@ -3,11 +3,17 @@ GPUs that go on as soon as they can are never later than in lockstep."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mapping_problems import problems
 
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.sharing import DeviceSharing
+from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -15,23 +21,32 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.multiplex.surface_seconds import SurfaceSeconds
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.program.program import BACKWARDS
 from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.program.timeline import Timeline
-from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.lower import full_program, lower
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedule.plan_drift import PlanDrift, device_costs
 from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import edge_bytes, op_seconds, stage_costs
+from raymm.scheduler.search.evaluation import evaluate, step_timeline
+
+
+def graph_of(problem: MappingProblem) -> ModuleGraph:
+    """Modules that nothing reads compute losses."""
+    read = {producer for producer, _ in problem.edges}
+    return ModuleGraph(
+        tuple(ModuleNode(name, (True,), loss=name not in read) for name in problem.names),
+        problem.edges,
+    )
 
 
 def simulated(
     problem: MappingProblem, mapping: Mapping, microbatches: int
 ) -> tuple[Plan, Timeline]:
-    """A plan and its timeline; modules that nothing reads compute losses."""
-    read = {producer for producer, _ in problem.edges}
-    graph = ModuleGraph(
-        tuple(ModuleNode(name, (True,), loss=name not in read) for name in problem.names),
-        problem.edges,
-    )
-    plan = mapped_plan(graph, mapping, microbatches)
+    """A plan and its timeline."""
+    plan = mapped_plan(graph_of(problem), mapping, microbatches)
     samples = [Samples(mapping.gpus)] * microbatches
     program = lower(plan, [list(problem.names)] * microbatches, samples=samples)
     seconds = SurfaceSeconds(problem, plan)
@@ -66,3 +81,71 @@ def test_without_surfaces_a_quota_takes_as_many_times_more():
     costs = {(s.id, i.op): 3.0 for s in plan.stages for rank in program for i in rank}
     spans = simulate(program, costs).spans
     assert {(s.stage.module, s.end - s.start) for s in spans} == {("a", 12.0), ("b", 4.0)}
+
+
+@given(problems(limits=(None,)), st.integers(1, 2))
+def test_a_plan_whose_profile_has_surfaces_is_predicted_by_them(problem, microbatches):
+    """As by the surfaces themselves, and not by seconds over quota; bytes are those of shares."""
+    mapping = solve(problem)
+    plan, expected = simulated(problem, mapping, microbatches)
+    modules = {}
+    for name, by_degree in zip(problem.names, problem.seconds, strict=True):
+        alone = by_degree[0][-1]
+        modules[name] = (LayerCost(
+            alone / 3, 0.0 if not plan.graph.producers(name) else alone / 3,
+            alone / 3 * (2 if not plan.graph.producers(name) else 1),
+            activation_bytes=840, output_bytes=8400,
+        ),)  # fmt: skip
+    sharing = DeviceSharing(problem.surfaces, problem.interference)
+    profile = CostProfile(modules, sharing=sharing)
+    profile = CostProfile.from_json(profile.to_json())
+    assert profile.sharing == sharing
+    plan = Plan.from_json(replace(plan, profile=profile).to_json())
+    found = step_timeline(plan, Network())
+    assert found.makespan == pytest.approx(expected.makespan)
+    option, _ = evaluate(plan, Network())
+    assert option.seconds == pytest.approx(expected.makespan)
+    for stage in plan.stages:
+        replicas = len(plan.replicas(stage.module))
+        cost = stage_costs(plan)[stage.id]
+        assert cost.output_bytes == 8400 // replicas
+        handed = cost.output_bytes if plan.stage_consumers[stage.id] else 0
+        assert cost.activation_bytes == 840 // replicas + handed
+    sent = edge_bytes(plan, stage_costs(plan))
+    for producer, consumer in plan.graph.edges:
+        assert sum(
+            size for (a, b), size in sent.items() if (a.module, b.module) == (producer, consumer)
+        ) == pytest.approx(8400, abs=len(sent))
+
+
+def test_colocated_quotas_of_a_pipeline_are_predicted_by_surfaces():
+    graph = ModuleGraph(
+        (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("llm", (True,))),
+        (("a", "llm"), ("b", "llm")),
+    )
+    stages = (
+        Stage("a", 0, (0, 1), 0, quota=0.5), Stage("b", 0, (0, 1), 0, quota=0.5),
+        Stage("llm", 0, (0, 1), 1),
+    )
+    # Half of a device is enough for the one and makes the other a third slower.
+    surfaces = (
+        ScalingSurface("a", (1,), (1, 2), 2, ((3.0, 3.0),), (0,), (0.5, 0.5)),
+        ScalingSurface("b", (1,), (1, 2), 2, ((4.0, 3.0),), (0,), (0.5, 0.5)),
+    )
+    layer = LayerCost(1.0, 0.0, 2.0)
+    profile = CostProfile(
+        {"a": (layer,), "b": (layer,), "llm": (LayerCost(1.0, 1.0, 1.0),)},
+        sharing=DeviceSharing(surfaces, Interference(product=0.4, coupling="own")),
+    )
+    plan = Plan(graph, stages, 4, profile=profile)
+    spans = step_timeline(plan, Network()).spans
+    took = {(s.stage.module, s.op): s.end - s.start for s in spans if s.quota < 1}
+    assert took["a", "forward"] == pytest.approx(1.1)
+    assert took["b", "forward"] == pytest.approx(4 / 3 * 1.1)
+    # A run's costs, taken back to whole devices, are those that it was simulated with.
+    measured = step_timeline(plan, Network())
+    costs = device_costs(plan, full_program(plan), measured)
+    assert costs == pytest.approx({key: op_seconds(plan)[key] for key in costs})
+    assert PlanDrift(plan).observe(measured).excess == pytest.approx(0)
+    without = replace(plan, profile=replace(profile, sharing=None))
+    assert evaluate(plan, Network())[0].seconds < evaluate(without, Network())[0].seconds

@@ -66,8 +66,8 @@ def test_cp_sat_agrees(problem) -> None:
 def test_sets_of_gpus_need_not_be_aligned() -> None:
     """Three modules pairwise on three GPUs leave the fourth free; in aligned halves they would
     not."""
+    from raymm.scheduler.costs.surface import ScalingSurface
     from raymm.scheduler.multiplex.problem import MappingProblem
-    from raymm.scheduler.multiplex.surface import ScalingSurface
 
     def only(name: str, degree: int, quota: int) -> ScalingSurface:
         return ScalingSurface(name, (degree,), (quota,), 2, ((1.0,),), (0,), (0.1,))
@@ -81,9 +81,9 @@ def test_sets_of_gpus_need_not_be_aligned() -> None:
 
 def test_product_that_falls_with_a_third_module_is_used() -> None:
     """Eq. 8 is not monotone: two modules disturb each other more than the same two and a third."""
-    from raymm.scheduler.multiplex.interference import Interference
+    from raymm.scheduler.costs.interference import Interference
+    from raymm.scheduler.costs.surface import ScalingSurface
     from raymm.scheduler.multiplex.problem import MappingProblem
-    from raymm.scheduler.multiplex.surface import ScalingSurface
 
     surfaces = tuple(
         ScalingSurface(name, (1,), (1,), 3, ((1.0,),), (0,), (use,))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerBytes, LayerCost
-from raymm.scheduler.costs.recomputation import ALL, KEEP, MATMULS, LayerOption
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.recomputation import ALL, KEEP, MATMULS, LayerBytes, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.stage import Degrees
 from raymm.scheduler.schedule.process_costs import process_layers

@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks._colocations import bus_slowdowns, random_colocations
-from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.interference import (
+from raymm.scheduler.costs.interference import (
     COUPLINGS,
     FORMS,
     UNITS,
@@ -23,6 +22,7 @@ from raymm.scheduler.multiplex.interference import (
     predict,
     report,
 )
+from raymm.scheduler.graph.strict_json import MultiplexError
 
 
 def test_delay_by_hand() -> None:

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._roofline import roofline_surface
-from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.roofline import ModuleWork
-from raymm.scheduler.multiplex.surface import (
+from raymm.scheduler.costs.surface import (
     ScalingSurface,
     surfaces_from_json,
     surfaces_to_json,
 )
+from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.scheduler.multiplex.roofline import ModuleWork
 
 SURFACE = ScalingSurface(
     "vision", (1, 2, 8), (1, 5, 10), 10, ((9.0, 2.0, 1.5), (5.0, 1.1, 0.9), (2.0, 0.6, 0.4)),
