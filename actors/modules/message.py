@@ -7,7 +7,7 @@ a user's callback may do what it likes there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +110,10 @@ class StageModule(nn.Module):
             What it hands on, and the loss that it computes.
         """
         raise NotImplementedError
+
+
+# Of what a module's forward returned, what others read, as one tensor.
+Read = Callable[[Any], torch.Tensor]
 
 
 def first_tensor(output: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ what callbacks keep in a module of theirs, which copies have in common, is of an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from raymm.actors.modules.blocks import block_list, hidden_state
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import Passage, prune
 from raymm.actors.modules.draws import module_draws
-from raymm.actors.modules.message import Message, MicrobatchContext, first_tensor
+from raymm.actors.modules.message import Message, MicrobatchContext, Read, first_tensor
 from raymm.actors.probe.cut import (
     ProbeError,
     encoder_inputs,
@@ -46,7 +46,6 @@ _ROUNDING = 1e-3
 _CALLBACKS = ("preprocess", "postprocess_module", "postprocess_projector")
 _ONE_STAGE = "give it one stage (pp 1)"
 Inputs = Mapping[str, Any]
-Read = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from raymm.actors.modules.blocks import (
 )
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import CutInfo
-from raymm.actors.modules.message import first_tensor
+from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.probe.error import NotRunError, NotTakenError, ProbeError
 from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
 from raymm.actors.probe.small_model import parameters_of, small_models
@@ -160,7 +160,7 @@ def probe_encoder(
     source: ModuleSource,
     inputs: Mapping[str, Any] | None = None,
     travels: Collection[str] = (),
-    read: Callable[[Any], torch.Tensor] = first_tensor,
+    read: Read = first_tensor,
 ) -> CutInfo:
     """:class:`CutInfo` of an encoder.
 
@@ -178,7 +178,7 @@ def probe_encoder(
 
 def _encoder_run(
     model: nn.Module, inputs: Mapping[str, Any] | None, travels: Collection[str] = (),
-    read: Callable[[Any], torch.Tensor] = first_tensor,
+    read: Read = first_tensor,
 ) -> Run:
     example = encoder_inputs(model, inputs)
 
@@ -189,14 +189,16 @@ def _encoder_run(
 
 
 def trains_without_blocks(
-    source: ModuleSource, language_model: bool, inputs: Mapping[str, Any] | None = None
-) -> bool:
+    source: ModuleSource, language_model: bool, inputs: Mapping[str, Any] | None = None,
+    read: Read = first_tensor,
+) -> bool:  # fmt: skip
     """Whether a training forward may leave out blocks.
 
     Args:
         source: the module.
         language_model: whether it is a causal language model.
         inputs: example keyword arguments of an encoder.
+        read: as of :func:`probe_encoder`.
 
     Raises:
         ProbeError: no inputs to try it with.
@@ -208,7 +210,7 @@ def trains_without_blocks(
         blocks = find_blocks(model)
         if blocks is None:
             return False
-        run = _language_run(model) if language_model else _encoder_run(model, inputs)
+        run = _language_run(model) if language_model else _encoder_run(model, inputs, read=read)
         return skips_blocks(model.train(), blocks, run)
 
     return of_one_that_runs(source, probe)

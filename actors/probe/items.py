@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, find_blocks
-from raymm.actors.modules.message import first_tensor
+from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
 from raymm.actors.probe.draws import DrawnShapes
 from raymm.actors.probe.stage_comparison import skips_blocks
@@ -35,7 +35,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, Inde
 
 
 def probe_shared_items(
-    source: ModuleSource, inputs: dict[str, Any] | None = None
+    source: ModuleSource, inputs: dict[str, Any] | None = None, read: Read = first_tensor
 ) -> None:
     """Check that processes may each have a part of the tokens of an encoder's items: that within
     its blocks only attention mixes tokens.
@@ -43,6 +43,7 @@ def probe_shared_items(
     Args:
         source: the encoder.
         inputs: example keyword arguments; guessed from the config when not given.
+        read: what others read of what its forward returns.
 
     Raises:
         ProbeError: an encoder without a list of blocks (plain modules, convolutional nets) or
@@ -61,7 +62,7 @@ def probe_shared_items(
             torch.manual_seed(0)
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * _PERTURBATION)
-            _check_shares(model, inputs, skeleton.training)
+            _check_shares(model, inputs, skeleton.training, read)
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
 
@@ -79,14 +80,16 @@ def _check_structure(skeleton: nn.Module) -> None:
             raise ProbeError(f"a {type(module).__name__} in its blocks mixes tokens in training")
 
 
-def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> None:
+def _check_shares(
+    model: nn.Module, inputs: dict[str, Any], training: bool, read: Read
+) -> None:
     torch.manual_seed(0)  # before every run: encoders may draw which patches they leave out
-    expected = first_tensor(copy.deepcopy(model)(**inputs))
+    expected = read(copy.deepcopy(model)(**inputs))
     whole = _Whole()
     if training:
-        _check_training(copy.deepcopy(model).train(), inputs)
+        _check_training(copy.deepcopy(model).train(), inputs, read)
     _compare(
-        _run(copy.deepcopy(model), inputs, whole), expected,
+        _run(copy.deepcopy(model), inputs, whole, read), expected,
         f"its attention is not what {hf_attention.NAME} attention makes of it",
     )  # fmt: skip
     tokens = whole.tokens.shape[1]
@@ -98,7 +101,7 @@ def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> N
     for rank in range(_PROCESSES):
         part = _Part(whole, rank)
         try:
-            output = _run(copy.deepcopy(model), inputs, part)
+            output = _run(copy.deepcopy(model), inputs, part, read)
         except SharedItemsError:
             raise
         except _FAILURES as error:
@@ -109,11 +112,11 @@ def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> N
         _compare(output, expected, f"parts of its tokens give another result than the whole: {why}")
 
 
-def _check_training(model: nn.Module, inputs: dict[str, Any]) -> None:
+def _check_training(model: nn.Module, inputs: dict[str, Any], read: Read) -> None:
     """What is refused in training only, such as attention dropout."""
 
     def run(stage: nn.Module, _: bool) -> torch.Tensor:
-        return first_tensor(stage(**inputs))
+        return read(stage(**inputs))
 
     blocks = find_blocks(model)
     assert blocks is not None  # see probe_shared_items
@@ -124,7 +127,7 @@ def _check_training(model: nn.Module, inputs: dict[str, Any]) -> None:
         )
     whole = _Whole()
     with DrawnShapes(block_list(model, blocks)) as drawn:
-        _run(model, inputs, whole)
+        _run(model, inputs, whole, read)
     tokens = whole.tokens.shape[1]
     if without := [shape for shape in drawn.shapes if tokens not in shape]:
         raise ProbeError(
@@ -142,7 +145,9 @@ def _compare(output: torch.Tensor, expected: torch.Tensor, why: str) -> None:
         raise ProbeError(f"{why} (relative difference {float(change):.1e})")
 
 
-def _run(model: nn.Module, inputs: dict[str, Any], peers: Peers) -> torch.Tensor:
+def _run(
+    model: nn.Module, inputs: dict[str, Any], peers: Peers, read: Read
+) -> torch.Tensor:
     blocks = find_blocks(model)
     assert blocks is not None
     sharing = SharedItems(model, blocks, 0, len(block_list(model, blocks)), peers)
@@ -154,7 +159,7 @@ def _run(model: nn.Module, inputs: dict[str, Any], peers: Peers) -> torch.Tensor
             "it returns the hidden states of all its blocks (output_hidden_states), of which "
             "every process has a part"
         )
-    return first_tensor(output)
+    return read(output)
 
 
 class _Whole:

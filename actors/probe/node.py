@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.modules.node import OWN, outputs_of
 from raymm.actors.probe.callbacks import Cuts, probe_chain
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.stages.encoder import EncoderSpec
+from raymm.actors.stages.language import LanguageSpec
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.stages.stage_inputs import fields
 
@@ -57,8 +59,7 @@ def probe_node(
             spec.name, spec.source, spec.num_blocks,
             postprocess_module=partial(_handed_on, spec),
         )
-        names = () if node.postprocess or node.loss else node.outputs
-        probed = probe_chain(plain, cuts, example, partial(_flat_fields, names))
+        probed = probe_chain(plain, cuts, example, read_of(spec))
     producer_of = {use.keyword: use.producer for use in node.inputs}
     travels = probed.travels - {port.name for port in spec.ports}
     for keyword in sorted(travels & producer_of.keys()):
@@ -68,6 +69,19 @@ def probe_node(
                 f"no gradient says which of its layers do; {_ONE_STAGE}"
             )
     return replace(spec, cut=probed.cut, travels=travels, lost=probed.lost)
+
+
+def read_of(spec: EncoderSpec | LanguageSpec) -> Read:
+    """What probes compare of what a module returns.
+
+    Args:
+        spec: of any module.
+    """
+    if not isinstance(spec, NodeStageSpec) or spec.node is None or spec.chain:
+        return first_tensor
+    node = spec.node
+    names = () if node.postprocess or node.loss else node.outputs
+    return partial(_flat_fields, names)
 
 
 def _handed_on(spec: NodeStageSpec, inputs: dict[str, Any], output: Any) -> torch.Tensor:

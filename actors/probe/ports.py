@@ -17,6 +17,7 @@ from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.error import ProbeError
 from raymm.errors import USER_CODE_RAISES
+from raymm.kernels.hf.known_masks import no_packed_rows
 
 
 def reading_layers(
@@ -55,7 +56,7 @@ def reading_layers(
         for number, block in enumerate(listed)
     ]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), no_packed_rows(True):  # it would look at values
             output = run(module)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(

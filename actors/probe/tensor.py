@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import input_embeddings
-from raymm.actors.modules.message import first_tensor
+from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.modules.projector import Projector
 from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
 from raymm.actors.sharding.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
@@ -67,8 +67,9 @@ class Comparison(NamedTuple):
 
 
 def probe_tensor(
-    source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None
-) -> TensorPlan:
+    source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None,
+    read: Read = first_tensor,
+) -> TensorPlan:  # fmt: skip
     """The fastest plan under which a shrunk replica of the module gives the whole's numbers.
 
     Args:
@@ -76,6 +77,7 @@ def probe_tensor(
         tp: processes that share it.
         name: of the module, for errors.
         inputs: example keyword arguments of an encoder; guessed from the config if not given.
+        read: what others read of what an encoder's forward returns.
 
     Raises:
         PlanError: as :func:`~raymm.actors.sharding.tensor_plan.tensor_plan`.
@@ -84,13 +86,13 @@ def probe_tensor(
     plan = tensor_plan(source, tp, name)  # before anything runs: sizes that do not fit
     if not plan.styles:
         return plan
-    return of_one_that_runs(source, lambda model: _probe(source, model, tp, name, inputs))
+    return of_one_that_runs(source, lambda model: _probe(source, model, tp, name, inputs, read))
 
 
 def _probe(
-    source: ModuleSource, model: nn.Module, tp: int, name: str, inputs: Tensors | None
+    source: ModuleSource, model: nn.Module, tp: int, name: str, inputs: Tensors | None, read: Read
 ) -> TensorPlan:
-    run, inputs = example_run(model, inputs)
+    run, inputs = example_run(model, inputs, read)
     expected = run_whole(model, run, inputs)
     first_failure, tried = None, []
     for choices in _CHOICES:
@@ -111,11 +113,15 @@ def _probe(
     )
 
 
-def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]:
+def example_run(
+    model: nn.Module, inputs: Tensors | None, read: Read = first_tensor
+) -> tuple[Run, Tensors]:
     """How stages call a model, and example inputs.
 
     Args:
+        model: shrunk.
         inputs: of an encoder; None to guess them.
+        read: as of :func:`probe_tensor`.
     """
     generator = torch.Generator().manual_seed(0)
     get = getattr(model, "get_output_embeddings", None)
@@ -136,7 +142,7 @@ def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]
         features = torch.randn(2, _TOKENS, model.config.in_features, generator=generator)
         inputs = {"features": features}
     inputs = encoder_inputs(model, inputs)
-    return lambda stage, example: first_tensor(stage(**example)), inputs
+    return lambda stage, example: read(stage(**example)), inputs
 
 
 def run_whole(model: nn.Module, run: Run, inputs: Tensors) -> Result:

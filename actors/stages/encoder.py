@@ -119,6 +119,11 @@ class EncoderStage(StageModule):
                 spec.name, self.module, None if whole else spec.cut, *self._blocks
             )
 
+    @property
+    def hands_on_features(self) -> bool:
+        """Whether it hands on features, tokens of items; else what its module returns."""
+        return True
+
     def detach(self) -> None:
         """Leave the module as it was: the reference builds a stage per forward."""
         if self._forward is not None:
@@ -264,8 +269,8 @@ class EncoderStage(StageModule):
                     "every process has a part; with cp above 1 its last one can be used"
                 )
             output = self._after_module(inputs, side, output, context)
-            if (message := self._whole_output(output, context)) is not None:
-                return message
+            if not self.hands_on_features:
+                return self._finished(inputs, output, side, context)
             hidden = token_features(output)
         else:
             assert received_hidden is not None  # from the module's last stage
@@ -289,8 +294,24 @@ class EncoderStage(StageModule):
             hidden = contribute_once(hidden, self._exchange)
         if self._unfinished:
             return Message((hidden,), side)
-        if self._samples is not None:
-            hidden = self._all_items(hidden, int(on_host(side[_ITEMS])), self._samples)
+        return self._finished(inputs, hidden, side, context)
+
+    def _finished(
+        self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
+        context: MicrobatchContext,
+    ) -> Message:  # fmt: skip
+        """What the module's last stage hands on.
+
+        Args:
+            inputs: the module's arguments, of this process's items.
+            output: features, or what the module returned if it does not hand on those.
+            side: what came beside the hidden state.
+            context: of the microbatch.
+
+        Raises:
+            SplitSamplesError: processes share items, and it has not one row for each.
+        """
+        hidden = self._whole(output, side)
         if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
             raise SplitSamplesError(
                 f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
@@ -304,10 +325,6 @@ class EncoderStage(StageModule):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Of a stage after the first: the hidden state, side tensors, ports."""
         return from_stages(received, self.spec.name)
-
-    def _whole_output(self, output: Any, context: MicrobatchContext) -> Message | None:
-        """What a module hands on that is no encoder with features; None of those."""
-        return None
 
     def _after_module(
         self, inputs: dict[str, Any], side: dict[str, torch.Tensor], output: Any,
@@ -340,15 +357,22 @@ class EncoderStage(StageModule):
         items = count_items(inputs, self.spec.name)
         return take_items(inputs, shares(items, samples.size)[samples.rank]), items
 
-    def _all_items(self, hidden: torch.Tensor, items: int, samples: Exchange) -> torch.Tensor:
-        sizes = [len(share) for share in shares(items, samples.size)]
-        own = sizes[samples.rank]
-        if len(hidden) != max(own, 1):
+    def _whole(self, own: torch.Tensor, side: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Of this process's items those of all processes that share them."""
+        if self._samples is None:
+            return own
+        count = len(self._own_share(side, self._samples))
+        if len(own) != max(count, 1):
             raise SplitSamplesError(
-                f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
-                f"{max(own, 1)} items; with sharding 'fsdp' it must return (items, tokens, width)"
+                f"{self.spec.name!r} returns features of shape {tuple(own.shape)} for "
+                f"{max(count, 1)} items; with sharding 'fsdp' it must return (items, tokens, width)"
             )
-        return gather_items(hidden[:own], sizes, samples)
+        sizes = [len(share) for share in _shares(side, self._samples)]
+        return gather_items(own[:count], sizes, self._samples)
+
+    def _own_share(self, side: Mapping[str, torch.Tensor], samples: Exchange) -> range:
+        """The items of this process among those that processes share."""
+        return _shares(side, samples)[samples.rank]
 
     @property
     def _unfinished(self) -> bool:
@@ -358,6 +382,10 @@ class EncoderStage(StageModule):
     def _cut(self) -> bool:
         """Whether stages of the module come after this one."""
         return self._blocks[1] < self.spec.num_blocks or self._unfinished
+
+
+def _shares(side: Mapping[str, torch.Tensor], samples: Exchange) -> list[range]:
+    return shares(int(on_host(side[_ITEMS])), samples.size)
 
 
 def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:

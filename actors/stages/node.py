@@ -24,6 +24,7 @@ from raymm.actors.modules.node import (
 )
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.stage_inputs import from_side
+from raymm.kernels.collectives.gather_tokens import CONTRIBUTOR, contribute_once
 from raymm.scheduler.graph.sample_ranges import Range
 
 
@@ -50,12 +51,18 @@ class NodeStage(EncoderStage):
     """
 
     spec: NodeStageSpec
+    _rows: int | None = None  # samples of the microbatch that it runs
 
     @property
     def node(self) -> NodeSpec:
         """What the module reads and hands on."""
         assert self.spec.node is not None  # of every module of a graph
         return self.spec.node
+
+    @property
+    def hands_on_features(self) -> bool:
+        """Whether it hands on features; else what its module returns."""
+        return self.spec.chain
 
     @property
     def may_draw(self) -> bool:
@@ -80,11 +87,10 @@ class NodeStage(EncoderStage):
             OutputError: what it reads or returns does not fit its description.
         """
         if not self.first:
-            return self._ended(super().run(None, received, context), None, {}, context)
-        arguments, samples = self._arguments(inputs or {}, received, context)
+            return super().run(None, received, context)
+        arguments, self._rows = self._arguments(inputs or {}, received, context)
         with inputs_left_alone(self.node, arguments):
-            message = super().run(arguments, {}, context)
-            return self._ended(message, samples, arguments, context)
+            return super().run(arguments, {}, context)
 
     def _from_stages(
         self, received: dict[str, Message]
@@ -123,32 +129,42 @@ class NodeStage(EncoderStage):
         """They are those of its samples: entries are dealt out before they are sent."""
         return inputs
 
-    def _ended(
-        self, message: Message, samples: int | None, arguments: dict[str, Any],
+    def _finished(
+        self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """What the module's last stage hands on of a chain's features."""
-        if self._cut or not self.spec.chain:
-            return message
-        output: Any = message.tensors[0]
-        if self.node.postprocess is not None:
-            output = self.node.postprocess(arguments, output)
-        return self._message(outputs_of(self.node, output, samples), context)
+        """Floating-point tensors by name, the others beside them.
 
-    def _whole_output(self, output: Any, context: MicrobatchContext) -> Message | None:
-        if self.spec.chain:
-            return None
-        return self._message(outputs_of(self.node, output), context)
-
-    def _message(self, outputs: Tensors, context: MicrobatchContext) -> Message:
-        """Floating-point tensors by name, the others beside them."""
+        Raises:
+            OutputError: what it returned does not fit its description.
+        """
+        if self.spec.chain and self.node.postprocess is not None:
+            output = self.node.postprocess(inputs, output)
+        outputs = outputs_of(self.node, output, self._samples_of(side))
         loss = None
         if self.node.loss:
             losses = outputs.pop(ONLY)
+            if self._samples is not None:  # one without an item of its own worked for nothing
+                losses = losses[: len(self._own_share(side, self._samples))]
             loss = losses.sum() * context.scales.get(self.spec.name, 1.0)
-        named = {n: t for n, t in outputs.items() if t.is_floating_point()}
-        side = {n: t for n, t in outputs.items() if n not in named}
-        return Message(tuple(named.values()), side, tuple(named), loss)
+            if self._exchange is not None and self._exchange.rank != CONTRIBUTOR:
+                loss = loss * 0.0  # all compute it alike
+        every = {name: self._whole(self._once(t), side) for name, t in outputs.items()}
+        named = {name: t for name, t in every.items() if t.is_floating_point()}
+        rest = {name: t for name, t in every.items() if name not in named}
+        return Message(tuple(named.values()), rest, tuple(named), loss)
+
+    def _once(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What processes that share tokens all have has its gradient on one of them."""
+        if self._exchange is None or not tensor.is_floating_point():
+            return tensor
+        return contribute_once(tensor, self._exchange)
+
+    def _samples_of(self, side: Mapping[str, torch.Tensor]) -> int | None:
+        """How many samples the process has; None if it is not known."""
+        if self._samples is not None:
+            return max(len(self._own_share(side, self._samples)), 1)
+        return self._rows if self.first else None
 
 
 def _by_name(message: Message, device: torch.device) -> Tensors:

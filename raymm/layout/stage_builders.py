@@ -15,7 +15,7 @@ from raymm.actors.probe.attention import probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
 from raymm.actors.probe.items import probe_shared_items
-from raymm.actors.probe.node import probe_node
+from raymm.actors.probe.node import probe_node, read_of
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.recompute.recomputed_layers import recompute_layers
@@ -131,22 +131,12 @@ def stage_builders(
         else:
             spec = model.encoder_spec(node.name)
             example = model.encoders[node.name].example_inputs
-            # What is handed on as features needs nothing else of the encoder.
+# What is handed on as features needs nothing else of the encoder.
             if node.name not in kept:
                 spec = probe_chain(spec, _cuts(plan, node), example)
-            if example is not None and max(first.tp, first.cp, first.fsdp) > 1:
-                example = module_inputs(spec, example)
             names = encoder_stage_parameters
             build = _build_featured if node.name in kept else _build_encoder
-        if first.cp > 1:
-            _check_tokens(node.name, spec, example, first.cp)
-        if first.split == SAMPLES and len(plan.replicas(node.name)) > 1:
-            _check_norms(spec, _SPLIT_NORMS.format(node.name))
-        if first.fsdp > 1:
-            _check_samples(node.name, spec, example)
-        if first.cp > 1 or first.fsdp > 1:
-            _check_layer_drop(node.name, spec, example)
-        builders.shard_specs[node.name] = shard_spec = _shard_spec(node.name, spec, first, example)
+        builders.shard_specs[node.name] = shard_spec = _shared(plan, node.name, spec, example)
         cuts = Cuts(False, False) if node.name in kept else _cuts(plan, node)
         if kind is ModuleKind.ENCODER and (cuts or max(first.tp, first.cp) > 1):
             builders.retries[node.name] = partial(_try_inputs, spec, cuts, first, shard_spec)
@@ -158,25 +148,50 @@ def stage_builders(
 def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
     """
     Raises:
-        ProbeError: if a module cannot be cut as planned.
-        PlanError: if processes are to share samples, tokens or parameters of a module.
+        ProbeError, PlanError: as of :func:`stage_builders`.
     """
     builders = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
         first = plan.replicas(node.name)[0][0]
-        for what, degree in first.degrees._asdict().items():
-            if degree > 1:
-                raise PlanError(
-                    f"{what} of {node.name!r} is {degree}; accepted of a module of a graph: 1"
-                )
         spec, example = dag.stage_spec(node.name), dag.nodes[node.name].modality.example_inputs
         spec = replace(spec, ports=plan.graph.ports_of(node.name))
         spec = probe_node(spec, _cuts(plan, node), example, plan.graph.backward)
-        if first.split == SAMPLES and len(plan.replicas(node.name)) > 1:
-            _check_norms(spec, _SPLIT_NORMS.format(node.name))
-        builders.shard_specs[node.name] = ShardSpec()
+        if first.fsdp > 1 and any(read.every for read in dag.nodes[node.name].parsed_inputs()):
+            raise PlanError(
+                f"sharding of {node.name!r} is 'fsdp', accepted of a module that reads every(): "
+                "'none', 'zero1'"
+            )
+        builders.shard_specs[node.name] = _shared(plan, node.name, spec, example)
         builders.add(plan, node.name, spec, encoder_stage_parameters, _build_node)
     return builders
+
+
+def _shared(
+    plan: Plan, module: str, spec: AnySpec, example: dict[str, Any] | None
+) -> ShardSpec:
+    """Which shards of a module's parameters each process of a rank holds.
+
+    Args:
+        example: what the module's chain is called with; guessed if None.
+
+    Raises:
+        ProbeError, PlanError: if samples, tokens or parameters cannot be shared out as planned.
+    """
+    first = plan.replicas(module)[0][0]
+    if (
+        isinstance(spec, EncoderSpec) and example is not None
+        and max(first.tp, first.cp, first.fsdp) > 1
+    ):
+        example = module_inputs(spec, example)
+    if first.cp > 1:
+        _check_tokens(module, spec, example, first.cp)
+    if first.split == SAMPLES and len(plan.replicas(module)) > 1:
+        _check_norms(spec, _SPLIT_NORMS.format(module))
+    if first.fsdp > 1:
+        _check_samples(module, spec, example)
+    if first.cp > 1 or first.fsdp > 1:
+        _check_layer_drop(module, spec, example)
+    return _shard_spec(module, spec, first, example)
 
 
 def _try_inputs(
@@ -227,7 +242,8 @@ def _check_layer_drop(
         PlanError: if training draws which layers to leave out: each process would draw for itself,
             and one that leaves a layer out does not come to what the others do together in it.
     """
-    if trains_without_blocks(spec.source, isinstance(spec, LanguageSpec), example):
+    language = isinstance(spec, LanguageSpec)
+    if trains_without_blocks(spec.source, language, example, read_of(spec)):
         raise PlanError(
             f"{module!r} leaves out layers at random in training; with cp above 1 or sharding "
             "'fsdp' it must not: set the probability in its config to 0 (layerdrop)"
@@ -245,7 +261,7 @@ def _check_tokens(
         if isinstance(spec, LanguageSpec):
             probe_shared_tokens(spec.source, spec.mask is not None)
         else:
-            probe_shared_items(spec.source, example)
+            probe_shared_items(spec.source, example, read_of(spec))
     except ProbeError as error:
         raise ProbeError(f"cp of {module!r} is {cp}; accepted: 1. {error}") from error
 
@@ -306,7 +322,9 @@ def _shard_spec(
     tp = stage.tp
     if tp == 1:
         return ShardSpec()
-    plans: dict[str, ShardPlan] = {"module": probe_tensor(spec.source, tp, module, example)}
+    plans: dict[str, ShardPlan] = {
+        "module": probe_tensor(spec.source, tp, module, example, read_of(spec))
+    }
     projector = getattr(spec, "projector", None)
     if projector is not None:
         plans["projector"] = tensor_plan(projector, tp, f"{module} projector")

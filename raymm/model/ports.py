@@ -21,7 +21,6 @@ from raymm.actors.stages.language import LanguageSpec
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import on_meta
 from raymm.errors import USER_CODE_RAISES
-from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.scheduler.graph.module_graph import Port
 
 _ROWS, _TOKENS, _ITEM_TOKENS = 2, 8, 3
@@ -56,8 +55,7 @@ def language_ports(spec: LanguageSpec) -> tuple[Port, ...]:
 
 
 def _run(arguments: Mapping[str, Any], model: nn.Module) -> Any:
-    with no_packed_rows(True):  # it would look at values
-        return model(**arguments, use_cache=False).logits
+    return model(**arguments, use_cache=False).logits
 
 
 def _on(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -41,9 +41,10 @@ class DagParallelModule(PlannedModule):
 
     Raises:
         TypeError, ValueError: an option that is none, or cannot be.
-        PlanError: before any actor starts, for a plan of another graph, or that shares out
-            samples, tokens or parameters of a module among processes.
-        ProbeError: before any actor starts, if a module cannot be cut as planned; by name.
+        PlanError: before any actor starts, for a plan of another graph, or one that cannot share
+            out a module's samples or parameters as it says.
+        ProbeError: before any actor starts, if a module cannot be cut, or its tokens or parameters
+            shared out, as planned; by name.
         ClusterError: if the cluster is too small.
         ModelError: if weights are not finite.
     """
