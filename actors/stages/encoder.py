@@ -17,10 +17,11 @@ from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.module_state import may_draw
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items, shares, take_items
+from raymm.actors.sharding.sample_rows import SplitSamplesError
 from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
+from raymm.actors.stages.item_shares import ITEMS, ItemShares
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import (
     Reads,
@@ -34,14 +35,10 @@ from raymm.actors.stages.stage_inputs import (
 )
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
-from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.gather_tokens import contribute_once
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
-from raymm.kernels.host_copies import on_host
 from raymm.scheduler.graph.module_graph import Port
-
-_ITEMS = "items/of_all"  # the side tensor with the number of items that processes share
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class EncoderStage(StageModule):
         self.first = lo == 0
         self._blocks = lo, min(hi, spec.num_blocks)
         self._exchange: Exchange | None = None
-        self._samples: Exchange | None = None
+        self._items: ItemShares | None = None
         self._sharing: SharedItems | None = None
         self._forward: PartForward | None = None
         if self.module is not None:
@@ -188,13 +185,13 @@ class EncoderStage(StageModule):
         features of all items. Stages before it hand on the process's own items. The gradients
         of a parameter have the right *sum* over the processes.
         """
-        self._samples = exchange
+        self._items = ItemShares(self.spec.name, exchange)
 
     @property
     def random_share(self) -> int:
         """Processes that differ in it draw other random numbers. Those that share items' tokens
         do so within blocks only: what they compute alike must be the same."""
-        return 0 if self._samples is None else self._samples.rank
+        return 0 if self._items is None else self._items.rank
 
     @property
     def may_draw(self) -> bool:
@@ -244,17 +241,17 @@ class EncoderStage(StageModule):
                 context.enter("preprocess")
                 inputs = self.spec.preprocess(inputs)
             count = None
-            if self._samples is not None:
-                inputs, count = self._own_items(inputs, self._samples)
+            if self._items is not None:
+                inputs, count = self._items.own_inputs(inputs)
             ports = {p.name: inputs[p.name] for p in self.spec.ports if p.name in inputs}
             others = {name: value for name, value in inputs.items() if name not in ports}
             side = to_side(others, self.spec.travels, self.spec.name) if self._cut else {}
             if count is not None:
-                side[_ITEMS] = torch.tensor(count, device="cpu")
+                side[ITEMS] = torch.tensor(count, device="cpu")
         else:
             received_hidden, side, ports = self._from_stages(received)
             inputs = from_side(
-                {name: value for name, value in side.items() if name != _ITEMS},
+                {name: value for name, value in side.items() if name != ITEMS},
                 received_hidden.device,
             ) | ports
         if self._forward is not None:
@@ -311,7 +308,7 @@ class EncoderStage(StageModule):
         Raises:
             SplitSamplesError: processes share items, and it has not one row for each.
         """
-        hidden = self._whole(output, side)
+        hidden = output if self._items is None else self._items.whole(output, side)
         if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
             raise SplitSamplesError(
                 f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
@@ -350,30 +347,6 @@ class EncoderStage(StageModule):
         rows = context.own_rows(self.spec.name)
         return {name: value[slice(*rows)] for name, value in inputs.items()}
 
-    def _own_items(
-        self, inputs: dict[str, Any], samples: Exchange
-    ) -> tuple[dict[str, Any], int]:
-        """The process's items, and how many there are in all."""
-        items = count_items(inputs, self.spec.name)
-        return take_items(inputs, shares(items, samples.size)[samples.rank]), items
-
-    def _whole(self, own: torch.Tensor, side: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Of this process's items those of all processes that share them."""
-        if self._samples is None:
-            return own
-        count = len(self._own_share(side, self._samples))
-        if len(own) != max(count, 1):
-            raise SplitSamplesError(
-                f"{self.spec.name!r} returns features of shape {tuple(own.shape)} for "
-                f"{max(count, 1)} items; with sharding 'fsdp' it must return (items, tokens, width)"
-            )
-        sizes = [len(share) for share in _shares(side, self._samples)]
-        return gather_items(own[:count], sizes, self._samples)
-
-    def _own_share(self, side: Mapping[str, torch.Tensor], samples: Exchange) -> range:
-        """The items of this process among those that processes share."""
-        return _shares(side, samples)[samples.rank]
-
     @property
     def _unfinished(self) -> bool:
         return self.projector is None and self.spec.projector is not None
@@ -382,10 +355,6 @@ class EncoderStage(StageModule):
     def _cut(self) -> bool:
         """Whether stages of the module come after this one."""
         return self._blocks[1] < self.spec.num_blocks or self._unfinished
-
-
-def _shares(side: Mapping[str, torch.Tensor], samples: Exchange) -> list[range]:
-    return shares(int(on_host(side[_ITEMS])), samples.size)
 
 
 def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:

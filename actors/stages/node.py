@@ -144,12 +144,14 @@ class NodeStage(EncoderStage):
         loss = None
         if self.node.loss:
             losses = outputs.pop(ONLY)
-            if self._samples is not None:  # one without an item of its own worked for nothing
-                losses = losses[: len(self._own_share(side, self._samples))]
+            if self._items is not None:  # one without an item of its own worked for nothing
+                losses = losses[: len(self._items.own(side))]
             loss = losses.sum() * context.scales.get(self.spec.name, 1.0)
             if self._exchange is not None and self._exchange.rank != CONTRIBUTOR:
                 loss = loss * 0.0  # all compute it alike
-        every = {name: self._whole(self._once(t), side) for name, t in outputs.items()}
+        every = {name: self._once(tensor) for name, tensor in outputs.items()}
+        if self._items is not None:
+            every = {name: self._items.whole(tensor, side) for name, tensor in every.items()}
         named = {name: t for name, t in every.items() if t.is_floating_point()}
         rest = {name: t for name, t in every.items() if name not in named}
         return Message(tuple(named.values()), rest, tuple(named), loss)
@@ -162,8 +164,8 @@ class NodeStage(EncoderStage):
 
     def _samples_of(self, side: Mapping[str, torch.Tensor]) -> int | None:
         """How many samples the process has; None if it is not known."""
-        if self._samples is not None:
-            return max(len(self._own_share(side, self._samples)), 1)
+        if self._items is not None:
+            return max(len(self._items.own(side)), 1)
         return self._rows if self.first else None
 
 

@@ -131,7 +131,7 @@ def stage_builders(
         else:
             spec = model.encoder_spec(node.name)
             example = model.encoders[node.name].example_inputs
-# What is handed on as features needs nothing else of the encoder.
+            # What is handed on as features needs nothing else of the encoder.
             if node.name not in kept:
                 spec = probe_chain(spec, _cuts(plan, node), example)
             names = encoder_stage_parameters

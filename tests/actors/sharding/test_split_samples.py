@@ -130,7 +130,7 @@ def test_processes_draw_numbers_of_their_own():
     for sample, token in product(range(2), range(3)):
         for stage in (llm, encoder):
             nn.Module.__init__(stage)
-            stage._samples = SimpleNamespace(rank=sample, size=2)
+            stage._samples = stage._items = SimpleNamespace(rank=sample, size=2)
             stage._exchange = SimpleNamespace(rank=token, size=3)
         drawn.append(llm.random_share)
         assert encoder.random_share == sample
