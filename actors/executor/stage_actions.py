@@ -163,7 +163,8 @@ class StageActions:
             ids = meta.sample_ids[microbatch] if meta.sample_ids else ()
             offsets = meta.offsets[microbatch] if meta.offsets else {}
             context = MicrobatchContext(
-                meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets
+                meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets,
+                meta.decode,
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from raymm.actors.modules.message import Decode
 from raymm.actors.optimizer.finite import Place
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.timeline import Span, Timeline
@@ -43,6 +44,7 @@ class StepMeta(NamedTuple):
             divided by the count of its own over the whole step.
         offsets: per microbatch, by module whose outputs have not one row of each sample, each
             sample's first row, and behind the last one the number of rows.
+        decode: of a step that writes text, which; its loss is then the next token.
     """
 
     step: int
@@ -54,6 +56,7 @@ class StepMeta(NamedTuple):
     batch: int = 0
     scales: Mapping[str, float] = {}
     offsets: tuple[Mapping[str, Sequence[int]], ...] = ()
+    decode: Decode | None = None
 
     def offsets_of(self, microbatch: int, module: str) -> Sequence[int] | None:
         """Of a module's outputs; None if they have one row of each sample."""

@@ -29,7 +29,8 @@ class Message(NamedTuple):
             labels, position ids, input shapes), any dtype.
         names: of ``tensors``, where who reads them knows them by names: outputs of a module, or,
             within one, the hidden state and what else layers read of other modules (ports).
-        loss: what the stage computes of the step's loss, a scalar; it stays where it is.
+        loss: what the stage computes of the step's loss, a scalar; it stays where it is. Of a step
+            that writes text, the next token.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -41,6 +42,21 @@ class Message(NamedTuple):
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """All that a backward may begin at."""
         return self.tensors if self.loss is None else (*self.tensors, self.loss)
+
+
+class Decode(NamedTuple):
+    """What every stage of a language model is told of a step that gives the next token of a text.
+
+    Attributes:
+        text: its number.
+        first: whether the microbatch is its beginning (a prompt); else it is the token that came
+            last.
+        ended: numbers of texts whose keys and values nobody needs any more.
+    """
+
+    text: int
+    first: bool
+    ended: tuple[int, ...] = ()
 
 
 class MicrobatchContext(NamedTuple):
@@ -56,6 +72,7 @@ class MicrobatchContext(NamedTuple):
         samples: that the stage works on; without any, all of the microbatch.
         offsets: by module that has any number of rows of a sample, each sample's first row, and
             behind the last one the number of rows.
+        decode: of a step that writes text, which.
     """
 
     label_tokens: int
@@ -65,6 +82,7 @@ class MicrobatchContext(NamedTuple):
     scales: Mapping[str, float] = {}
     samples: tuple[Range, ...] = ()
     offsets: Mapping[str, Sequence[int]] = {}
+    decode: Decode | None = None
 
     def own_rows(self, module: str) -> Range:
         """Where the rows that a module has of the stage's samples lie among all that it has of the

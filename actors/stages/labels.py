@@ -23,15 +23,20 @@ class Labelled:
     Args:
         targets: (B, T) int64 on the host: per token the label that it is to predict.
         device: where the stage is.
+        only_last: it is the last position that counts, whatever labels there are.
 
     Attributes:
         shape: (B, T).
         targets: (N,) int64, the labels.
     """
 
-    def __init__(self, targets: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, targets: torch.Tensor, device: torch.device, only_last: bool = False
+    ) -> None:
         self.shape, flat = targets.shape, targets.flatten()
         rows = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        if only_last:
+            rows = torch.tensor([len(flat) - 1])
         self.targets = to_device(flat[rows], device)
         self._rows = to_device(rows, device)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
+from raymm.actors.modules.cut import CutInfo, CutReached
 from raymm.actors.modules.merge import (
     IGNORE_INDEX,
     CrossAttend,
@@ -42,6 +42,7 @@ from raymm.actors.sharding.visual_tokens import (
     own_visual_tokens,
 )
 from raymm.actors.stages.attention_arguments import attention_arguments
+from raymm.actors.stages.decoding import KeyValueCaches, likeliest
 from raymm.actors.stages.labels import Labelled
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import from_side, from_stages, message_of
@@ -119,6 +120,7 @@ class LanguageStage(StageModule):
         whole = self.first and self.last
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
         self._labelled: Labelled | None = None
+        self._caches = KeyValueCaches(self.module.config, lo, hi)
         if self.last:
             head = self.module.get_output_embeddings()
             if head is None:
@@ -232,7 +234,7 @@ class LanguageStage(StageModule):
         Returns:
             Hidden state with what later stages need as side tensors (the merged mask or token
             layout, and per token the label that it is to predict), or, from the last stage,
-            the loss.
+            the loss; of a step that writes text, its next token.
         """
         hidden: torch.Tensor | None = None
         if self.first:
@@ -253,7 +255,7 @@ class LanguageStage(StageModule):
             hidden, side, ports = from_stages(received, self.spec.name)
             embeds = None
         attention: dict[str, Any] = {}
-        if self._mask is not None:
+        if self._mask is not None and "token_layout" in side:
             attention, side, embeds, hidden = attention_arguments(
                 side, embeds, hidden, self._mask, self._exchange, self._pairs, self.module.config
             )
@@ -274,12 +276,15 @@ class LanguageStage(StageModule):
         more = getattr(self.spec.merge, "model_arguments", None)
         if more is not None and self._mask is None:
             kwargs = more(kwargs)
-        labelled = Labelled(targets, device) if self.last else None
+        labelled = Labelled(targets, device, context.decode is not None) if self.last else None
         try:
             self._labelled = labelled
-            with no_packed_rows(self._mask is not None or "position_ids" not in kwargs):
+            with (
+                no_packed_rows(self._mask is not None or "position_ids" not in kwargs),
+                self._caches.arguments(context.decode, targets.shape[1]) as caching,
+            ):
                 logits = self._forward(
-                    hidden, context, inputs_embeds=embeds, **kwargs, **attention, use_cache=False
+                    hidden, context, inputs_embeds=embeds, **kwargs, **attention, **caching
                 ).logits
         except CutReached as cut:
             hidden, side = self._with_room(cut.hidden, side)
@@ -287,7 +292,16 @@ class LanguageStage(StageModule):
         finally:
             self._labelled = None
         assert labelled is not None  # a stage before the last is left at its cut
+        return self._outcome(labelled, logits, context)
+
+    def _outcome(
+        self, labelled: Labelled, logits: torch.Tensor, context: MicrobatchContext
+    ) -> Message:
+        """The loss, or the next token."""
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
+        if context.decode is not None:
+            start, group = self._vocabulary or (0, None)
+            return Message((), {}, loss=likeliest(rows[-1], start, group))
         total = self._cross_entropy_sum(rows, labelled.targets)
         return Message((), {}, loss=total / max(context.label_tokens, 1))
 
@@ -345,10 +359,12 @@ class LanguageStage(StageModule):
     ) -> dict[str, Any]:
         """What the merge policy returns, without what is None, and with targets: per token the
         label that it is to predict. What the host knows of it is there."""
+        embeds = self.module.get_input_embeddings()(inputs["input_ids"])
+        if context.decode is not None and not context.decode.first:
+            return {"inputs_embeds": embeds, "targets": on_host(inputs["labels"])}
         labels = on_host(inputs["labels"]).clone()
         labels[:, 0] = IGNORE_INDEX
         labels = to_device(labels, inputs["labels"].device)
-        embeds = self.module.get_input_embeddings()(inputs["input_ids"])
         features = {name: message.tensors[0] for name, message in received.items()}
         to_merge = {**inputs, "inputs_embeds": embeds, "labels": labels}
         if self._mask is not None:
@@ -381,16 +397,3 @@ def _for_model(name: str, value: Any, device: torch.device) -> Any:
         return KnownMask.of(value, device)
     return to_device(value, device)
 
-
-def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:
-    """Names, relative to the chain, of the parameters that blocks [lo, hi) own.
-
-    Args:
-        spec: of the whole language model.
-        lo, hi: the blocks of the stage.
-    """
-    skeleton = spec.source.skeleton()
-    if lo == 0 and hi == spec.num_blocks:
-        return [f"module.{name}" for name, _ in skeleton.named_parameters()]
-    assert spec.cut is not None
-    return [f"module.{name}" for name in stage_parameters(skeleton, spec.cut, lo, hi)]

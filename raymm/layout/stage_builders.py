@@ -32,8 +32,8 @@ from raymm.actors.stages.feature_stage import FeatureStage
 from raymm.actors.stages.language import (
     LanguageSpec,
     LanguageStage,
-    language_stage_parameters,
 )
+from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.node import NodeStage, NodeStageSpec
 from raymm.actors.weights.source import LiveSource, set_mode
 from raymm.model.module_dag import ModuleDag

@@ -9,7 +9,8 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.actors.stages.encoder import EncoderStage, encoder_stage_parameters
-from raymm.actors.stages.language import LanguageStage, language_stage_parameters
+from raymm.actors.stages.language import LanguageStage
+from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.tower import TowerSpec, TowerStage
 from raymm.actors.stages.whole_language import WholeLanguageSpec, WholeLanguageStage
 from raymm.layout.stage_builders import StageBuilders, recomputing

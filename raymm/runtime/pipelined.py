@@ -10,6 +10,7 @@ import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.actors.features.kept_features import KEYS
+from raymm.actors.modules.message import Decode
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.batch.check import BatchCheck
 from raymm.batch.tried_inputs import TriedInputs, check_loss
@@ -125,6 +126,7 @@ class MultimodalParallelModule(PlannedModule):
         update: bool = False,
         forward_only: bool = False,
         keep: Any = None,
+        decode: Decode | None = None,
     ) -> PendingStep:
         parts, meta = prepared
         self._tried.check(parts, meta)
@@ -149,9 +151,12 @@ class MultimodalParallelModule(PlannedModule):
         step = StepMeta(
             step=self._step,
             label_tokens=sum(microbatch.label_tokens for microbatch in meta),
-            keys=tuple(map(self._layout_key, meta, samples or repeat(None), offsets or repeat({}))),
+            keys=tuple(
+                _decoded(key, decode) for key in
+                map(self._layout_key, meta, samples or repeat(None), offsets or repeat({}))
+            ),
             sample_ids=tuple(tuple(microbatch.sample_ids) for microbatch in meta),
-            training=not forward_only, offsets=offsets,
+            training=not forward_only, offsets=offsets, decode=decode,
         )
         present = [microbatch.items for microbatch in meta]
         featured = [microbatch.featured for microbatch in meta]
@@ -213,6 +218,13 @@ def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
     for row in rows:
         counts[row] += 1
     return (0, *accumulate(counts))
+
+
+def _decoded(key: LayoutKey, decode: Decode | None) -> LayoutKey:
+    """A token that a text goes on with has nothing beside it."""
+    if decode is None or decode.first:
+        return key
+    return key._replace(identity=hash((key.identity, "token")), structure=hash("token"))
 
 
 def model_name(stage: StageId, name: str) -> str:

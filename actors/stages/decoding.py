@@ -1,0 +1,77 @@
+"""What stages of a language model need to write text: keys and values of the tokens before, and the
+likeliest next token.
+
+A stage keeps keys and values of its own blocks. Of the others' the model's forward only asks how
+many tokens there were, of whichever block it looks at: theirs are of one number per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+
+from raymm.actors.modules.message import Decode
+from raymm.kernels.collectives.tensor_group import TensorGroup
+
+
+class KeyValueCaches:
+    """Of every text that is under way.
+
+    Args:
+        config: of the model.
+        lo, hi: the stage's blocks.
+    """
+
+    def __init__(self, config: PretrainedConfig, lo: int, hi: int) -> None:
+        self._config, self._blocks = config, range(lo, hi)
+        self._of_text: dict[int, DynamicCache] = {}
+
+    @contextmanager
+    def arguments(self, decode: Decode | None, tokens: int) -> Iterator[dict[str, Any]]:
+        """What the model's forward is told, for the length of a block.
+
+        Args:
+            decode: which text the tokens are of; None: of none, and whatever there was has ended.
+            tokens: of the forward.
+        """
+        if decode is None:
+            self._of_text.clear()
+            yield {"use_cache": False}
+            return
+        for text in decode.ended:
+            self._of_text.pop(text, None)
+        if decode.first:
+            self._of_text[decode.text] = DynamicCache(config=self._config)
+        cache = self._of_text[decode.text]
+        try:
+            yield {"use_cache": True, "past_key_values": cache}
+        finally:
+            nothing = torch.zeros(1, 1, tokens, 1)
+            for block, layer in enumerate(cache.layers):
+                if block not in self._blocks:
+                    layer.update(nothing, nothing)
+
+
+def likeliest(
+    logits: torch.Tensor, start: int = 0, group: TensorGroup | None = None
+) -> torch.Tensor:
+    """The token with the largest logit; of several the first.
+
+    Args:
+        logits: (V,), or columns from ``start`` on of a vocabulary that is split over a group.
+        start: this member's first column.
+        group: the members; None for one alone.
+
+    Returns:
+        Scalar float64, the same on all members.
+    """
+    if group is None:
+        return logits.argmax().double()
+    top = logits.float().amax() if len(logits) else logits.new_tensor(-torch.inf).float()
+    best = group.all_reduce_max(top.clone())
+    own = start + logits.argmax() if len(logits) and top == best else torch.tensor(torch.inf)
+    return -group.all_reduce_max(-own.double().to(logits.device))
