@@ -47,7 +47,7 @@ _WIDTHS = re.compile(
 )
 _NOT_WIDTHS = re.compile(
     r"vocab|image_size|patch_size|num_channels|in_channels|in_chans|input_channels|window|kernel"
-    r"|multiplier|ratio|conv1d_width|filter_width|hidden_size_per_layer_input_vocab|num_hidden"
+    r"|multiplier|ratio|pos_emb_|conv1d_width|filter_width|hidden_size_per_layer_input_vocab|num_hidden"
 )
 _EXPERTS = re.compile(
     r"num_(local_|moe_)?experts$|n_routed_experts|moe_num_experts|zero_expert_num"
@@ -403,7 +403,7 @@ def _smaller_value(
         return min(value, VOCABULARY)
     if _TOKEN_IDS.search(name):
         return value if value < VOCABULARY else 100 + value % 100
-    if re.search(r"(^|_)chunk_size$|^scan_chunk", name):
+    if re.search(r"(^|_)(?<!tokenizer_)chunk_size$|^scan_chunk", name):
         return min(value, 8) if value else None
     if _POSITIONS.search(name):
         return min(value, POSITIONS)

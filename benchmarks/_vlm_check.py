@@ -1,5 +1,5 @@
 """A whole model in modules and stages, beside the same model in one process: loss, every gradient,
-and the losses of three steps of AdamW."""
+the losses of three steps of AdamW, and its folder, written and read again."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from benchmarks._family_check import (
 from benchmarks._family_classes import Family
 from benchmarks._family_configs import UnmakeableError, tiny_configs
 from benchmarks._vlm_configs import complete_default, fit_parts, fit_sections
+from benchmarks._vlm_export import reload_problem
+from benchmarks._vlm_hints import HINTS, Hint, set_values
 from benchmarks._vlm_inputs import batches, styles
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
@@ -92,6 +94,8 @@ def check(family: Family, training: bool = True) -> Outcome:
     for step, (own, other) in enumerate(zip(mine[1:], due[1:], strict=True), 2):
         if not math.isfinite(own[0]) or abs(own[0] - other[0]) > TOLERANCE * abs(other[0]):
             problems.append(f"loss of step {step} is {own[0]:.7g}, not {other[0]:.7g}")
+    if why := reload_problem(source, stages.parameters(), microbatches[0]):
+        problems.append(why)
     return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
 
 
@@ -102,14 +106,17 @@ def runnable(family: Family) -> tuple[PretrainedConfig, list[Batch]]:
         UnmakeableError: there is none.
     """
     errors: list[str] = []
+    hint = HINTS.get(family.name, Hint())
     default = complete_default(family.config_class)
+    set_values(default, hint.default)
     for config in itertools.islice(tiny_configs(family.config_class, _FLAGS, default), 6):
         try:
+            fit_parts(config)
+            set_values(config, hint.config)
             with torch.device("meta"):
                 size = sum(p.numel() for p in family.model_class._from_config(config).parameters())
             if size > _MOST_PARAMETERS:
                 raise ValueError(f"{size:,} parameters are more than tiny")
-            fit_parts(config)
             fit_sections(ConfigSource(family.model_class, config, seed=1).skeleton(), config)
             model = ConfigSource(family.model_class, config, seed=1).build().train()
         except Exception as error:  # noqa: BLE001
@@ -121,7 +128,8 @@ def runnable(family: Family) -> tuple[PretrainedConfig, list[Batch]]:
 
 
 def _tries(model: Any, config: PretrainedConfig, errors: list[str]) -> Iterator[list[Batch]]:
-    vocabulary, width = model.get_input_embeddings().weight.shape
+    vocabulary, width = next(model.get_input_embeddings().parameters()).shape
+    vocabulary = min(vocabulary, getattr(config.get_text_config(), "vocab_size", vocabulary))
     for style in styles(model, config):
         try:
             found = batches(model.eval(), config, style, vocabulary, width)
@@ -226,6 +234,13 @@ class _Stages:
                 self.stages[StageId(module.name, n)] = noisy(module.stage.build(spec, lo, hi))
         for stage in self.stages.values():
             stage.train()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Of all stages, by the model's names."""
+        return {
+            name.removeprefix("module."): parameter.detach()
+            for stage in self.stages.values() for name, parameter in stage.named_parameters()
+        }  # fmt: skip
 
     def _of(self, name: str) -> list[StageId]:
         return [stage for stage in self.stages if stage.module == name]

@@ -11,7 +11,7 @@ from benchmarks._family_configs import _parts, default_config
 from benchmarks._family_exceptions import AWKWARD
 
 _TOKENS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
-_OUTPUTS = ("out_hidden_size", "output_dim", "projection_dim")
+_OUTPUTS = ("out_hidden_size", "output_dim", "projection_dim", "text_hidden_size")
 _AROUND = (
     "vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id",
 )  # fmt: skip

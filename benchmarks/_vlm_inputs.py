@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from benchmarks._vlm_hints import HINTS, Hint, Item, Random
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.whole.calls import calls_of
 
-Item = dict[str, torch.Tensor]
-Random = Callable[..., torch.Tensor]
 _PLACEHOLDERS = {
     "image": ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id"),
     "audio": ("audio_token_id", "audio_token_index", "speech_token_id"),
+    "text": (),
 }
 _KINDS = {"image": 1, "audio": 3}  # in mm_token_type_ids
 
@@ -78,6 +78,10 @@ def _same_size(items: list[Item]) -> list[Item]:
     return grown
 
 
+def _hint(model: nn.Module) -> Hint:
+    return HINTS.get(type(model).__name__, Hint())
+
+
 def styles(model: nn.Module, config: PretrainedConfig) -> Iterator[Style]:
     """Ways to give a model items, the likeliest first."""
     names = set(inspect.signature(type(model).forward).parameters)
@@ -86,8 +90,14 @@ def styles(model: nn.Module, config: PretrainedConfig) -> Iterator[Style]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
+    if (hint := _hint(model)).make is not None:
+        make = hint.make
+        yield Style(hint.modality, lambda n: make(config, n, random), hint.per_row)
+        return
     if "pixel_values" in names or "image_pixel_values" in names:
         yield from _image_styles(names, config, random)
+    if not any("pixel" in name or "features" in name for name in names):
+        yield Style("text", lambda n: {})
     if names & {"input_features", "input_values", "audio_input_features"}:
         yield from _audio_styles(names, config, random)
 
@@ -286,7 +296,8 @@ def batches(
         ValueError: the model makes no features of an item.
     """
     names = set(inspect.signature(type(model).forward).parameters)
-    token = placeholder(config, style.modality)
+    hint = _hint(model)
+    token = hint.token or placeholder(config, style.modality)
     generator = torch.Generator().manual_seed(9)
     special = {v for v in _token_ids(config) if v < vocabulary}
     usual = [n for n in range(3, vocabulary) if n not in special]
@@ -297,14 +308,15 @@ def batches(
     items = [style.make(n) for n in range(2)]
     ids = torch.tensor([words(6)])
     counts = [
-        0 if token is None else item_tokens(model, style.collate([[item]]), width, ids) or 0
-        for item in items
+        hint.tokens[n] if hint.tokens else 0 if token is None
+        else item_tokens(model, style.collate([[item]]), width, ids) or 0
+        for n, item in enumerate(items)
     ]
     if token is not None and not all(counts):
         raise ValueError("no features of an item were seen")
     found = []
     parameters = inspect.signature(type(model).forward).parameters.items()
-    needed = any(
+    needed = hint.always or any(
         p.default is p.empty for name, p in parameters if "pixel" in name or "features" in name
     )
     for rows in MICROBATCHES:
@@ -327,8 +339,9 @@ def batches(
         if "token_type_ids" in names:
             batch["token_type_ids"] = own.long()
         chosen = [[items[n] for n in row] for row in rows]
-        if any(rows):
-            batch |= style.collate(chosen)
+        if any(rows) or style.modality == "text":
+            there = style.collate(chosen) if any(rows) else {}
+            batch |= there | (hint.more(ids, own, there) if hint.more is not None else {})
         found.append(batch)
     return found
 

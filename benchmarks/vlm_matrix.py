@@ -3,8 +3,8 @@
 Each class gets a tiny configuration made from its own defaults, and three microbatches: an item of
 a size of its own in each row, text only, and two items in one of two rows. Its towers and its
 language model run in two stages each, as ranks run them, beside the class's own forward in one
-process: loss, every gradient, and the losses of three steps of AdamW. What comes of a class is as
-of :mod:`benchmarks.families`.
+process: loss, every gradient, the losses of three steps of AdamW, and what its stages have, saved
+as a folder and read again. What comes of a class is as of :mod:`benchmarks.families`.
 
     python -m benchmarks.vlm_matrix --json
 """

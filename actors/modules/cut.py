@@ -20,7 +20,7 @@ hidden states looks for blocks by class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -75,9 +75,34 @@ class CutReached(Exception):  # noqa: N818  not an error: the normal end of a cu
         self.hidden, self.relays = hidden, relays
 
 
+class _Layers:
+    """In place of a layer of a block that another stage has: its parameters on the meta device, of
+    which a forward may ask the dtype, not the values."""
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._name, self._tensors = name, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _of_layers(f"{self._name}.{name}", self._tensors)
+
+
+def _of_layers(name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if name in tensors:
+        return tensors[name]
+    if any(other.startswith(name + ".") for other in tensors):
+        return _Layers(name, tensors)
+    raise AttributeError(
+        f"the forward reads {name!r} of a block that another stage has; of those, a stage has "
+        "plain attributes and the dtypes of parameters only"
+    )
+
+
 class _Placeholder(nn.Module):
     """A block without parameters that still shows the plain attributes of the real one and
-    of its class (models read things like ``layer.attention_type`` from outside)."""
+    of its class (models read things like ``layer.attention_type`` from outside), and what its
+    parameters are like (``layer.norm.weight.dtype``)."""
 
     def __init__(self, block: nn.Module) -> None:
         nn.Module.__init__(self)  # not that of the block's class, which may be behind this one
@@ -91,15 +116,16 @@ class _Placeholder(nn.Module):
         for name, value in block.__dict__.items():
             if name not in internal and not isinstance(value, nn.Module | torch.Tensor):
                 self.__dict__[name] = value
+        self.__dict__["_shown"] = {
+            name: torch.empty_like(p, device="meta", requires_grad=False)
+            for name, p in block.named_parameters()
+        }
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         return args[0] if args else kwargs[self._hidden_name]
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"the forward reads {name!r} of a block that another stage has; of those, a stage has "
-            "plain attributes only"
-        )
+        return _of_layers(name, self.__dict__.get("_shown", {}))
 
 
 class PassThrough(_Placeholder):

@@ -11,7 +11,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable, Collection
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -42,11 +42,13 @@ Run = Callable[[nn.Module, bool], torch.Tensor]
 
 
 class Forward(NamedTuple):
-    """A forward of the whole model: its output, and the blocks that were called, in order."""
+    """A forward of the whole model: its output, the blocks that were called, in order, and the
+    shapes of what they returned."""
 
     output: torch.Tensor
     called: tuple[int, ...]
     tuple_length: int
+    shapes: dict[int, torch.Size]
 
 
 def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward:
@@ -60,10 +62,14 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
     """
     called: list[int] = []
     lengths: list[int] = []
+    shapes: dict[int, torch.Size] = {}
 
-    def note(index: int, output: object) -> None:
+    def note(index: int, output: Any) -> None:
         called.append(index)
         lengths.append(len(output) if isinstance(output, tuple | list) else 0)
+        hidden = output[0] if lengths[-1] else output
+        if isinstance(hidden, torch.Tensor):
+            shapes[index] = hidden.shape
 
     whole = copy.deepcopy(model)  # some models keep tensors of their last forward
     listed = block_list(whole, blocks)
@@ -71,7 +77,7 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
         block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
     with generators_kept():
         output = _drawing(whole, listed, run, True, seed)
-    return Forward(output, tuple(called), lengths[0] if lengths else 0)
+    return Forward(output, tuple(called), lengths[0] if lengths else 0, shapes)
 
 
 def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -84,6 +85,11 @@ def tower_calls(model: nn.Module, inputs: Inputs) -> list[Called]:
     if encoders:
         calls = _observed_run(model, inputs, dict(_functions(model)) | encoders)
     return calls
+
+
+def has_towers(model: nn.Module) -> bool:
+    """Whether it has functions that make features, or encoders, called or not."""
+    return any(True for _ in itertools.chain(_functions(model), _encoders(model)))
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[Call, str]]:

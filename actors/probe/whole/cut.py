@@ -267,8 +267,10 @@ def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:
         raise ProbeError(f"{name} has no list of blocks to cut between; {_ONE_STAGE}")
     trains = set_mode(source.skeleton()).training
     try:
-        length = uncut_forward(model, blocks, run, 0).tuple_length
+        whole = uncut_forward(model, blocks, run, 0)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
-    relayed = read_outputs(copy.deepcopy(model), blocks, length, lambda part: run(part, True))
+    relayed = read_outputs(
+        copy.deepcopy(model), blocks, whole.tuple_length, lambda part: run(part, True), whole.shapes
+    )
     return compare_stages(model.eval(), blocks, run, trains, relayed)

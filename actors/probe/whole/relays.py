@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,19 +15,24 @@ from raymm.actors.modules.cut import CutInfo, PassThrough, prune
 class _Outputs:
     """In place of a passage: all blocks return leaves, whatever they are called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Mapping[int, torch.Size]) -> None:
+        self._shapes = shapes
         self.leaves: dict[int, torch.Tensor] = {}
         self.arrived: dict[int, torch.Tensor] = {}
 
     def passed(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
         self.arrived[index] = hidden
-        self.leaves[index] = hidden.detach().clone().requires_grad_()
-        return self.leaves[index]
+        value, shape = hidden.detach().clone(), self._shapes.get(index, hidden.shape)
+        if shape != value.shape:  # a block that is not as wide as the one before
+            value = torch.ones(shape, dtype=value.dtype)
+        self.leaves[index] = value.requires_grad_()
+        return self.leaves[index].clone()  # models may change it in place
 
 
 def read_outputs(
-    model: nn.Module, blocks: str, tuple_length: int, run: Callable[[nn.Module], torch.Tensor]
-) -> tuple[int, ...]:
+    model: nn.Module, blocks: str, tuple_length: int, run: Callable[[nn.Module], torch.Tensor],
+    shapes: Mapping[int, torch.Size] | None = None,
+) -> tuple[int, ...]:  # fmt: skip
     """Blocks whose outputs are read by code after the next block, by their numbers.
 
     Args:
@@ -35,11 +40,12 @@ def read_outputs(
         blocks: dotted name of its list of blocks.
         tuple_length: of what a block returns; 0 of a tensor.
         run: calls it, and returns all that is read of its output.
+        shapes: by block, of what it returns, where it is not as what it is called with.
     """
     total = len(block_list(model, blocks))
     outer = frozenset(n for n, _ in model.named_parameters() if not n.startswith(blocks + "."))
     prune(model, CutInfo(blocks, tuple_length, outer, outer, outer), total, total)
-    outputs = _Outputs()
+    outputs = _Outputs(shapes or {})
     for block in block_list(model, blocks):
         cast(PassThrough, block).passage = cast(Any, outputs)
     final = run(model)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.small_model import small_ids
-from raymm.actors.probe.whole.calls import Called, run_model, tower_calls
+from raymm.actors.probe.whole.calls import Called, has_towers, run_model, tower_calls
 from raymm.actors.stages.features import Form
 from raymm.actors.weights.model_part import Call, is_within
 from raymm.actors.weights.source import ModuleSource
@@ -75,7 +75,7 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
     check_kind(model)
     observed_model = copy.deepcopy(model)
     seen = tower_calls(observed_model, inputs)
-    if not seen:
+    if not seen and (has_towers(model) or not _is_text(inputs)):
         raise ProbeError(
             f"the forward of {type(model).__name__} calls no function for features "
             "(get_image_features and the like), and no encoder that it says it has (get_encoder), "
@@ -148,6 +148,12 @@ def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower
         name, called.call, tuple(arguments), tuple(constants), places, root,
         Form.of(called.output),
     )
+
+
+def _is_text(inputs: Inputs) -> bool:
+    """Whether all that there is is of tokens."""
+    shape = inputs["input_ids"].shape[:2]
+    return all(isinstance(v, torch.Tensor) and v.shape[:2] == shape for v in inputs.values())
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
