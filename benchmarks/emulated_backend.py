@@ -80,6 +80,11 @@ class EmulatedStream(AccountedStream):
             finally:
                 _CURRENT.stream = before
 
+    @property
+    def quotas(self) -> dict[str, float]:
+        """Of its module and of those beside it."""
+        return {**self._colocated, self.partition.module: self.partition.share}
+
     def forward(self, degree: int) -> None:
         """Take the time of the module's forward on ``degree`` GPUs."""
         self._take(self._backend.forward_seconds, degree)
@@ -118,6 +123,13 @@ class EmulatedBackend(RecordingBackend):
 
     def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> EmulatedStream:
         return EmulatedStream(partition, colocated, self.account, self)
+
+
+def quotas_here() -> dict[str, float] | None:
+    """In a thread that holds a stream: shares of the GPU of its module and of those beside it; in
+    others the device is whole: None."""
+    stream = getattr(_CURRENT, "stream", None)
+    return None if stream is None else stream.quotas
 
 
 class _Sleeps(torch.autograd.Function):

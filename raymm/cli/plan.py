@@ -17,8 +17,8 @@ from raymm.cli.option_arguments import add_option_arguments, read_options
 from raymm.cli.plan_styles import (
     add_style_arguments,
     check_style,
-    files_of,
     given_plan,
+    plan_files,
     run_style,
     save_pipelined,
     show,
@@ -75,7 +75,7 @@ def run_plan(args: argparse.Namespace) -> None:
             "saved in a folder of this machine: --out FOLDER"
         )
     output = Output.folder(
-        *(where if args.out is None else ("--out", args.out)), *files_of(style, suffix)
+        *(where if args.out is None else ("--out", args.out)), *plan_files(suffix)
     )
     output.check()
     if args.microbatches is not None:

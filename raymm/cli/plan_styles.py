@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,7 +18,6 @@ from raymm.config.planning_options import (
 )
 from raymm.files.config_error import ConfigError
 from raymm.files.output import Output
-from raymm.files.run_files import write_whole
 
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
@@ -29,12 +27,12 @@ if TYPE_CHECKING:
     from raymm.planning.request import PlanRequest
     from raymm.scheduler.plan.plan import Plan
 
-MAPPING = "mapping.json"
-
 
 def add_style_arguments(command: argparse.ArgumentParser) -> None:
     """Options of ``raymm plan`` for execution styles that are no fields of a request."""
-    command.add_argument("--multiplex", action="store_true", help="the same as --style multiplexed")
+    command.add_argument(
+        "--multiplex", action="store_true", help="deprecated: the same as --style multiplexed"
+    )
 
 
 def _pipelined_only(args: argparse.Namespace) -> list[str]:
@@ -134,11 +132,16 @@ def run_style(
         MultiplexError, PlanError, DeviceError, ProfileError, LoadError: naming what is wrong.
     """
     from raymm.planning.inputs import PlanInputs
+    from raymm.planning.plan import Planned
     from raymm.planning.request import Workload
-    from raymm.planning.styles import compare_styles, plan_step_multiplexed
+    from raymm.planning.styles import compare_styles, plan_step_multiplexed, step_plan
     from raymm.scheduler.graph.strict_json import MultiplexError
     from raymm.scheduler.plan.plan import PlanError
+    from raymm.scheduler.plan.rank_quotas import SLOTS
+    from raymm.scheduler.progress.search_control import SearchControl
 
+    if args.multiplex:
+        console.print("note: --multiplex goes away; use --style multiplexed", highlight=False)
     request = _with_surfaces(args, request)
     request.check(model)
     workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
@@ -153,21 +156,41 @@ def run_style(
         show(multiplexed, console)
         if multiplexed.unfit:
             raise MultiplexError(multiplexed.unfit)
-        _save(multiplexed, output, suffix, console)
+        mapped = step_plan(inputs, multiplexed)
+        _save(mapped, multiplexed, output, suffix, console)
         return
-    comparison = compare_styles(inputs, plan)
+    with console.status("planning both ways, and between them"):
+        control = SearchControl(
+            request.time_limit, lambda line: console.print(line, highlight=False, soft_wrap=True)
+        )
+        with control.interruptible():
+            comparison = compare_styles(inputs, plan, control=control)
     if args.compare:
         comparison = comparison.compared()
     for planned in (comparison.pipelined, comparison.multiplexed):
         if planned is not None:
             show(planned, console)
     console.print(comparison.explain(), highlight=False, markup=False, soft_wrap=True)
-    if comparison.style is None:
-        raise PlanError("neither style fits: " + "; ".join(comparison.refused.values()))
-    if comparison.multiplexed is not None and MULTIPLEXED in comparison.seconds:
-        _save(comparison.multiplexed, output, suffix, console)
-    if comparison.pipelined is not None and PIPELINED in comparison.seconds:
-        save_pipelined(comparison.pipelined, output, suffix, console)
+    chosen, multiplexed = comparison.chosen, comparison.multiplexed
+    if chosen is None:
+        if multiplexed is None or comparison.style is None:
+            raise PlanError("neither style fits: " + "; ".join(comparison.refused.values()))
+        _save(step_plan(inputs, multiplexed), multiplexed, output, suffix, console)
+        return
+    if chosen.num_microbatches != workload.microbatches:
+        console.print(_microbatches_note(chosen.num_microbatches, workload.microbatches),
+                      highlight=False, soft_wrap=True)  # fmt: skip
+    if multiplexed is not None and chosen.schedule == SLOTS:
+        _save(chosen, multiplexed, output, suffix, console)
+    else:
+        save_pipelined(Planned.evaluated(chosen, inputs.costs), output, suffix, console)
+
+
+def _microbatches_note(planned: int, configured: int) -> str:
+    return (
+        f"note: the plan has {planned} microbatch{'es' * (planned != 1)} per step and "
+        f"data.microbatches is {configured}: train it with data.microbatches: {planned}"
+    )
 
 
 def _say_what_is_mapped(
@@ -179,12 +202,9 @@ def _say_what_is_mapped(
     if note is not None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if workload.microbatches > 1:
-        console.print(
-            f"note: data.microbatches is {workload.microbatches}: the mapping is planned for a "
-            f"step's {workload.batch} samples at once, so train it with data.microbatches: 1; as "
-            f"it is, it would run {workload.microbatches} times per step",
-            highlight=False, markup=False, soft_wrap=True,
-        )
+        if request.style == MULTIPLEXED:
+            console.print(_microbatches_note(1, workload.microbatches), highlight=False,
+                          markup=False, soft_wrap=True)  # fmt: skip
 
 
 def _with_surfaces(args: argparse.Namespace, request: PlanRequest) -> PlanRequest:
@@ -221,27 +241,34 @@ def show(planned: Planned | PlannedMultiplexed, console: Console) -> None:
 
 
 def _save(
-    planned: PlannedMultiplexed, output: Output, suffix: str, console: Console
+    plan: Plan, planned: PlannedMultiplexed, output: Output, suffix: str, console: Console
 ) -> None:
+    """A mapping as a plan, its picture, and where times are known that of the simulated step."""
+    from raymm.config.build import write_json
+    from raymm.draw import draw_timelines
+    from raymm.planning.plan_view import rank_names
+    from raymm.scheduler.schedule.network import Network
+    from raymm.scheduler.search.evaluation import step_timeline
+
+    names = plan_files(suffix)
     with output.writing() as folder:
-        write_whole(file := folder / MAPPING, planned.mapping.to_json())
-        picture = planned.draw((folder / MAPPING).with_suffix(suffix))
-    for written in (file, picture):
+        files = [folder / name for name in names]
+        write_json(files[0], plan.to_dict())
+        planned.draw(files[1])
+        if plan.profile is None:
+            files.pop()
+        else:
+            draw_timelines(
+                [("predicted", step_timeline(plan, Network()))], files[2],
+                rank_names=rank_names(plan), title=f"a step on {plan.num_ranks} GPUs, multiplexed",
+            )
+    for written in files:
         console.print(f"wrote {written}", highlight=False, soft_wrap=True)
 
 
-def pipelined_files(suffix: str) -> tuple[str, str, str]:
+def plan_files(suffix: str) -> tuple[str, str, str]:
     """A plan, its picture, and that of its schedule."""
     return "plan.json", f"plan{suffix}", f"plan_schedule{suffix}"
-
-
-def files_of(style: str, suffix: str) -> tuple[str, ...]:
-    """Names of what is saved."""
-    mapping = MAPPING, Path(MAPPING).with_suffix(suffix).name
-    return {
-        PIPELINED: pipelined_files(suffix), MULTIPLEXED: mapping,
-        AUTO: (*pipelined_files(suffix), *mapping),
-    }[style]
 
 
 def save_pipelined(
@@ -262,7 +289,7 @@ def save_pipelined(
     from raymm.draw import draw_plan
 
     with output.writing() as folder:
-        files = [folder / name for name in pipelined_files(suffix)]
+        files = [folder / name for name in plan_files(suffix)]
         write_json(files[0], planned.plan.to_dict())
         draw_plan(planned.plan, files[1])
         planned.draw(files[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -260,6 +261,11 @@ def has_placements(text: str) -> bool:
 def _plan_of_mapping(
     path: str, text: str, config: TrainConfig, model: MultimodalModule
 ) -> Plan:
+    warnings.warn(
+        f"parallel.plan {path!r} is a mapping; such files go away: `raymm plan --style "
+        "multiplexed` writes plan.json",
+        FutureWarning, stacklevel=2,
+    )
     try:
         mapping = StageMapping.from_json(text)
         return plan_of_mapping(model, mapping, config.data.microbatches)

@@ -233,6 +233,7 @@ def estimated_surface(
     dtype: str = "bf16",
     links: Links | None = None,
     factor: float = 1.0,
+    sums: float = 1.0,
 ) -> ScalingSurface:
     """A module's surface on a device, at powers of two of the GPUs that have a sample each.
 
@@ -244,6 +245,7 @@ def estimated_surface(
         dtype: compute dtype.
         links: that gradients are summed over; None: that takes no time.
         factor: times are multiplied by this (what a measurement says of the estimate).
+        sums: of gradients in a surface's seconds: less than one for one of a step's microbatches.
 
     Raises:
         DeviceError: a dtype that the device has no rate for.
@@ -265,7 +267,8 @@ def estimated_surface(
         tuple(
             tuple(
                 work.seconds(1, q / steps) + (
-                    all_reduce_seconds(reduced, d, links.between(range(d))) if links else 0.0
+                    sums * all_reduce_seconds(reduced, d, links.between(range(d)))
+                    if links else 0.0
                 )
                 for q in quotas
             )

@@ -63,6 +63,7 @@ class MappedBatch:
         loads: of the whole batch by module, for estimates.
         measured: layers that were measured on a microbatch, and its loads: estimates are made as
             much longer or shorter.
+        microbatches: of a step, of which this is one.
     """
 
     samples: int | None = None
@@ -70,6 +71,7 @@ class MappedBatch:
     precision: str | None = None
     loads: Mapping[str, Load] | None = None
     measured: tuple[CostProfile, Mapping[str, Load]] | None = None
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def _estimates(
     return tuple(
         estimated_surface(
             shape, batch.loads[shape.name], device, gpus=gpus, steps=steps, dtype=dtype,
-            links=links,
+            links=links, sums=1 / batch.microbatches,
             factor=1.0 if measured is None else measured_factor(
                 shape, measured[1][shape.name], measured[0].modules[shape.name], device, dtype
             ),

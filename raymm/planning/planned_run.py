@@ -13,14 +13,18 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.planning_options import AUTO, PIPELINED
 from raymm.costs.named_devices import cluster_device
 from raymm.data import DataConfig
-from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
 from raymm.planning.plan_view import summary
 from raymm.planning.request import PlanRequest, Workload, whole_microbatches
-from raymm.planning.styles import StyleComparison, compare_styles, plan_step_multiplexed
+from raymm.planning.styles import (
+    StyleComparison,
+    compare_styles,
+    plan_step_multiplexed,
+    step_plan,
+)
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.progress.search_control import SearchControl
@@ -76,11 +80,14 @@ def plan_for_cluster(
         return _pipelined(Planned.of(inputs, SearchControl(request.time_limit, say)))
     inputs = PlanInputs.of(model, request, workload)
     if request.style == AUTO:
-        compared = compare_styles(inputs)
-        run = _faster(compared, model, mapped)
-        run = replace(run, lines=(*run.lines, compared.explain().splitlines()[0]))
+        # Microbatches in memory are split as the plan says; a data section says them itself.
+        at_once = not isinstance(data, DataConfig)
+        compared = compare_styles(
+            inputs, at_once=at_once, control=SearchControl(request.time_limit, say)
+        )
+        run = _faster(compared, inputs, mapped)
     else:
-        run = _multiplexed(plan_step_multiplexed(inputs), model, mapped)
+        run = _multiplexed(plan_step_multiplexed(inputs), inputs, mapped)
     return replace(run, lines=(*run.lines, *(f"note: {note}" for note in notes)))
 
 
@@ -132,7 +139,7 @@ def _pipelined(planned: Planned) -> PlannedRun:
 
 
 def _multiplexed(
-    planned: PlannedMultiplexed, model: MultimodalModule, microbatches: int
+    planned: PlannedMultiplexed, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
     """
     Raises:
@@ -148,21 +155,28 @@ def _multiplexed(
         ))
     notes = (f"note: {note}" for note in planned.notes)
     first = planned.explain().splitlines()[0]
-    plan = plan_of_mapping(model, mapping, microbatches)
+    plan = replace(step_plan(inputs, planned), num_microbatches=microbatches)
     return PlannedRun(plan, (f"mapping: {', then '.join(placed)}", first, *notes))
 
 
 def _faster(
-    compared: StyleComparison, model: MultimodalModule, microbatches: int
+    compared: StyleComparison, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
     """
     Raises:
         PlanError: neither style fits.
     """
-    if compared.style is None:
+    plan = compared.chosen
+    if plan is None and compared.style is None:
         raise PlanError("neither style fits: " + "; ".join(compared.refused.values()))
-    if compared.style == PIPELINED:
+    lines = tuple(compared.explain().splitlines())
+    if compared.between is not None:
+        assert plan is not None
+        return PlannedRun(plan, lines[: -len(compared.common_lines)])
+    if plan is not None:
         assert compared.pipelined is not None  # as it fits
-        return _pipelined(compared.pipelined)
-    assert compared.multiplexed is not None
-    return _multiplexed(compared.multiplexed, model, microbatches)
+        run = _pipelined(compared.pipelined)
+    else:
+        assert compared.multiplexed is not None
+        run = _multiplexed(compared.multiplexed, inputs, microbatches)
+    return replace(run, lines=(*run.lines, lines[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from raymm.config.planning_options import MULTIPLEXED, PIPELINED
@@ -16,9 +17,11 @@ from raymm.costs.scaling_estimates import (
     slowed_layers,
 )
 from raymm.draw.row_table import time_text
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.planning.inputs import PlanInputs, loads_of
 from raymm.planning.mapping_inputs import (
+    MOST_GIB,
     DoesNotFitError,
     MappedBatch,
     MappingInputs,
@@ -28,11 +31,18 @@ from raymm.planning.mapping_inputs import (
 from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
 from raymm.planning.request import PlanRequest
+from raymm.planning.search import cut_modules, refused_cuts
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.progress.search_control import SearchControl
+from raymm.scheduler.schedule.process_costs import layer_of_samples
+from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.stage_space import StageSearchError
+from raymm.scheduler.styles.blocks import StyleProblem
+from raymm.scheduler.styles.style_search import BETWEEN, StyleSearch, search_between
 
 
 class NoWholeDeviceError(MultiplexError):
@@ -48,6 +58,8 @@ class StyleComparison:
         refused: why, by style.
         batch: samples of a step.
         microbatches: that the pipelined plan splits it into.
+        between: the search that goes on from both; None where surfaces do not say what pipelines
+            take, or nothing fits.
     """
 
     pipelined: Planned | None
@@ -55,6 +67,15 @@ class StyleComparison:
     refused: Mapping[str, str]
     batch: int
     microbatches: int
+    between: StyleSearch | None = None
+
+    @property
+    def chosen(self) -> Plan | None:
+        """What runs: the fastest of both styles and between them, judged alike; where nothing was
+        searched between them, that of the faster style if it is pipelined."""
+        if self.between is not None:
+            return self.between.best.plan
+        return self.pipelined.plan if self.pipelined and self.style == PIPELINED else None
 
     @property
     def style(self) -> str | None:
@@ -93,7 +114,12 @@ class StyleComparison:
         elif best is not None:
             seconds = time_text(by_style[best])
             lines.append(f"{best} runs: {seconds} per step of {self.batch} samples")
-        lines += [
+        return "\n".join([*lines, *self._between_lines(), *self.common_lines])
+
+    @property
+    def common_lines(self) -> list[str]:
+        """What the two styles' numbers have in common, and what not."""
+        return [
             "the same for both: batch, devices, memory limit, frozen rules, the costs of layers "
             "(modules too small to fill a device are slower by the same rule)",
             f"pipelined: {self.microbatches} microbatches through cut modules; bubbles and "
@@ -103,17 +129,41 @@ class StyleComparison:
             "interference and sums of gradients (not hidden) are counted, messages between modules "
             "are not; keeps all activations",
         ]
-        return "\n".join(lines)
 
 
-def compare_styles(inputs: PlanInputs, plan: Plan | None = None) -> StyleComparison:
-    """Plan a model both ways, by the same costs.
+    def _between_lines(self) -> list[str]:
+        search = self.between
+        if search is None:
+            return []
+        best = search.best
+        starts = ", ".join(
+            f"{style} {time_text(option.seconds)}" for style, option in search.starts.items()
+        )
+        equal = [style for style, option in search.starts.items() if option is best]
+        text = f"auto: {equal[0]} as it is" if equal else f"auto: {best.label}"
+        how = "all layouts" if search.exhaustive else "local moves"
+        return [
+            f"{text}, {time_text(best.seconds)} per step (all simulated, with messages, "
+            f"interference and memory: {starts or 'neither style fits'}; {how}, {search.tried} "
+            "plans tried)",
+            *search.lines(),
+        ]
+
+
+def compare_styles(
+    inputs: PlanInputs, plan: Plan | None = None, at_once: bool = True,
+    control: SearchControl | None = None,
+) -> StyleComparison:
+    """Plan a model both ways, by the same costs, and between them.
 
     Args:
         inputs: of both. Where surfaces are given, the costs of layers are scaled to what a module
             takes by its surface on one whole device.
         plan: a pipelined plan to compare with, instead of searching one; of as many ranks
             (:func:`with_ranks_of`) and microbatches as asked for.
+        at_once: whether a step's samples may be one microbatch; else a mapping is of one of the
+            microbatches that are asked for.
+        control: of the search between the styles; by default the request's time limit ends it.
 
     Raises:
         PlanError, DeviceError, ProfileError, LoadError, MultiplexError: naming what is wrong, but
@@ -128,7 +178,8 @@ def compare_styles(inputs: PlanInputs, plan: Plan | None = None) -> StyleCompari
     basis = _Basis.of(inputs)
     try:
         # Lengths are for pipelines too; whether surfaces are of them is checked below.
-        mapped = basis.mapping_inputs(replace(inputs.request, tokens={}))
+        count = 1 if at_once else workload.microbatches
+        mapped = basis.mapping_inputs(replace(inputs.request, tokens={}), count)
         multiplexed = PlannedMultiplexed.of(mapped)
         if multiplexed.unfit:
             refused[MULTIPLEXED] = multiplexed.unfit
@@ -145,7 +196,58 @@ def compare_styles(inputs: PlanInputs, plan: Plan | None = None) -> StyleCompari
             refused[PIPELINED] = pipelined.unfit
     except (NoWholeDeviceError, StageSearchError) as error:
         refused[PIPELINED] = str(error)
-    return StyleComparison(pipelined, multiplexed, refused, workload.batch, workload.microbatches)
+    compared = StyleComparison(
+        pipelined, multiplexed, refused, workload.batch, workload.microbatches
+    )
+    try:
+        counts = {workload.microbatches, count}
+        profiles = {number: basis.shared_profile(number) for number in sorted(counts)}
+    except NoWholeDeviceError:
+        return compared
+    starts = _starts(inputs, compared, profiles[count], count)
+    control = control or SearchControl(inputs.request.time_limit)
+    return replace(compared, between=_between(inputs, starts, profiles, pipelined, control))
+
+
+def _starts(
+    inputs: PlanInputs, compared: StyleComparison, profile: CostProfile, microbatches: int
+) -> dict[str, Option]:
+    """The best plans of both styles, of those that fit, judged alike."""
+    starts = {}
+    if compared.pipelined is not None and PIPELINED not in compared.refused:
+        starts[PIPELINED] = compared.pipelined.proposal.best
+    if compared.multiplexed is not None and MULTIPLEXED not in compared.refused:
+        plan = plan_of_mapping(inputs.model, compared.multiplexed.mapping, microbatches)
+        plan = replace(plan, profile=profile)
+        starts[MULTIPLEXED], _ = evaluate(plan, inputs.costs.network, MULTIPLEXED)
+    return starts
+
+
+def _between(
+    inputs: PlanInputs, starts: Mapping[str, Option], profiles: Mapping[int, CostProfile],
+    pipelined: Planned | None, control: SearchControl,
+) -> StyleSearch | None:
+    """Searched again as long as it cuts what the probe cannot."""
+    whole = set() if pipelined is None else set(pipelined.whole)
+    sharing = next(iter(profiles.values())).sharing
+    quotas = sharing is not None and any(
+        surface.quotas[0] < surface.steps for surface in sharing.surfaces
+    )
+    while True:
+        problem = StyleProblem(
+            inputs.graph, profiles, inputs.ranks, inputs.memory_limit, inputs.costs.network,
+            inputs.request.quota_steps if quotas else 1, frozenset(whole),
+            tuple(inputs.request.schedules),
+        )
+        try:
+            result = search_between(problem, starts, control)
+        except PlanError:
+            return None
+        cut = cut_modules(result.best.plan) if result.best.layout == BETWEEN else []
+        refused = refused_cuts(inputs.model, sorted(set(cut) - whole))
+        if not refused:
+            return result
+        whole |= set(refused)
 
 
 def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
@@ -170,6 +272,21 @@ def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
         MultiplexError: naming what is wrong.
     """
     return PlannedMultiplexed.of(_Basis.of(inputs).mapping_inputs(inputs.request))
+
+
+def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed, microbatches: int = 1) -> Plan:
+    """The plan that runs a mapping, with the costs and surfaces that it is predicted by, if those
+    say what modules take on one whole device.
+
+    Args:
+        inputs: that the mapping follows from.
+        planned: what :func:`plan_step_multiplexed` gave.
+        microbatches: of a step.
+    """
+    plan = plan_of_mapping(inputs.model, planned.mapping, microbatches)
+    with suppress(NoWholeDeviceError):
+        return replace(plan, profile=_Basis.of(inputs).shared_profile(microbatches))
+    return plan
 
 
 @dataclass(frozen=True)
@@ -197,10 +314,10 @@ class _Basis:
                           "it is taken to have no quotas, and links of CPUs",)  # fmt: skip
         return cls(inputs, shapes_of(inputs.model), loads, notes)
 
-    def mapping_inputs(self, request: PlanRequest) -> MappingInputs:
-        """Of a mapping of all microbatches of a step at once."""
+    def mapping_inputs(self, request: PlanRequest, microbatches: int = 1) -> MappingInputs:
+        """Of a mapping of a step's samples in so many microbatches, one after another."""
         inputs, has_surfaces = self.inputs, request.surfaces is not None
-        count, dtype = inputs.workload.microbatches, inputs.workload.dtype
+        count, dtype = inputs.workload.microbatches // microbatches, inputs.workload.dtype
         loads = {
             name: Load(load.samples * count, load.tokens,
                        None if load.labels is None else load.labels * count)
@@ -211,9 +328,42 @@ class _Basis:
         named = not has_surfaces or request.device is not None
         return mapping_inputs(
             self.shapes, edges_of(inputs.model, [shape.name for shape in self.shapes]), request,
-            MappedBatch(loads[LANGUAGE_MODEL].samples, dtype, dtype, loads, measured),
+            MappedBatch(
+                loads[LANGUAGE_MODEL].samples, dtype, dtype, loads, measured, microbatches
+            ),
             inputs.costs.device or find_device(CPU) if named else None,
             () if has_surfaces else self.notes,
+        )
+
+    def shared_profile(self, microbatches: int) -> CostProfile:
+        """Layer costs of one of so many microbatches of a step, with its surfaces.
+
+        Raises:
+            NoWholeDeviceError: surfaces do not say what pipelines take.
+            MultiplexError: surfaces are of other lengths.
+        """
+        profile, workload = self.profile(), self.inputs.workload
+        # Whether whole modules fit is no matter here.
+        anyhow = replace(self.inputs.request, tokens={}, memory_gib=MOST_GIB)
+        problem = self.mapping_inputs(anyhow, microbatches).problem
+        surfaces = problem.surfaces
+        if self.inputs.request.surfaces is not None:  # of a whole step
+            surfaces = tuple(
+                replace(surface, seconds=tuple(
+                    tuple(seconds / microbatches for seconds in row) for row in surface.seconds
+                ))
+                for surface in surfaces
+            )
+        sharing = DeviceSharing(surfaces, problem.interference)
+        many = workload.microbatches // microbatches
+        layers = {}
+        for shape, surface in zip(self.shapes, surfaces, strict=True):
+            own = tuple(layer_of_samples(cost, many) for cost in profile.modules[shape.name])
+            factor = surface.seconds_at(1, surface.steps) / shape.seconds(own)
+            layers[shape.name] = slowed_layers(own, factor)
+        tokens = {name: count * many for name, count in profile.tokens.items()}
+        return replace(
+            profile, modules={**profile.modules, **layers}, tokens=tokens, sharing=sharing
         )
 
     def profile(self) -> CostProfile:

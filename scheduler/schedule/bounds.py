@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
-from raymm.scheduler.schedule.step_graph import ActiveStages, active_stages, full_step
+from raymm.scheduler.schedule.step_graph import (
+    ActiveStages,
+    active_stages,
+    full_samples,
+    full_step,
+)
 
 
 def lower_bound(
@@ -59,7 +64,9 @@ class _Bound:
         self.limits = limits
         self.costs = stage_costs(plan)
         # Microbatches that go through the same replicas of all modules are alike.
-        self.active = tuple(dict.fromkeys(active_stages(plan, full_step(plan))))
+        self.active = tuple(dict.fromkeys(
+            active_stages(plan, full_step(plan), samples=full_samples(plan))
+        ))
         self.needs = frozenset().union(*(a.needs_backward for a in self.active))
         self.owes = frozenset().union(*(a.needs_input_grad for a in self.active))
         everywhere = frozenset(plan.by_id)

@@ -32,6 +32,8 @@ upper
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from math import prod
 
 from raymm.scheduler.costs.devices import Link
@@ -39,6 +41,13 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.recomputation import REMADE, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.stage import Degrees
+
+# Fields of a layer's cost that grow with the samples.
+_SECONDS = ("forward", "backward_input", "backward_weight")
+_SAMPLE_BYTES = (
+    "activation_bytes", "output_bytes", "key_value_bytes", "working_bytes", "forward_bytes",
+    "data_bytes",
+)
 
 # The residual stream at both norms of a block in fp32, what an RMS norm keeps beside it, and the
 # two norms' results in the compute dtype: 3 to 5 hidden states in fp32, by kind of norm and dtype.
@@ -164,3 +173,22 @@ def gather_seconds(size: float, processes: int, link: Link | None) -> float:
 def exposed_seconds(reduction: float, backward: float) -> float:
     """Seconds of a sum of gradients that the last microbatch's backward does not hide."""
     return max(0.0, reduction - backward)
+
+
+def layer_of_samples(cost: LayerCost, times: float) -> LayerCost:
+    """A layer with so many times the samples, used without loss: seconds, and bytes of samples.
+
+    Args:
+        cost: the layer's.
+        times: below one for a share of the samples.
+    """
+    def scaled(nbytes: int | None) -> int | None:
+        return nbytes and math.ceil(nbytes * times)
+
+    options = tuple(
+        LayerOption(o.name, o.seconds * times, scaled(o.nbytes) or 0, scaled(o.working_bytes))
+        for o in cost.options
+    )
+    numbers = {name: getattr(cost, name) * times for name in _SECONDS}
+    sizes = {name: scaled(getattr(cost, name)) for name in _SAMPLE_BYTES}
+    return replace(cost, **numbers, **sizes, options=options, halved=None)

@@ -36,15 +36,11 @@ from raymm.scheduler.schedule.process_costs import (
     all_reduce_seconds,
     exposed_seconds,
     gather_seconds,
+    layer_of_samples,
     process_layers,
 )
 
 _FP32_BYTES = 4
-# Fields of a layer's cost that are bytes of samples.
-_OF_SAMPLES = (
-    "activation_bytes", "output_bytes", "key_value_bytes", "working_bytes", "forward_bytes",
-    "data_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -269,18 +265,14 @@ def _layers_of_share(
     slower = sharing.seconds(module, replicas, {module: 1.0})
     return tuple(
         replace(
-            cost, forward=cost.forward * slower, backward_input=cost.backward_input * slower,
-            backward_weight=cost.backward_weight * slower, halved=None,
+            share, forward=cost.forward * slower, backward_input=cost.backward_input * slower,
+            backward_weight=cost.backward_weight * slower,
             options=tuple(
-                option._replace(
-                    seconds=option.seconds * slower, nbytes=-(-option.nbytes // replicas),
-                    working_bytes=option.working_bytes and -(-option.working_bytes // replicas),
-                )
-                for option in cost.options
+                option._replace(seconds=whole.seconds * slower)
+                for option, whole in zip(share.options, cost.options, strict=True)
             ),
-            **{name: -(-getattr(cost, name) // replicas) for name in _OF_SAMPLES},
         )
-        for cost in layers
+        for cost in layers for share in (layer_of_samples(cost, 1 / replicas),)
     )
 
 

@@ -52,7 +52,10 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
+from raymm.scheduler.search.evaluation import evaluate, step_timeline
 
 H100 = find_device("H100")
 
@@ -426,6 +429,27 @@ def test_a_style_that_does_not_fit_loses():
     found = compare_styles(inputs_of(vlm(), request, 8, 4))
     assert "multiplexed" in found.refused and found.style != "multiplexed"
     assert "multiplexed does not run: module 'llm' fits nowhere" in found.explain()
+
+
+@pytest.mark.parametrize(("ranks", "memory"), [(2, None), (4, None), (3, 3.0)])
+def test_between_the_styles_nothing_is_slower_than_the_better(ranks, memory):
+    """And what a plan's file is predicted by is what the search went by."""
+    request = PlanRequest(ranks=ranks, device="H100", tokens={"vision": 64, "llm": 512},
+                          degrees="none", memory_gib=memory)  # fmt: skip
+    found = compare_styles(inputs_of(vlm(), request, 4, 8))
+    best = found.between.best
+    assert all(best.seconds <= option.seconds for option in found.between.starts.values())
+    assert set(found.between.starts) == set(found.seconds)
+    again = Plan.from_json(found.chosen.to_json())
+    network = found.pipelined.network
+    assert evaluate(again, network)[0].seconds == pytest.approx(best.seconds)
+    text = found.explain()
+    assert "auto: " in text and "\nvision: " in text and "\nllm: " in text
+    if "multiplexed" in found.seconds:
+        # Without messages the mapping's plan takes what its surfaces say.
+        option = found.between.starts["multiplexed"]
+        bare = step_timeline(option.plan, Network()).makespan
+        assert bare == pytest.approx(found.multiplexed.seconds, rel=1e-6)
 
 
 def test_measured_layers_scale_the_estimates():

@@ -74,7 +74,7 @@ def test_files_that_cannot_be_read(reader, command, tmp_path):
 def test_places_that_cannot_be_written(writer, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
-    for name in ("plan.json", "mapping.png", "f.png", "f.interference.json"):
+    for name in ("plan.json", "f.png", "f.interference.json"):
         (tmp_path / "taken" / name).mkdir(parents=True)
     (tmp_path / "taken" / "f.json").symlink_to(tmp_path / "nowhere" / "f")
     before = sorted(tmp_path.rglob("*"))

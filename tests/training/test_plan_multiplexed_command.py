@@ -1,5 +1,6 @@
 """``raymm plan --style``: mappings and comparisons from the command line."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -10,8 +11,9 @@ from PIL import Image
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import ConfigError, load_config
 from raymm.scheduler.costs.surface import ScalingSurface, surfaces_to_json
-from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.search.evaluation import step_timeline
 
 
 @pytest.fixture
@@ -31,6 +33,12 @@ def surfaces(seconds: dict[str, float], memory: int = 10**6) -> str:
     ])
 
 
+def printed_seconds(text: str) -> float:
+    """Of "predicted ... per iteration"."""
+    number, unit = re.search(r"predicted ([\d.]+) (s|ms|µs) per iteration", text).groups()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
 def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no_ray):
     out = tmp_path / "out"
     code, text = raymm(
@@ -38,10 +46,12 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
         "--compare",
     )
     assert code == 0, text
-    mapping = Mapping.from_json((out / "mapping.json").read_text())
-    assert mapping.gpus == 4
-    modules = [p.module for s in mapping.stages for p in s.placements]
-    assert sorted(modules) == ["llm", "vision"] and modules[0] == "vision"
+    plan = Plan.from_json((out / "plan.json").read_text())
+    assert plan.num_ranks <= 4 and plan.schedule == "slots" and plan.num_microbatches == 1
+    assert plan.replicas("vision")[0][0].slot < plan.replicas("llm")[0][0].slot
+    # What it is predicted by is in the file, and gives what is printed.
+    assert step_timeline(plan, Network()).makespan <= printed_seconds(text) * 1.01
+    assert "--multiplex goes away; use --style multiplexed" in text
     # The standard run has two microbatches; what `raymm train` says of that, this says before.
     assert "train it with data.microbatches: 1" in text
     for part in ("multiplexed (estimates)", "stage ms", "quota", "found by auto", "not measured",
@@ -49,10 +59,10 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
         assert part in text
     for name in ("raymm", "Megatron-LM", "DistMM", "Spindle"):  # what --compare is for
         assert re.search(rf"^ *{name} +[\d.]+ ms ", text, re.M), text
-    assert f"{out / 'mapping.png'}" in text
-    with Image.open(out / "mapping.png") as picture:
+    assert f"{out / 'plan.png'}" in text
+    with Image.open(out / "plan.png") as picture:
         assert picture.width > 800 and len(picture.convert("RGB").getcolors(2**20)) > 20
-    assert sorted(p.name for p in out.iterdir()) == ["mapping.json", "mapping.png"]
+    assert sorted(p.name for p in out.iterdir()) == ["plan.json", "plan.png", "plan_schedule.png"]
 
 
 def test_what_the_page_plans_is_what_it_trains(
@@ -67,12 +77,11 @@ def test_what_the_page_plans_is_what_it_trains(
     monkeypatch.chdir(tmp_path)
     code, text = raymm(*(config if word == "CONFIG.yaml" else word for word in plan))
     assert code == 0, text
-    chosen = train[train.index("--set") + 1]
-    settings = load_config(config, [chosen])
+    settings = [word for before, word in itertools.pairwise(train) if before == "--set"]
+    settings = load_config(config, settings)
     assert build_plan(settings, build_model(settings)).schedule == "slots"
     # What a mapping has no use for is not left unread.
     for overrides, words in (
-        ([chosen, "parallel.language_model={pp: 2}"], "a mapping, which .* but layouts"),
         (["parallel.style=multiplexed", "parallel.schedule=gpipe"],
          "parallel.schedule is 'gpipe', but parallel.style is 'multiplexed'"),
     ):  # fmt: skip
@@ -88,11 +97,11 @@ def test_a_file_of_surfaces_is_a_profile_too(raymm, make_config, tmp_path, wide,
         "--interference", "blind", "--svg", "--out", str(tmp_path),
     )
     assert code == 0, text
-    mapping = Mapping.from_json((tmp_path / "mapping.json").read_text())
-    assert mapping.seconds == pytest.approx(0.3) and "300 ms" in text
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert step_timeline(plan, Network()).makespan == pytest.approx(0.3) and "300 ms" in text
     assert "surfaces, measured or given" in text and "(estimates)" not in text
     assert "blind: modules side by side" in text and "surfaces are of is not known" in text
-    assert (tmp_path / "mapping.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
 
 
 def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wide, no_ray):
@@ -103,10 +112,16 @@ def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wi
     assert code == 0, text
     assert "times as fast" in text and "the same for both: batch" in text
     assert "pipelined: 2 microbatches" in text and "multiplexed: the whole batch" in text
-    mapping = Mapping.from_json((tmp_path / "out" / "mapping.json").read_text())
     plan = Plan.from_json((tmp_path / "out" / "plan.json").read_text())
-    assert mapping.gpus == 2 and plan.num_ranks <= 2
-    assert (tmp_path / "out" / "plan_schedule.png").is_file()
+    assert plan.num_ranks <= 2
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "plan.json", "plan.png", "plan_schedule.png"
+    ]
+    # One line says what runs, and one per module where, and what else would have cost.
+    found = re.search(r"^auto: .* per step \(all simulated.*plans tried\)$", text, re.M)
+    assert found, text
+    for module in ("vision", "llm"):
+        assert re.search(rf"^{module}: .*; (the fastest plan with|no other way)", text, re.M), text
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -1,0 +1,274 @@
+"""Plans made of blocks: sets of modules, each on devices of its own.
+
+A block of one module may be a pipeline, whose stages may each be shared over several devices by
+samples. In a block of several all are on all of its devices, by samples, on quotas or in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import Stage
+from raymm.scheduler.plan.stage_edges import SAMPLES
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.search.options import SEARCHED_SCHEDULES
+from raymm.scheduler.search.partition import Ranges
+from raymm.scheduler.search.stage_space import StageSpace
+
+# A block's quotas that are all tried; of more only those around the balanced ones are.
+MOST_QUOTAS = 12
+
+
+class Block(NamedTuple):
+    """Modules, and how they are on their devices.
+
+    Attributes:
+        modules: in the order of the data.
+        stages: of the module, if it is one.
+        copies: devices of each stage, which share every microbatch by samples.
+        quotas: of each module, in steps; without any they take turns.
+    """
+
+    modules: tuple[str, ...]
+    stages: int = 1
+    copies: int = 1
+    quotas: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """How many it has."""
+        return self.stages * self.copies
+
+
+class Layout(NamedTuple):
+    """Blocks that have every module once, and microbatches of a step."""
+
+    blocks: tuple[Block, ...]
+    microbatches: int
+
+    @property
+    def devices(self) -> int:
+        """Of all blocks."""
+        return sum(block.devices for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class StyleProblem:
+    """What a search between the styles is given.
+
+    Attributes:
+        graph: the modules.
+        profiles: by microbatches of a step, what layers cost on one of so many; with surfaces.
+        ranks: how many devices there are.
+        memory_limit: bytes of each; None: no limit.
+        network: what messages take.
+        steps: of a device's quota; 1: no quotas.
+        whole: modules that cannot be cut.
+        schedules: the first is searched with, the others are tried of what was found.
+    """
+
+    graph: ModuleGraph
+    profiles: Mapping[int, CostProfile]
+    ranks: int
+    memory_limit: int | None = None
+    network: Network = field(default_factory=Network)
+    steps: int = 10
+    whole: frozenset[str] = frozenset()
+    schedules: tuple[str, ...] = SEARCHED_SCHEDULES
+
+    @cached_property
+    def _spaces(self) -> dict[int, StageSpace]:
+        ranks = max(self.ranks, len(self.graph.nodes))
+        return {
+            count: StageSpace(self.graph, profile, ranks, count)
+            for count, profile in self.profiles.items()
+        }
+
+    @cached_property
+    def _work(self) -> dict[int, dict[str, float]]:
+        return {
+            count: {
+                name: sum(layer.total for layer in layers)
+                for name, layers in layer_work(self.graph, profile).items()
+            }
+            for count, profile in self.profiles.items()
+        }
+
+    def alone(self, microbatches: int, module: str, copies: int, quota: float = 1.0) -> float:
+        """Seconds of a microbatch of a module that nothing runs beside.
+
+        Args:
+            microbatches: of a step.
+            module: which.
+            copies: devices that share its samples.
+            quota: of each device.
+        """
+        sharing = self.profiles[microbatches].sharing
+        slower = 1 / copies / quota
+        if sharing is not None:
+            slower = sharing.seconds(module, copies, {module: quota})
+        return self._work[microbatches][module] * slower
+
+    def most_copies(self, microbatches: int, module: str) -> int:
+        """Devices that a module may share samples over: as far as its surface goes."""
+        sharing = self.profiles[microbatches].sharing
+        return 1 if sharing is None else sharing.most_devices(module)
+
+    def partition(self, microbatches: int, module: str, stages: int) -> Ranges | None:
+        """Balanced layers of so many stages; None if there cannot be so many.
+
+        Args:
+            microbatches: of a step.
+            module: which.
+            stages: how many.
+        """
+        if stages > 1 and module in self.whole:
+            return None
+        return self._spaces[microbatches].partition(module, stages)
+
+    def bound(self, layout: Layout) -> float:
+        """Seconds that no step of a layout undercuts, as long as nothing is faster with less of a
+        device."""
+        most = 0.0
+        for block in layout.blocks:
+            times = [
+                self.alone(layout.microbatches, module, block.copies) for module in block.modules
+            ]
+            most = max(most, max(times) if block.quotas else sum(times) / block.stages)
+        return most * layout.microbatches
+
+    def allowed(self, layout: Layout) -> bool:
+        """Whether there are devices enough, and modules may be on theirs as they are."""
+        return layout.devices <= self.ranks and all(
+            block.copies & (block.copies - 1) == 0
+            and (len(block.modules) == 1 or block.stages == 1)
+            and sum(block.quotas) <= self.steps
+            and all(
+                block.copies <= self.most_copies(layout.microbatches, module)
+                and self.partition(layout.microbatches, module, block.stages) is not None
+                for module in block.modules
+            )
+            for block in layout.blocks
+        )
+
+    def plan(self, layout: Layout, schedule: str, recompute: bool = False) -> Plan:
+        """A layout as a plan.
+
+        Args:
+            layout: one that is allowed.
+            schedule: of the plan.
+            recompute: whether stages recompute, except those of losses.
+        """
+        stages: list[Stage] = []
+        first = 0
+        for block in layout.blocks:
+            for place, module in enumerate(block.modules):
+                ranges = self.partition(layout.microbatches, module, block.stages)
+                assert ranges is not None, "layouts are made of what can be cut so"
+                quota = block.quotas[place] / self.steps if block.quotas else None
+                stages += [
+                    Stage(
+                        module, index, layers, first + index * block.copies + copy, copy,
+                        recompute=recompute and module not in self.graph.losses,
+                        quota=quota, split=SAMPLES if block.copies > 1 else "microbatches",
+                    )
+                    for copy in range(block.copies) for index, layers in enumerate(ranges)
+                ]
+            first += block.devices
+        return Plan(
+            self.graph, tuple(stages), layout.microbatches, schedule,
+            self.profiles[layout.microbatches], self.memory_limit,
+        )
+
+
+def layouts(problem: StyleProblem) -> Iterator[Layout]:
+    """Every layout of a problem, except that large blocks have only some quotas."""
+    for count in sorted(problem.profiles):
+        for groups in _partitions(problem.graph.topological):
+            options = [list(_blocks(problem, count, group)) for group in groups]
+            for blocks in product(*options):
+                layout = Layout(blocks, count)
+                if problem.allowed(layout):
+                    yield layout
+
+
+def _partitions(modules: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """All ways to put modules into groups."""
+    if not modules:
+        yield ()
+        return
+    first, rest = modules[0], modules[1:]
+    for groups in _partitions(rest):
+        yield ((first,), *groups)
+        for at, group in enumerate(groups):
+            yield (*groups[:at], (first, *group), *groups[at + 1 :])
+
+
+def _blocks(problem: StyleProblem, count: int, group: tuple[str, ...]) -> Iterator[Block]:
+    copies = 1
+    while copies <= problem.ranks:
+        if len(group) > 1:
+            yield from (Block(group, 1, copies, q) for q in quota_choices(
+                problem, count, group, copies
+            ))
+        else:
+            yield from (
+                Block(group, stages, copies) for stages in range(1, problem.ranks // copies + 1)
+            )
+        copies *= 2
+
+
+def quota_choices(
+    problem: StyleProblem, microbatches: int, modules: tuple[str, ...], copies: int
+) -> list[tuple[int, ...]]:
+    """Quotas of modules that are on the same devices: none, and all that leave nothing, or if those
+    are many the balanced ones and those that differ by a step.
+
+    Args:
+        problem: with steps of quotas.
+        microbatches: of a step.
+        modules: two or more.
+        copies: devices that they are on.
+    """
+    count = len(modules)
+    if count < 2 or count > problem.steps:
+        return [()]
+    every = _compositions(problem.steps, count, MOST_QUOTAS)
+    if every is not None:
+        return [(), *every]
+    quotas = [1] * count
+    for _ in range(problem.steps - count):  # each step to whoever is slowest
+        slowest = max(range(count), key=lambda i: problem.alone(
+            microbatches, modules[i], copies, quotas[i] / problem.steps
+        ))
+        quotas[slowest] += 1
+    balanced = tuple(quotas)
+    # A step from the one that has most to another.
+    fullest = max(range(count), key=lambda i: balanced[i])
+    moved = [
+        tuple(q - (i == fullest) + (i == to) for i, q in enumerate(balanced))
+        for to in range(count) if to != fullest and balanced[fullest] > 1
+    ]
+    return [(), balanced, *moved[:2]]
+
+
+def _compositions(total: int, parts: int, most: int) -> list[tuple[int, ...]] | None:
+    """All ways to write a number as a sum of so many; None if there are more than asked for."""
+    sums: list[tuple[int, ...]] = [()]
+    for left in range(parts, 0, -1):
+        sums = [
+            (*head, part) for head in sums
+            for part in (
+                [total - sum(head)] if left == 1 else range(1, total - sum(head) - left + 2)
+            )
+        ]
+        if len(sums) > most:
+            return None
+    return sums

@@ -1,0 +1,177 @@
+"""The search between the styles: never slower than where it begins, as good as trying everything
+where that is little, and its plans run."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler.costs.interference import Interference
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.sharing import DeviceSharing
+from raymm.scheduler.costs.surface import ScalingSurface
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.stage import Stage
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.check_samples import check_samples
+from raymm.scheduler.progress.search_control import SearchControl
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedule.step_graph import full_samples
+from raymm.scheduler.search.evaluation import evaluate
+from raymm.scheduler.styles import style_search
+from raymm.scheduler.styles.blocks import StyleProblem
+from raymm.scheduler.styles.style_search import QUOTA, search_between, way_of
+
+
+@st.composite
+def style_problems(draw, most: int = 3) -> StyleProblem:
+    """Up to three modules with surfaces that fall, on up to four devices."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count, ranks, steps = draw(st.integers(1, most)), draw(st.integers(1, 4)), 2
+    names = [f"m{i}" for i in range(count)]
+    edges = [
+        pair for pair in itertools.combinations(names, 2)
+        if pair[1] != names[-1] and draw(st.booleans())
+    ]
+    edges += [(name, names[-1]) for name in names[:-1]]
+    graph = ModuleGraph(
+        tuple(ModuleNode(name, (True,) * draw(st.integers(1, 3))) for name in names), tuple(edges)
+    )
+    profiles = {}
+    for microbatches in draw(st.sampled_from([(1,), (3,), (1, 2)])):
+        modules, surfaces = {}, []
+        for node in graph.nodes:
+            each = rng.uniform(0.2, 2.0, node.num_layers) / microbatches
+            modules[node.name] = tuple(
+                LayerCost(t, t, t, int(rng.integers(1, 9)), 4, 1) for t in map(float, each)
+            )
+            total, power = float(each.sum()), rng.uniform(0.3, 1.0)
+            surfaces.append(ScalingSurface(
+                node.name, (1, 2), (1, 2), 2,
+                tuple(
+                    tuple(total / (d * q / 2) ** float(power) for q in (1, 2)) for d in (1, 2)
+                ),
+                (0, 0), (0.2, 0.4),
+            ))
+        sharing = DeviceSharing(tuple(surfaces), Interference(product=0.5, coupling="own"))
+        profiles[microbatches] = CostProfile(modules, sharing=sharing)
+    return StyleProblem(
+        graph, profiles, ranks, draw(st.sampled_from([None, None, 60, 150])), Network(), steps
+    )
+
+
+def everything(problem: StyleProblem):
+    """Seconds of every plan of blocks, made with nothing of the search's."""
+    names = [node.name for node in problem.graph.nodes]
+    for count, profile in problem.profiles.items():
+        for owners in itertools.product(range(len(names)), repeat=len(names)):
+            groups = [[n for n, o in zip(names, owners, strict=True) if o == k] for k in
+                      range(len(names))]  # fmt: skip
+            groups = [group for group in groups if group]
+            if [group[0] for group in groups] != sorted(group[0] for group in groups):
+                continue
+            ways = []
+            for group in groups:
+                if len(group) == 1:
+                    layers = problem.graph.node(group[0]).num_layers
+                    ways.append([(s, c, None) for s in range(1, layers + 1) for c in (1, 2)])
+                else:
+                    shares = [None] + [[0.5, 0.5]] * (len(group) == 2)
+                    ways.append([(1, c, q) for c in (1, 2) for q in shares])
+            for choice in itertools.product(*ways):
+                if sum(s * c for s, c, _ in choice) > problem.ranks:
+                    continue
+                for again in (False, True):
+                    stages, first = [], 0
+                    for group, (parts, copies, quotas) in zip(groups, choice, strict=True):
+                        for place, name in enumerate(group):
+                            ranges = problem.partition(count, name, parts)
+                            stages += [
+                                Stage(
+                                    name, i, layers, first + i * copies + c, c,
+                                    recompute=again and name != names[-1],
+                                    quota=quotas[place] if quotas else None,
+                                    split="samples" if copies > 1 else "microbatches",
+                                )
+                                for c in range(copies) for i, layers in enumerate(ranges)
+                            ]
+                        first += parts * copies
+                    plan = Plan(problem.graph, tuple(stages), count, "1f1b", profile,
+                                problem.memory_limit)  # fmt: skip
+                    option, unfit = evaluate(plan, problem.network)
+                    if unfit is None:
+                        yield option.seconds
+                        break
+
+
+@given(style_problems())
+@settings(max_examples=25)
+def test_it_is_as_good_as_trying_everything(problem):
+    seconds = list(everything(problem))
+    if not seconds:
+        with pytest.raises(PlanError, match="no plan fits"):
+            search_between(problem, {})
+        return
+    result = search_between(problem, {})
+    assert result.exhaustive and result.best.seconds <= min(seconds) * (1 + 1e-9)
+    plan = result.best.plan
+    program = full_program(plan)
+    check_program(program)
+    if plan.splits_samples:
+        check_samples(plan, program, full_samples(plan))
+    assert len(result.lines()) == len(problem.graph.nodes)
+
+
+@given(style_problems(), st.booleans())
+@settings(max_examples=25)
+def test_it_is_never_slower_than_where_it_begins(problem, stopped):
+    """By local moves, too, and where it is ended at once; twice the same."""
+    try:
+        start = search_between(problem, {}).best
+    except PlanError:
+        return
+    before = style_search.FEW_LAYOUTS
+    style_search.FEW_LAYOUTS = 0
+    try:
+        found = []
+        for _ in range(2):
+            control = SearchControl(0.0 if stopped else None)
+            found.append(search_between(problem, {"best": start}, control))
+            alone = None
+            if not stopped and problem.memory_limit is None:
+                alone = search_between(problem, {}, SearchControl())
+                assert alone.best.seconds <= start.seconds * 1.5  # local moves lead somewhere
+    finally:
+        style_search.FEW_LAYOUTS = before
+    assert found[0].best.seconds <= start.seconds
+    if not stopped:
+        assert found[0].best == found[1].best and not found[0].exhaustive
+
+
+def test_small_encoders_share_what_the_language_model_leaves():
+    """Two encoders that use half of a device each, and a language model that needs two."""
+    graph = ModuleGraph(
+        (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("llm", (True,) * 4)),
+        (("a", "llm"), ("b", "llm")),
+    )
+    half = ((1.2, 1.2),)
+    surfaces = tuple(ScalingSurface(n, (1,), (1, 2), 2, half, (0,), (0.1, 0.1)) for n in "ab")
+    layer = LayerCost(0.4, 0.4, 0.4)
+    profile = CostProfile(
+        {"a": (LayerCost(0.4, 0.0, 0.8),), "b": (LayerCost(0.4, 0.0, 0.8),),
+         "llm": (LayerCost(0.2, 0.2, 0.2),) * 4},
+        sharing=DeviceSharing(surfaces),
+    )  # fmt: skip
+    assert layer.forward
+    problem = StyleProblem(graph, {8: profile}, 3, None, Network(), 2)
+    result = search_between(problem, {})
+    assert [way_of(result.best.plan, name) for name in ("a", "b")] == [QUOTA, QUOTA]
+    assert len(result.best.plan.replicas("llm")[0]) == 2
+    assert "a quota of 0.5 beside b" in result.lines()[0]
+    assert "devices of its own" in result.lines()[2]
