@@ -15,6 +15,7 @@ from benchmarks.emulation import ENTRY
 from raymm.actors.quota import Multiprocessors
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage
@@ -111,6 +112,7 @@ def styled(plan: Plan, contrastive: Collection[str] = ()) -> tuple[ModuleDag, Pl
     firsts = {name: plan.replicas(name)[0] for name in plan.graph.topological}
     modules = {_node(stage): stage.module for stages in firsts.values() for stage in stages}
     nodes: dict[str, DagModule] = {}
+    seconds_of: dict[str, StageSeconds] = {}
     for name, stages in firsts.items():
         degree = len(plan.replicas(name)) if stages[0].split == "samples" else 1
         for stage in stages:
@@ -118,6 +120,7 @@ def styled(plan: Plan, contrastive: Collection[str] = ()) -> tuple[ModuleDag, Pl
                 name, seconds[stage.id, Op.FORWARD], seconds[stage.id, Op.BACKWARD], degree,
                 sharing, modules,
             )
+            seconds_of[_node(stage)] = takes
             last = stage is stages[-1]
             loss = last and name in plan.graph.losses
             if stage.index:
@@ -131,10 +134,17 @@ def styled(plan: Plan, contrastive: Collection[str] = ()) -> tuple[ModuleDag, Pl
                 reads=() if producers else ENTRY, draws=False,
             )
     dag = ModuleDag(nodes)
+    # What its order of work follows from, as that of the plan: of whole microbatches.
+    profile = CostProfile({
+        name: (LayerCost(
+            takes.forward * takes.degree, 0.0, takes.backward * takes.degree
+        ),)
+        for name, takes in seconds_of.items()
+    })
     return dag, Plan(
         dag.graph,
         tuple(replace(s, module=_node(s), index=0, layers=(0, 1)) for s in plan.stages),
-        plan.num_microbatches, plan.schedule,
+        plan.num_microbatches, plan.schedule, profile,
     )
 
 

@@ -112,7 +112,7 @@ def searched(model: str, seconds: float | None) -> tuple[dict[str, Option], Styl
         ModuleNode(name, (True,) * kind.layers, loss=name not in read)
         for name, kind in shape.modules.items()
     ), shape.edges, every)
-    profiles = {count: profile(shape, count, billions) for count in (1, MICROBATCHES)}
+    profiles = {count: profile(shape, count, billions) for count in (1, 2, 4, MICROBATCHES)}
     network, starts = Network(), {}
     copies = {name: DegreeChoices(dp=(1, 2, 4)) for name in shape.modules}
     pipelines = PlanProblem(
@@ -155,12 +155,12 @@ def step_seconds(plan: Plan, shape: Shape, count: int) -> float:
         resources=RankResources(cpus=1.0),
     ) as running:
         step = running.prepare({ENTRY: torch.randn(SAMPLES, WIDTH)})
-        under_way = [running.submit(step, update=True) for _ in range(count + 1)]
+        under_way = [running.submit(step, update=True) for _ in range(count + 2)]
         ends = []
-        for one in under_way:  # the first tells layouts
+        for one in under_way:  # the first tells layouts, and the second follows it
             one.result()
             ends.append(time.perf_counter())
-    return statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+    return statistics.median(b - a for a, b in zip(ends[1:], ends[2:], strict=False))
 
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:

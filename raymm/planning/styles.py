@@ -41,7 +41,7 @@ from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.process_costs import layer_of_samples
 from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.stage_space import StageSearchError
-from raymm.scheduler.styles.blocks import StyleProblem
+from raymm.scheduler.styles.blocks import StyleProblem, halved_counts
 from raymm.scheduler.styles.style_search import BETWEEN, StyleSearch, search_between
 
 
@@ -141,7 +141,7 @@ class StyleComparison:
         )
         equal = [style for style, option in search.starts.items() if option is best]
         text = f"auto: {equal[0]} as it is" if equal else f"auto: {best.label}"
-        how = "all layouts" if search.exhaustive else "local moves"
+        how = "all layouts without guests, then local moves" if search.exhaustive else "local moves"
         return [
             f"{text}, {time_text(best.seconds)} per step (all simulated, with messages, "
             f"interference and memory: {starts or 'neither style fits'}; {how}, {search.tried} "
@@ -201,6 +201,7 @@ def compare_styles(
     )
     try:
         counts = {workload.microbatches, count}
+        counts.update(halved_counts(workload.microbatches) if at_once else ())
         profiles = {number: basis.shared_profile(number) for number in sorted(counts)}
     except NoWholeDeviceError:
         return compared

@@ -1,7 +1,9 @@
 """Plans made of blocks: sets of modules, each on devices of its own.
 
 A block of one module may be a pipeline, whose stages may each be shared over several devices by
-samples. In a block of several all are on all of its devices, by samples, on quotas or in turns.
+samples. In a block of several all are on all of its devices, by samples, on quotas or in turns. A
+pipeline may have guests: modules that are whole on some of its devices, in turns with its stages,
+of which those with guests then have fewer layers.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
@@ -19,11 +23,21 @@ from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.plan.stage_edges import SAMPLES
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.options import SEARCHED_SCHEDULES
-from raymm.scheduler.search.partition import Ranges
+from raymm.scheduler.search.partition import Ranges, partition_matrix
 from raymm.scheduler.search.stage_space import StageSpace
 
 # A block's quotas that are all tried; of more only those around the balanced ones are.
 MOST_QUOTAS = 12
+# So often numbers of microbatches are halved.
+MOST_HALVED = 3
+
+
+class Guest(NamedTuple):
+    """A module on devices of another's pipeline: so many from the first on."""
+
+    module: str
+    first: int
+    copies: int
 
 
 class Block(NamedTuple):
@@ -34,12 +48,19 @@ class Block(NamedTuple):
         stages: of the module, if it is one.
         copies: devices of each stage, which share every microbatch by samples.
         quotas: of each module, in steps; without any they take turns.
+        guests: further modules, if there is one.
     """
 
     modules: tuple[str, ...]
     stages: int = 1
     copies: int = 1
     quotas: tuple[int, ...] = ()
+    guests: tuple[Guest, ...] = ()
+
+    @property
+    def all_modules(self) -> tuple[str, ...]:
+        """Guests, too."""
+        return (*self.modules, *(guest.module for guest in self.guests))
 
     @property
     def devices(self) -> int:
@@ -121,17 +142,55 @@ class StyleProblem:
         sharing = self.profiles[microbatches].sharing
         return 1 if sharing is None else sharing.most_devices(module)
 
-    def partition(self, microbatches: int, module: str, stages: int) -> Ranges | None:
+    def partition(
+        self, microbatches: int, module: str, stages: int, added: tuple[float, ...] = ()
+    ) -> Ranges | None:
         """Balanced layers of so many stages; None if there cannot be so many.
 
         Args:
             microbatches: of a step.
             module: which.
             stages: how many.
+            added: seconds that the devices of each stage have to do besides, as the module would
+                take them alone.
         """
         if stages > 1 and module in self.whole:
             return None
-        return self._spaces[microbatches].partition(module, stages)
+        space = self._spaces[microbatches]
+        if not any(added):
+            return space.partition(module, stages)
+        key = microbatches, module, stages, added
+        if key not in self._unequal:
+            layers = self.graph.node(module).num_layers
+            self._unequal[key] = None if stages > layers else partition_matrix(
+                np.stack([space.stage_seconds(module) + seconds for seconds in added]), stages
+            )
+        return self._unequal[key]
+
+    @cached_property
+    def _unequal(self) -> dict[tuple[int, str, int, tuple[float, ...]], Ranges | None]:
+        return {}
+
+    def guest_seconds(self, microbatches: int, block: Block) -> list[float]:
+        """Per device of a block, what guests take of a microbatch."""
+        seconds = [0.0] * block.devices
+        for guest in block.guests:
+            for device in range(guest.first, guest.first + guest.copies):
+                seconds[device] += self.alone(microbatches, guest.module, guest.copies)
+        return seconds
+
+    def _ranges(self, microbatches: int, block: Block, module: str) -> Ranges | None:
+        """Of a module of a block's own."""
+        if not block.guests:
+            return self.partition(microbatches, module, block.stages)
+        # A stage of several devices takes its share of the whole.
+        share = self.alone(microbatches, module, block.copies) / self.alone(microbatches, module, 1)
+        seconds = self.guest_seconds(microbatches, block)
+        added = tuple(
+            max(seconds[first : first + block.copies]) / share
+            for first in range(0, block.devices, block.copies)
+        )
+        return self.partition(microbatches, module, block.stages, added)
 
     def bound(self, layout: Layout) -> float:
         """Seconds that no step of a layout undercuts, as long as nothing is faster with less of a
@@ -141,7 +200,9 @@ class StyleProblem:
             times = [
                 self.alone(layout.microbatches, module, block.copies) for module in block.modules
             ]
-            most = max(most, max(times) if block.quotas else sum(times) / block.stages)
+            guests = self.guest_seconds(layout.microbatches, block)
+            work = sum(times) / block.stages + sum(guests) / block.devices
+            most = max(most, max(times) if block.quotas else work, *guests)
         return most * layout.microbatches
 
     def allowed(self, layout: Layout) -> bool:
@@ -150,13 +211,22 @@ class StyleProblem:
             block.copies & (block.copies - 1) == 0
             and (len(block.modules) == 1 or block.stages == 1)
             and sum(block.quotas) <= self.steps
+            and self._may_have_guests(layout.microbatches, block)
             and all(
                 block.copies <= self.most_copies(layout.microbatches, module)
-                and self.partition(layout.microbatches, module, block.stages) is not None
+                and self._ranges(layout.microbatches, block, module) is not None
                 for module in block.modules
             )
             for block in layout.blocks
         )
+
+    def _may_have_guests(self, microbatches: int, block: Block) -> bool:
+        return not block.guests or (len(block.modules) == 1 and all(
+            guest.copies & (guest.copies - 1) == 0
+            and 0 <= guest.first <= block.devices - guest.copies
+            and guest.copies <= self.most_copies(microbatches, guest.module)
+            for guest in block.guests
+        ))
 
     def plan(self, layout: Layout, schedule: str, recompute: bool = False) -> Plan:
         """A layout as a plan.
@@ -170,7 +240,7 @@ class StyleProblem:
         first = 0
         for block in layout.blocks:
             for place, module in enumerate(block.modules):
-                ranges = self.partition(layout.microbatches, module, block.stages)
+                ranges = self._ranges(layout.microbatches, block, module)
                 assert ranges is not None, "layouts are made of what can be cut so"
                 quota = block.quotas[place] / self.steps if block.quotas else None
                 stages += [
@@ -181,6 +251,16 @@ class StyleProblem:
                     )
                     for copy in range(block.copies) for index, layers in enumerate(ranges)
                 ]
+            for guest in block.guests:
+                layers = 0, self.graph.node(guest.module).num_layers
+                stages += [
+                    Stage(
+                        guest.module, 0, layers, first + guest.first + copy, copy,
+                        recompute=recompute and guest.module not in self.graph.losses,
+                        split=SAMPLES if guest.copies > 1 else "microbatches",
+                    )
+                    for copy in range(guest.copies)
+                ]
             first += block.devices
         return Plan(
             self.graph, tuple(stages), layout.microbatches, schedule,
@@ -188,8 +268,14 @@ class StyleProblem:
         )
 
 
+def halved_counts(microbatches: int) -> list[int]:
+    """As many as are asked for, and half of that, as often as it can be halved."""
+    times = range(MOST_HALVED + 1)
+    return [microbatches >> n for n in times if microbatches % (1 << n) == 0]
+
+
 def layouts(problem: StyleProblem) -> Iterator[Layout]:
-    """Every layout of a problem, except that large blocks have only some quotas."""
+    """Every layout of a problem without guests, except that large blocks have only some quotas."""
     for count in sorted(problem.profiles):
         for groups in _partitions(problem.graph.topological):
             options = [list(_blocks(problem, count, group)) for group in groups]

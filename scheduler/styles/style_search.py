@@ -13,6 +13,7 @@ from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Option, evaluate, limit_text
 from raymm.scheduler.styles.blocks import (
     Block,
+    Guest,
     Layout,
     StyleProblem,
     layouts,
@@ -25,6 +26,8 @@ BETWEEN = "between the styles"
 FEW_LAYOUTS = 1_500
 MOST_TRIED = 250
 FINALISTS = 2
+# Layouts from which local moves go on where all were tried.
+BEGINNINGS = 4
 ROUNDING = 1e-9
 
 
@@ -37,7 +40,7 @@ class StyleSearch:
         starts: the beginnings, by name.
         ways: by module and way (:func:`way_of`), seconds of the fastest plan that was tried.
         tried: plans that were simulated.
-        exhaustive: whether no other layout is faster.
+        exhaustive: whether no other layout without guests is faster.
     """
 
     best: Option
@@ -125,10 +128,14 @@ def search_between(
         for layout in sorted(few, key=problem.bound):
             candidates.seconds(layout)
         exhaustive = candidates.control.stopped is None
+        beginnings = candidates.fastest(BEGINNINGS)
     else:
-        for count in sorted(problem.profiles, reverse=True):
-            for layout in _beginnings(problem, count, starts.values()):
-                _descend(problem, candidates, layout)
+        beginnings = [
+            layout for count in sorted(problem.profiles, reverse=True)
+            for layout in _beginnings(problem, count, starts.values())
+        ]
+    for layout in beginnings:
+        _descend(problem, candidates, layout)
     candidates.finish()
     if candidates.best is None:
         raise PlanError("no plan fits, of either style or between them")
@@ -181,10 +188,13 @@ class _Candidates:
                 return option.seconds
         return float("inf")
 
+    def fastest(self, count: int) -> list[Layout]:
+        """Of the layouts that were tried."""
+        return sorted(self._seconds, key=self._seconds.__getitem__)[:count]
+
     def finish(self) -> None:
         """The best layouts with another schedule, too."""
-        ordered = sorted(self._seconds, key=self._seconds.__getitem__)
-        for layout in ordered[:FINALISTS]:
+        for layout in self.fastest(FINALISTS):
             for schedule in self.problem.schedules[1:]:
                 if self._seconds[layout] < float("inf") and not self._is_over:
                     self._evaluated(layout, schedule)
@@ -269,6 +279,11 @@ def _moves(problem: StyleProblem, layout: Layout) -> Iterator[Layout]:
             kept = (*others[:place], *others[place + 1 :])
             for merged in _merged(problem, layout.microbatches, block, partner):
                 yield from _with(problem, layout, (*kept, merged))
+        for guest in block.guests:  # to a device of its own
+            left = tuple(other for other in block.guests if other is not guest)
+            alone = Block((guest.module,), 1, 1)
+            for main in (block, *_smaller(block)):
+                yield from _with(problem, layout, (*others, main._replace(guests=left), alone))
         if len(block.modules) > 1:
             for module in block.modules:
                 left = tuple(m for m in block.modules if m != module)
@@ -294,6 +309,12 @@ def _with(
 
 def _changed(problem: StyleProblem, count: int, block: Block) -> Iterator[Block]:
     yield block._replace(copies=block.copies * 2)
+    for guest in block.guests:
+        kept = tuple(other for other in block.guests if other is not guest)
+        places = {(guest.first, guest.copies * 2), (guest.first, guest.copies // 2 or 1)}
+        places |= {(guest.first + by, guest.copies) for by in (-guest.copies, guest.copies)}
+        for first, copies in sorted(places):
+            yield block._replace(guests=(*kept, Guest(guest.module, first, copies)))
     if len(block.modules) == 1:
         yield block._replace(stages=block.stages + 1)
         yield block._replace(stages=block.stages * 2)
@@ -313,9 +334,28 @@ def _smaller(block: Block) -> list[Block]:
 
 def _merged(problem: StyleProblem, count: int, block: Block, other: Block) -> Iterator[Block]:
     order = {module: n for n, module in enumerate(problem.graph.topological)}
-    modules = tuple(sorted((*block.modules, *other.modules), key=order.__getitem__))
     devices = block.devices + other.devices
+    if len(block.modules) == 1:
+        yield from _visits(block, other)
+    if block.guests or other.guests:
+        return
+    modules = tuple(sorted((*block.modules, *other.modules), key=order.__getitem__))
     most = 1 << (devices.bit_length() - 1)
     for copies in {most, max(1, most // 2)}:
         for quotas in quota_choices(problem, count, modules, copies)[:2]:
             yield Block(modules, 1, copies, quotas)
+
+
+def _visits(main: Block, other: Block) -> Iterator[Block]:
+    """A pipeline with the modules of another block as guests, on as many devices as both had or on
+    those that it has."""
+    for stages in sorted({main.stages, main.stages + other.devices // main.copies}):
+        wide = main._replace(stages=stages)
+        copies = 1
+        while copies <= wide.devices:
+            for first in sorted({0, wide.devices - copies}):
+                yield wide._replace(guests=(
+                    *main.guests, *other.guests,
+                    *(Guest(module, first, copies) for module in other.modules),
+                ))
+            copies *= 2

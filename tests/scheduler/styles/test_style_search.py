@@ -26,7 +26,7 @@ from raymm.scheduler.schedule.step_graph import full_samples
 from raymm.scheduler.search.evaluation import evaluate
 from raymm.scheduler.styles import style_search
 from raymm.scheduler.styles.blocks import StyleProblem
-from raymm.scheduler.styles.style_search import QUOTA, search_between, way_of
+from raymm.scheduler.styles.style_search import IN_TIME, OWN, QUOTA, search_between, way_of
 
 
 @st.composite
@@ -154,24 +154,27 @@ def test_it_is_never_slower_than_where_it_begins(problem, stopped):
         assert found[0].best == found[1].best and not found[0].exhaustive
 
 
-def test_small_encoders_share_what_the_language_model_leaves():
-    """Two encoders that use half of a device each, and a language model that needs two."""
+def test_encoders_are_guests_of_the_language_models_pipeline():
+    """Two encoders of half the language model's work on three devices: two are not enough for it,
+    three leave none for them."""
     graph = ModuleGraph(
         (ModuleNode("a", (True,)), ModuleNode("b", (True,)), ModuleNode("llm", (True,) * 4)),
         (("a", "llm"), ("b", "llm")),
     )
     half = ((1.2, 1.2),)
     surfaces = tuple(ScalingSurface(n, (1,), (1, 2), 2, half, (0,), (0.1, 0.1)) for n in "ab")
-    layer = LayerCost(0.4, 0.4, 0.4)
     profile = CostProfile(
         {"a": (LayerCost(0.4, 0.0, 0.8),), "b": (LayerCost(0.4, 0.0, 0.8),),
          "llm": (LayerCost(0.2, 0.2, 0.2),) * 4},
         sharing=DeviceSharing(surfaces),
     )  # fmt: skip
-    assert layer.forward
-    problem = StyleProblem(graph, {8: profile}, 3, None, Network(), 2)
-    result = search_between(problem, {})
-    assert [way_of(result.best.plan, name) for name in ("a", "b")] == [QUOTA, QUOTA]
-    assert len(result.best.plan.replicas("llm")[0]) == 2
-    assert "a quota of 0.5 beside b" in result.lines()[0]
-    assert "devices of its own" in result.lines()[2]
+    result = search_between(StyleProblem(graph, {8: profile}, 3, None, Network(), 2), {})
+    assert [way_of(result.best.plan, name) for name in ("a", "b", "llm")] == [IN_TIME] * 3
+    stages = result.best.plan.replicas("llm")[0]
+    sizes = {stage.rank: stage.layers[1] - stage.layers[0] for stage in stages}
+    assert sorted(sizes.values()) == [1, 1, 2]
+    guests = {result.best.plan.replicas(name)[0][0].rank for name in "ab"}
+    assert {sizes[rank] for rank in guests} == {1}
+    # What else would have cost is what was found on the way.
+    assert result.ways["llm", OWN] > result.best.seconds < result.ways["a", QUOTA]
+    assert "with a quota beside others +" in result.lines()[0]

@@ -1,0 +1,64 @@
+"""The styles' benchmark: what is found between them is never slower and provable, and runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks._styled_plans import backend, styled
+from benchmarks.emulation import ENTRY
+from benchmarks.styles import AUTO, BILLIONS, MODELS, searched
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.runtime.parallel_dag import DagParallelModule
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.check_samples import check_samples
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.step_graph import full_samples
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "ofasys"])
+def test_what_is_between_the_styles_is_never_slower_and_can_run(model):
+    starts, search = searched(model, None)
+    assert all(search.best.seconds <= option.seconds for option in starts.values())
+    plan = search.best.plan
+    program = full_program(plan)
+    check_program(program)
+    if plan.splits_samples:
+        check_samples(plan, program, full_samples(plan))
+    assert [line.split(":")[0] for line in search.lines()] == [n.name for n in plan.graph.nodes]
+    if model in BILLIONS:  # within memory
+        assert max(memory.total for memory in search.best.memory) <= plan.memory_limit
+    assert AUTO not in starts
+
+
+def test_a_plan_between_the_styles_wins_where_neither_fits_well():
+    """Of a large language model and two encoders: one encoder in turns with the other's pipeline,
+    copies of the language model's stages that share samples."""
+    starts, search = searched("valm_ms", None)
+    assert list(starts) == ["pipelined"]  # whole, the language model fits nowhere
+    assert search.best.seconds < 0.95 * starts["pipelined"].seconds
+    assert len(search.best.plan.replicas("llm")) > 1
+
+
+def test_it_gives_the_loss_of_one_process(ray_cluster):
+    """Stages that take no time, on six ranks: copies that share samples, stages, guests in turn."""
+    _, search = searched("valm_ms", None)
+    profile = search.best.plan.profile
+    quick = replace(profile, modules={
+        name: tuple(replace(c, forward=0.0, backward_input=0.0, backward_weight=0.0) for c in cost)
+        for name, cost in profile.modules.items()
+    })
+    plan = replace(search.best.plan, profile=quick, memory_limit=None)
+    dag, running_plan = styled(plan)
+    batch = {ENTRY: torch.randn(16, 4)}
+    with DagParallelModule(
+        dag, running_plan, quota_backend=lambda: backend(10), resources=RankResources(cpus=0.1)
+    ) as running:
+        found = running.train_step(batch)
+        # Both encoders read the batch, and the language model adds them.
+        assert found.loss == pytest.approx(float(2 * batch[ENTRY].mean()), abs=1e-6)
+        spans = {span.stage.module for span in found.timeline.compute()}
+        assert spans == set(dag.nodes)
+        assert running.evaluate(batch).loss != pytest.approx(found.loss, abs=1e-6)
