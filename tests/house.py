@@ -169,18 +169,23 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/model", "raymm/data", "raymm/costs", "raymm/config", "raymm/planning",
     ),
     "raymm/callbacks": ("actors/weights", "raymm/files"),
+    "raymm/evaluation": (
+        "actors", "raymm/files", "raymm/data/samples", "raymm/data/loading", "raymm/data",
+        "raymm/runtime", "raymm/config",
+    ),
     "raymm/recovery": ("actors/recovery", "raymm/data", "raymm/runtime"),
     "raymm/training": (
         "scheduler", "actors", "raymm/callbacks", "raymm/files", "raymm/data/readers", "raymm/draw",
         "raymm/model",
         "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/costs", "raymm/runtime",
         "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor", "raymm/recovery",
+        "raymm/evaluation",
     ),
     "raymm/cli": (
         "kernels", "scheduler", "actors", "raymm/files", "raymm/version.py", "raymm/draw",
         "raymm/model", "raymm/data/loading", "raymm/data", "raymm/costs",
         "raymm/runtime/embedded", "raymm/runtime", "raymm/config", "raymm/profiling",
-        "raymm/planning", "raymm/storage", "raymm/training",
+        "raymm/planning", "raymm/storage", "raymm/evaluation", "raymm/training",
     ),
     "raymm": (
         "scheduler", "actors", "raymm/version.py", "raymm/callbacks", "raymm/model", "raymm/data",

@@ -35,11 +35,13 @@ class KeyValueCaches:
         """What the model's forward is told, for the length of a block.
 
         Args:
-            decode: which text the tokens are of; None: of none, and whatever there was has ended.
+            decode: which text the tokens are of; None: of none. In training, and with a first text,
+                whatever there was has ended.
             tokens: of the forward.
         """
-        if decode is None:
+        if torch.is_grad_enabled() or decode is not None and decode.first and not decode.text:
             self._of_text.clear()
+        if decode is None:
             yield {"use_cache": False}
             return
         for text in decode.ended:

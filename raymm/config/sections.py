@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.storage.location import check_location
 from raymm.config.cache_section import CacheSection
+from raymm.config.evaluate_section import EvaluateSection
 from raymm.config.model_section import ModelSection
 from raymm.config.optimizer_section import OptimizerSection
 from raymm.config.planning_options import PlanningOptions
@@ -171,6 +172,7 @@ class RunConfig(Section):
             that the run goes on from (:mod:`raymm.storage.resuming`).
         callbacks: who watches the run: ``tensorboard``, ``wandb``, ``mlflow``, or ``module:Class``
             of a :class:`raymm.Callback`; ``{name: {argument: value}}`` gives arguments.
+        evaluate: what the model is to write of held-out samples, and when.
     """
 
     storage_path: Annotated[Text, AfterValidator(check_location), AfterValidator(with_home)]
@@ -201,6 +203,7 @@ class RunConfig(Section):
     log_samples: bool = False
     allow_changes: list[Text] = Field(default_factory=list)
     callbacks: list[Text | dict[Text, dict[Text, Any]]] = Field(default_factory=list)
+    evaluate: EvaluateSection | None = None
 
 
 class TrainConfig(Section):
@@ -238,6 +241,8 @@ class TrainConfig(Section):
                 f"run.eval_every is {self.run.eval_every}, but data.heldout is not given; give it, "
                 "or leave out the first"
             )
+        if self.run.evaluate is not None and self.data.heldout is None:
+            raise ValueError("run.evaluate needs data.heldout, which is not given")
         return self
 
     @model_validator(mode="after")

@@ -122,3 +122,12 @@ def heldout_line(row: Mapping[str, Any]) -> str:
             gap = row[f"heldout_gap_{name}"]
             parts.append(f"with shuffled {name} {value:.4f} (gap {gap:+.4f})")
     return "  ".join(parts)
+
+
+def texts_line(row: Mapping[str, Any]) -> str:
+    """One line about what a model wrote."""
+    metrics = [
+        f"{name.removeprefix('heldout_')} {value:.4g}" for name, value in row.items()
+        if name.startswith("heldout_")
+    ]
+    return f"step {row['step']:>5}  {row['texts']} texts: {', '.join(metrics)} ({row['table']})"

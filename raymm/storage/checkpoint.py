@@ -84,6 +84,7 @@ class CheckpointStore:
     Attributes:
         run: what checkpoints say of the run (:class:`Manifest`).
         current: the checkpoint that was saved or found last.
+        best: step of a checkpoint that is kept beside the newest; None for none.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class CheckpointStore:
         self._behind: BackgroundSave | None = None
         self.run: dict[str, Any] = {}
         self.current: Path | str | None = None
+        self.best: int | None = None
 
     def committed(self) -> list[Path | str]:
         """Checkpoints that are not torn, oldest first. Nothing in them is verified.
@@ -369,4 +371,5 @@ class CheckpointStore:
             counted = [folder for folder in self._committed() if folder not in self._corrupt]
         upto = counted.index(self._root / folder_name(step)) + 1
         for old in counted[:upto][: -self._keep]:
-            drop(old)
+            if self.best is None or old.name != folder_name(self.best):
+                drop(old)

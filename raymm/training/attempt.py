@@ -12,9 +12,10 @@ from rich.console import Console
 from raymm.callbacks.callback import Restart, RunInfo
 from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
-from raymm.data import DataWorkerError
+from raymm.data import DataConfig, DataWorkerError
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.errors import RunFailedError
+from raymm.evaluation.text_evaluation import TextEvaluation
 from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.drain_notices import DrainObserver
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog
@@ -121,11 +122,18 @@ class Attempt:
                     replace(info, first_step=step),
                 ))
 
+            texts = None
+            if self.run.evaluate is not None and isinstance(self.data, DataConfig):
+                texts = TextEvaluation(
+                    self.run.evaluate, parallel, self.data, folder, batches.heldout_places,
+                    self.features,
+                )
             self.loop = TrainingLoop(
                 self.run, batches=batches, parallel=parallel, store=self.store, metrics=metrics,
                 samples=samples, observer=observer, throughput=throughput,
                 callbacks=self.callbacks, progress=progress, stop=self.stop, saved=self.saved,
                 recovery=recovery, enter=self.controller.enter, recovered=recovered,
+                texts=texts,
             )
             with DrainObserver(parallel.group.nodes, self._ask_to_leave):
                 try:

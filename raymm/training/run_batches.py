@@ -34,6 +34,9 @@ class Batches:
         check: looks whether the model can take a sample of data on disk.
         places: of the data workers: those of the training data, then those of the held-out ones.
         features: looks for features of items that were kept.
+
+    Attributes:
+        heldout_places: of the held-out data's workers.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Batches:
         self._data, self._training, self._check = data, training, check
         self._features = features
         workers = data.num_workers if isinstance(data, DataConfig) else 0
-        self._places, self._heldout_places = places[:workers], places[workers:]
+        self._places, self.heldout_places = places[:workers], places[workers:]
 
     def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
         """Training data from a position on.
@@ -82,7 +85,7 @@ class Batches:
         assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones
         return StepLoader(
             self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check,
-            places=self._heldout_places, features=self._features,
+            places=self.heldout_places, features=self._features,
         )
 
 

@@ -369,8 +369,8 @@ class Trainer:
         the training data."""
         worker_bundles: tuple[dict[str, float], ...] = ()
         if isinstance(self.data, DataConfig) and self.data.worker_cpus:
-            evaluates = self.run.eval_every is not None and self.data.heldout is not None
-            count = self.data.num_workers * (1 + evaluates)
+            evaluates = (self.run.eval_every or self.run.evaluate) and self.data.heldout
+            count = self.data.num_workers * (1 + bool(evaluates))
             worker_bundles = ({"CPU": self.data.worker_cpus},) * count
         return PlacementOptions(
             worker_bundles, self.run.spares, wait_for_nodes_s=self.run.wait_for_nodes_s,

@@ -12,9 +12,16 @@ from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
 from raymm.data import DataWorkerError, Skipped
 from raymm.errors import RunFailedError
+from raymm.evaluation.text_evaluation import TextEvaluation
 from raymm.monitor.metrics import MetricsLog, SampleLog
 from raymm.monitor.observed_run import ObservedStep
-from raymm.monitor.progress import RunProgress, heldout_line, skipped_line, step_line
+from raymm.monitor.progress import (
+    RunProgress,
+    heldout_line,
+    skipped_line,
+    step_line,
+    texts_line,
+)
 from raymm.monitor.throughput import Throughput
 from raymm.recovery.recovery import Recovery
 from raymm.recovery.replayed_batches import ReplayedBatches
@@ -53,6 +60,7 @@ class TrainingLoop:
         enter: is told what the run does.
         recovered: called after every recovery, with the step that the run goes on after.
         saved: called after every checkpoint but the last.
+        texts: evaluates what the model writes; None if nobody asks.
     """
 
     def __init__(
@@ -73,7 +81,9 @@ class TrainingLoop:
         enter: Callable[[RunState], None] = lambda state: None,
         recovered: Callable[[int, RunFailedError], None] = lambda step, error: None,
         saved: Callable[[], None] = lambda: None,
+        texts: TextEvaluation | None = None,
     ) -> None:
+        self._texts, self._last = texts, run.steps
         self._recovery, self._enter, self._recovered = recovery, enter, recovered
         self._after_save = saved
         self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
@@ -164,7 +174,7 @@ class TrainingLoop:
         self._recovered(step, error)
 
     def _take_steps(self, source: ReplayedBatches[Batch]) -> None:
-        first, last = self._parallel.steps_taken, self._run.steps
+        first = self._parallel.steps_taken
         # What a step still owes that a failure came after.
         if first == 0 or first > self._first and self._stops_at(first):
             self._pause_after(first)
@@ -182,17 +192,21 @@ class TrainingLoop:
                 self._pause_after(step)
             else:
                 self._drain(self._run.steps_in_flight - 1)
-            if self._checkpoints.look() and step < last:
+            if self._checkpoints.look() and step < self._last:
                 self._after_save()
+            if step >= self._last:
+                break
         self._drain(0)
         self._checkpoints.finish()
 
     def _pause_after(self, step: int) -> None:
         """With nothing under way: evaluate and save, if that is due and was not done."""
-        last = self._run.steps
         self._drain(0)
-        if not step or self._is_due(step, self._run.eval_every) or step == last:
+        if not step or self._is_due(step, self._run.eval_every) or step == self._last:
             self._evaluate(step)
+        if self._texts is not None and self._texts.is_due(step, self._last):
+            self._evaluate_texts(step, self._texts)
+        last = self._last
         if step and self._checkpoints.saved < step:
             self._owed |= step % self._run.checkpoint_every == 0
             if step == last or self._owed and not self._in_a_row:
@@ -231,6 +245,7 @@ class TrainingLoop:
             or step == self._run.steps
             or step % self._run.checkpoint_every == 0
             or self._is_due(step, self._run.eval_every)
+            or self._texts is not None and self._texts.is_due(step, self._last)
         )
 
     def _drain(self, leave: int) -> None:
@@ -326,6 +341,22 @@ class TrainingLoop:
         self._metrics.add(row)
         self._callbacks.evaluation(self._metrics.rows[-1])
         self._progress.line(heldout_line(row))
+
+    def _evaluate_texts(self, step: int, texts: TextEvaluation) -> None:
+        """What the model writes; keeps the best, and ends a run that gets no better."""
+        if not any(row["step"] == step and "texts" in row for row in self._metrics.rows):
+            row = texts.run(step)
+            self._metrics.add(row)
+            self._callbacks.evaluation(self._metrics.rows[-1])
+            self._progress.line(texts_line(row))
+        rows = self._metrics.rows
+        if texts.asked.best is None:
+            return
+        self._owed |= bool(step) and texts.better(rows)
+        self._store.best = texts.note_best(rows)
+        if (reason := texts.exhausted(rows)) is not None and step < self._last:
+            self._progress.line(f"step {step:>5}  the run ends: {reason}")
+            self._last = max(step, 1)
 
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> tuple[float, list[Skipped]]:
         """Held-out loss per label token; and the samples left out of it."""

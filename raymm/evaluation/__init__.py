@@ -1,0 +1,1 @@
+"""Evaluation by what a model writes: prompts, metrics of texts, and a table of them."""

@@ -1,0 +1,238 @@
+"""Evaluates a model that runs by what it writes of held-out samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from raymm.actors.weights.source import import_object
+from raymm.config.evaluate_section import METRICS, PERPLEXITY, EvaluateSection
+from raymm.data import (
+    IGNORE_INDEX,
+    DataConfig,
+    EpochSampler,
+    Sample,
+    SampleError,
+    StepLoader,
+    open_split,
+)
+from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.data.samples.text import load_tokenizer
+from raymm.evaluation.table import WrittenText, write_table
+from raymm.evaluation.text_metrics import measured
+from raymm.files.run_files import write_whole
+from raymm.runtime.generation import Prompt, check_generates, generate
+from raymm.runtime.pipelined import MultimodalParallelModule
+
+BEST = "best.json"
+PREFIX = "heldout_"  # of a metric in a row
+
+
+@dataclass
+class _Asked:
+    """A held-out sample: its prompt, and the answer's tokens."""
+
+    id: str
+    prompt: Prompt
+    ids: list[int]
+    answer: list[int]
+    loss: float = 0.0
+
+
+class TextEvaluation:
+    """What ``run.evaluate`` asks for.
+
+    Args:
+        asked: the section.
+        parallel: the model that runs.
+        data: with held-out samples.
+        folder: of the run.
+        places: of data workers.
+        features: looks for features of items that were kept.
+
+    Raises:
+        GenerationError: the model cannot write text under its plan.
+        SourceError: a metric cannot be imported.
+    """
+
+    def __init__(
+        self, asked: EvaluateSection, parallel: MultimodalParallelModule, data: DataConfig,
+        folder: Path, places: Sequence[Any] = (), features: FeatureLookup | None = None,
+    ) -> None:
+        check_generates(parallel)
+        self.asked, self._parallel, self._folder = asked, parallel, folder
+        self._data = data.model_copy(update={"batch_size": 1, "microbatches": 1})
+        self._places, self._features = places, features
+        self._functions = {
+            name: None if name in METRICS else import_object(name) for name in asked.metrics
+        }
+        self._tokenizer: Any = load_tokenizer(data.tokenizer, data.trust_remote_code)
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether it is after this step.
+
+        Args:
+            step: number of steps taken.
+            last: of all.
+        """
+        return step == last or step % self.asked.every == 0
+
+    def run(self, step: int) -> dict[str, Any]:
+        """Evaluate, and write the table; what ``metrics.jsonl`` gets of it.
+
+        Args:
+            step: number of steps taken.
+        """
+        samples: list[_Asked] = []
+        written = list(generate(
+            self._parallel, self._prompts(samples), self.asked.generate.max_tokens, self._ends,
+            self.asked.generate.under_way,
+        ))
+        texts = [
+            WrittenText(
+                sample.id, *(self._text(ids) for ids in (sample.ids, tokens, sample.answer))
+            )
+            for sample, tokens in zip(samples, written, strict=True)
+        ]
+        pairs = [(text.text, text.answer) for text in texts]
+        metrics = {
+            name: self._perplexity(samples) if name == PERPLEXITY
+            else measured(name, function, pairs)
+            for name, function in self._functions.items()
+        }
+        page = write_table(self._folder, step, texts, self._shown, metrics)
+        return {
+            "step": step, **{PREFIX + name: value for name, value in metrics.items()},
+            "texts": len(texts), "table": str(page.relative_to(self._folder)),
+        }
+
+    def better(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the last evaluation is the best one.
+
+        Args:
+            rows: of the run's metrics.
+        """
+        values = self._values(rows)
+        return bool(values) and values[-1] < min(values[:-1], default=math.inf)
+
+    def exhausted(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """Why the run is to end: its last evaluations were none better than one before.
+
+        Args:
+            rows: of the run's metrics.
+        """
+        values, patience = self._values(rows), self.asked.patience
+        if patience is None or len(values) <= patience:
+            return None
+        if min(values[-patience:]) < min(values[:-patience]):
+            return None
+        return f"the last {patience} evaluations brought no better {self.asked.best}"
+
+    def note_best(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
+        """Write :data:`BEST`; returns the step of the best evaluation.
+
+        Args:
+            rows: of the run's metrics.
+        """
+        values = self._values(rows)
+        if not values:
+            return None
+        name = PREFIX + str(self.asked.best)
+        row = [row for row in rows if name in row][values.index(min(values))]
+        best = {"step": row["step"], "metric": self.asked.best, "value": row[name]}
+        write_whole(self._folder / BEST, json.dumps(best) + "\n")
+        return row["step"]
+
+    def _values(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Of the metric that counts, the smaller the better."""
+        name, sign = f"{PREFIX}{self.asked.best}", 1 if self.asked.smallest else -1
+        values = [row[name] for row in rows if name in row]
+        return [math.inf if value is None else sign * value for value in values]
+
+    def _prompts(self, samples: list[_Asked]) -> Iterator[Prompt]:
+        """Of held-out samples, which are noted as they are asked for."""
+        with StepLoader(
+            self._data, "heldout", steps=self.asked.samples,
+            check=self._parallel.sample_check(), places=self._places, features=self._features,
+        ) as loader:
+            for step in loader:
+                parts, meta = step.microbatches[0], step.meta[0]
+                text: Any = ray.get(parts["text"])
+                ids, labels = text["input_ids"][0], text["labels"][0]
+                start, stop = _last_answer(labels)
+                prompt = {name: value[:, :start] for name, value in text.items()}
+                prompt["labels"] = torch.full_like(prompt["labels"], IGNORE_INDEX)
+                shapes = {name: tuple(value.shape) for name, value in prompt.items()}
+                of_prompt = replace(
+                    meta, seq_len=start, tokens=start, lengths=(start,), label_tokens=0,
+                    shapes={**meta.shapes, "text": shapes},
+                    places={
+                        name: tuple(run for run in runs if run[2] <= start)
+                        for name, runs in meta.places.items()
+                    },
+                )
+                asked = _Asked(
+                    meta.sample_ids[0], Prompt({**parts, "text": prompt}, of_prompt, step),
+                    ids[:start].tolist(), ids[start:stop].tolist(),
+                )
+                if PERPLEXITY in self.asked.metrics:
+                    asked.loss = self._loss(step, text, start, stop)
+                samples.append(asked)
+                yield asked.prompt
+
+    def _loss(self, step: Any, text: Mapping[str, torch.Tensor], start: int, stop: int) -> float:
+        """Sum of the cross entropies of an answer's tokens."""
+        labels = torch.full_like(text["labels"], IGNORE_INDEX)
+        labels[:, start:stop] = text["labels"][:, start:stop]
+        parts = {**step.microbatches[0], "text": {**text, "labels": labels}}
+        meta = replace(step.meta[0], label_tokens=stop - start)
+        pending = self._parallel.submit(([parts], [meta]), forward_only=True, keep=step)
+        return pending.result().loss * (stop - start)
+
+    def _perplexity(self, samples: Sequence[_Asked]) -> float:
+        tokens = sum(len(sample.answer) for sample in samples)
+        return math.exp(sum(sample.loss for sample in samples) / max(tokens, 1))
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """Tokens that no text goes on after."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset((
+            *self._tokenizer.all_special_ids, *(i for i, token in added if token.special)
+        ))
+
+    @cached_property
+    def _shown(self) -> dict[str, Sample]:
+        """The samples, for their pictures."""
+        dataset = open_split(self._data, "heldout")
+        order = EpochSampler(len(dataset), 1, self._data.shuffle, self._data.seed).one_pass(None)
+        samples: dict[str, Sample] = {}
+        for (index,), _ in islice(order, self.asked.samples):
+            try:
+                sample = dataset[index]
+            except SampleError:  # it was left out, as the data say
+                continue
+            samples[sample.id] = sample
+        return samples
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def _last_answer(labels: torch.Tensor) -> tuple[int, int]:
+    """Where the last run of labels is, in (T,) int64; a text that is learnt whole is an answer to
+    its first token."""
+    places = (labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
+    start = stop = places[-1] + 1
+    while start - 1 in places:
+        start -= 1
+    return max(start, 1), stop

@@ -1,0 +1,92 @@
+"""A run that has its model write texts: losses as without, metrics, a table, the best
+checkpoint, an early end."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tiny_run import curve
+
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
+
+METRICS = ["exact_match", "anls", "wer", "perplexity", "text_functions:length"]
+
+
+@pytest.fixture
+def changes(inputs):
+    return {
+        "data.heldout": str(inputs / "heldout.jsonl"), "run.steps": 6,
+        "run.checkpoint_every": 2, "run.keep_checkpoints": 1,
+    }
+
+
+def evaluations(run) -> list[dict]:
+    return [row for row in read_metrics(run / "metrics.jsonl") if "texts" in row]
+
+
+def test_texts_in_the_loop(ray_cluster, raymm, changes, make_config, tmp_path):
+    plain = make_config({**changes, "run.storage_path": str(tmp_path / "plain")})
+    assert raymm("train", plain)[0] == 0
+    evaluate = {
+        "every": 3, "generate": {"max_tokens": 5}, "metrics": METRICS, "samples": 5,
+        "best": "perplexity",
+    }
+    run = tmp_path / "run"
+    code, text = raymm("train", make_config({**changes, "run.evaluate": evaluate}))
+    assert code == 0, text
+    assert curve(run) == curve(tmp_path / "plain")
+
+    rows = evaluations(run)
+    assert [row["step"] for row in rows] == [0, 3, 6]
+    for row in rows:
+        assert row["texts"] == 5 and {f"heldout_{name}" for name in METRICS} <= set(row)
+        assert 0 <= row["heldout_exact_match"] <= row["heldout_anls"] <= 1
+        assert 0 <= row["heldout_text_functions:length"] <= 5
+    assert f"step     3  5 texts: exact_match {rows[1]['heldout_exact_match']:.4g}" in text
+    page = (run / rows[-1]["table"]).read_text()
+    assert page.count("<tr>") == 6 and "data:image/png" in page and "what is this" in page
+    lines = (run / "evaluations/step-00000006.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [f"heldout-{n}" for n in ids(lines)]
+
+    best = min(rows, key=lambda row: row["heldout_perplexity"])
+    assert json.loads((run / "best.json").read_text()) == {
+        "step": best["step"], "metric": "perplexity", "value": best["heldout_perplexity"],
+    }
+    kept = [Path(folder).name for folder in CheckpointStore(run).committed()]
+    assert "step-00000006" in kept
+    assert not best["step"] or f"step-{best['step']:08d}" in kept
+    assert math.isfinite(best["heldout_perplexity"])
+
+
+def ids(lines: list[str]) -> list[str]:
+    return [json.loads(line)["id"].split("-")[1] for line in lines]
+
+
+def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config, tmp_path):
+    evaluate = {
+        "every": 1, "generate": {"max_tokens": 1}, "metrics": ["text_functions:length"],
+        "samples": 1, "best": "text_functions:length", "patience": 2, "lower_is_better": True,
+    }
+    config = make_config({**changes, "run.evaluate": evaluate})
+    code, text = raymm("train", config)
+    assert code == 0, text
+    # At most one better than the first: nothing written.
+    last = curve(tmp_path / "run")[-1][0]
+    assert last in (2, 3, 4) and "brought no better text_functions:length" in text
+    latest = CheckpointStore(tmp_path / "run").latest()
+    assert latest is not None and Path(latest).name == f"step-{last:08d}"
+
+
+def test_what_cannot_be(raymm, changes, make_config):
+    for evaluate, words in (
+        ({"every": 1, "metrics": ["bleu"]}, "accepted: exact_match, anls, wer, perplexity"),
+        ({"every": 1, "best": "wer"}, "accepted: one of metrics"),
+        ({"every": 1, "patience": 2}, "patience and lower_is_better need best"),
+    ):
+        code, text = raymm("train", make_config({**changes, "run.evaluate": evaluate}))
+        assert code == 2 and words in " ".join(text.split()), text
+    config = make_config({"run.evaluate": {"every": 1}})
+    code, text = raymm("train", config)
+    assert code == 2 and "run.evaluate needs data.heldout" in " ".join(text.split())
