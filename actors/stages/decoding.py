@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from raymm.actors.modules.message import Decode
 from raymm.kernels.collectives.tensor_group import TensorGroup
@@ -54,7 +55,8 @@ class KeyValueCaches:
         finally:
             nothing = torch.zeros(1, 1, tokens, 1)
             for block, layer in enumerate(cache.layers):
-                if block not in self._blocks:
+                # A layer of linear attention alone counts no tokens.
+                if block not in self._blocks and isinstance(layer, CacheLayerMixin):
                     layer.update(nothing, nothing)
 
 

@@ -59,6 +59,7 @@ RULES = (
     Rule("data.batches", True, "batches in memory are taken in turn"),
     # What the model is given.
     Rule("data.tokenizer*", False, "token ids, or the template around them, would mean others"),
+    Rule("data.processor_files*", False, "the model would be given other numbers"),
     Rule("data.modalities.*.processor_files*", False, "the encoder would be given other numbers"),
     Rule("data.*", True, "samples are prepared otherwise from the next step on"),
     # What the model computes. Names, shapes and dtypes must fit both ways in any case.

@@ -100,6 +100,9 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
     tokenizer = Path(data.tokenizer)
     files = {file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)}
     fields["data.tokenizer"] = fingerprint_of_files(sorted(files), tokenizer)
+    if data.processor is not None:
+        settings = sorted(Path(data.processor).glob("*processor*.json"))
+        fields["data.processor_files"] = fingerprint_of_files(settings)
     for name, modality in data.modalities.items():
         fields |= describe_modality(f"data.modalities.{name}", modality)
     return fields
@@ -115,6 +118,8 @@ def describe_modality(where: str, modality: ModalityDataConfig) -> dict[str, Any
     fields: dict[str, Any] = {
         f"{where}.{key}": value for key, value in modality.model_dump(mode="json").items()
     }
+    if modality.processor is None:  # the whole model's makes them
+        return fields
     if (folder := Path(modality.processor)).is_dir():
         settings = sorted(folder.glob("*processor*.json"))
         fields[f"{where}.processor_files"] = fingerprint_of_files(settings)
