@@ -146,11 +146,12 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/draw",
     ),
     "raymm/runtime/whole": (
-        "scheduler/plan", "actors/executor", "raymm/model", "raymm/layout", "raymm/runtime",
+        "scheduler/plan", "scheduler/program", "actors/executor", "actors/probe", "raymm/model",
+        "raymm/data/loading", "raymm/data", "raymm/layout", "raymm/runtime",
     ),
     "raymm/config": (
         "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",
-        "raymm/data", "raymm/runtime",
+        "raymm/data/loading", "raymm/data", "raymm/runtime", "raymm/runtime/whole",
     ),
     "raymm/profiling": (
         "scheduler", "actors", "raymm/model", "raymm/layout", "raymm/costs", "raymm/runtime",
@@ -161,7 +162,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/storage": (
         "scheduler/plan", "actors", "raymm/files", "raymm/data/samples", "raymm/data/readers",
-        "raymm/model", "raymm/layout", "raymm/data", "raymm/runtime", "raymm/config",
+        "raymm/data/conversations", "raymm/model", "raymm/layout", "raymm/data", "raymm/runtime",
+        "raymm/config",
     ),
     "raymm/monitor": (
         "actors/placement",
@@ -178,7 +180,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         "scheduler", "actors", "raymm/callbacks", "raymm/files", "raymm/data/readers", "raymm/draw",
         "raymm/model",
         "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/costs", "raymm/runtime",
-        "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor", "raymm/recovery",
+        "raymm/runtime/whole", "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor",
+        "raymm/recovery",
         "raymm/evaluation",
     ),
     "raymm/cli": (

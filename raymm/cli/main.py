@@ -168,7 +168,8 @@ def _export(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, args.overrides)
     folders = export_model(
-        build_model(config), config.run.storage_path, args.out, config.data.tokenizer,
+        build_model(config), config.run.storage_path, args.out,
+        config.data.processor or config.data.tokenizer,
         trust_remote_code=config.data.trust_remote_code, merge=args.merge,
     )
     for folder in folders:

@@ -31,6 +31,7 @@ from raymm.files.output import Output
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
     from raymm.model.multimodal import MultimodalModule
+    from raymm.model.whole_model import WholeModel
     from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
     from raymm.scheduler.plan.plan import Plan
@@ -61,6 +62,7 @@ def run_plan(args: argparse.Namespace) -> None:
     """
     from raymm.config.build import build_model
     from raymm.config.sections import load_config
+    from raymm.training.run_start import with_vocabulary
 
     for name in ("microbatches", "measure"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -81,6 +83,7 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.microbatches is not None:
         config = _with_microbatches(config, args.microbatches)
     model = build_model(config)
+    config = config.model_copy(update={"data": with_vocabulary(config.data, model)})
     plan = given_plan(config, model)
     if plan is not None and args.compare and style != MULTIPLEXED:
         raise ConfigError(
@@ -137,8 +140,8 @@ def _request(args: argparse.Namespace, config: TrainConfig) -> PlanRequest:
 
 
 def _planned(
-    config: TrainConfig, model: MultimodalModule, plan: Plan | None, request: PlanRequest,
-    console: Console,
+    config: TrainConfig, model: MultimodalModule | WholeModel, plan: Plan | None,
+    request: PlanRequest, console: Console,
 ) -> Planned:
     """A plan that raymm makes, or the given one, judged."""
     from raymm.costs.named_devices import device_called
@@ -199,10 +202,12 @@ def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest
 
 
 def _measured(
-    count: int, config: TrainConfig, model: MultimodalModule, planned: Planned, console: Console
+    count: int, config: TrainConfig, model: MultimodalModule | WholeModel, planned: Planned,
+    console: Console,
 ) -> Planned:
     """Run the best plans; the planned object with the fastest as its plan."""
     from raymm.costs.full_microbatch import full_microbatch
+    from raymm.model.whole_model import of_parts
     from raymm.profiling.measure_plans import distinct_options, measure_options
     from raymm.runtime.cluster import pick_device
 
@@ -210,7 +215,8 @@ def _measured(
     device = pick_device(config.run.device, config.resources.for_device)
     console.print(f"running {len(options)} plans on {device} ...")
     results = measure_options(
-        model, options, full_microbatch(config.data, model.encoder_names), device=device,
+        of_parts(model, "--measure is given"), options,
+        full_microbatch(config.data, model.encoder_names), device=device,
         precision=config.run.precision, resources=config.resources.for_device(device),
         threads=config.resources.threads,
         say=lambda result: console.print(

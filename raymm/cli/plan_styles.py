@@ -22,6 +22,7 @@ from raymm.files.output import Output
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
     from raymm.model.multimodal import MultimodalModule
+    from raymm.model.whole_model import WholeModel
     from raymm.planning.multiplexed import PlannedMultiplexed
     from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
@@ -92,7 +93,7 @@ def with_given(
     return with_ranks_of(plan, request)
 
 
-def given_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
+def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
     """The plan that the configuration gives by layouts or a file, if it does.
 
     Raises:
@@ -112,8 +113,9 @@ def given_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
 
 
 def run_style(
-    args: argparse.Namespace, config: TrainConfig, model: MultimodalModule, plan: Plan | None,
-    request: PlanRequest, *, note: str | None, output: Output, suffix: str, console: Console,
+    args: argparse.Namespace, config: TrainConfig, model: MultimodalModule | WholeModel,
+    plan: Plan | None, request: PlanRequest, *, note: str | None, output: Output, suffix: str,
+    console: Console,
 ) -> None:
     """Plan multiplexed, or both ways; print, draw and save.
 
@@ -194,7 +196,8 @@ def _microbatches_note(planned: int, configured: int) -> str:
 
 
 def _say_what_is_mapped(
-    workload, request: PlanRequest, model: MultimodalModule, note: str | None, console: Console
+    workload, request: PlanRequest, model: MultimodalModule | WholeModel, note: str | None,
+    console: Console,
 ) -> None:
     if not console.is_terminal:
         console.print(f"mapping {len(model.encoder_names) + 1} modules to {request.ranks} devices "

@@ -26,13 +26,15 @@ from raymm.config.sections import (
     ParallelSection,
     TrainConfig,
 )
+from raymm.config.whole_model import build_whole_model, whole_layouts
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.run_files import write_whole
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.layout.plan_check import check_fits, differences
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
-from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -40,12 +42,14 @@ from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.search.options import LAYERS
 
 
-def build_model(config: TrainConfig) -> MultimodalModule:
+def build_model(config: TrainConfig) -> MultimodalModule | WholeModel:
     """The model a configuration describes. Holds no weights but the projectors'.
 
     Raises:
         ModelError, ConfigError, DataError: naming what does not exist or fit.
     """
+    if config.model.path is not None:
+        return build_whole_model(config)
     seed, trust = config.run.seed, config.model.trust_remote_code
     encoders = {}
     for name, section in config.model.encoders.items():
@@ -73,6 +77,7 @@ def build_model(config: TrainConfig) -> MultimodalModule:
             )
             encoders[name].output_size(encoders[name].source())
     section = config.model.language_model
+    assert section is not None  # ModelSection has it or a path
     with _errors_name("model.language_model"):
         language_model = ModalityModule(
             _source_of(section, seed), frozen=frozen_flag(section.train),
@@ -160,7 +165,7 @@ def build_merge(config: TrainConfig) -> MergePolicy:
     return ReplaceTokens(ids)
 
 
-def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
+def build_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
     """The plan a configuration asks for by layouts or by its ``parallel.plan`` file, which may be a
     multiplexed mapping; None if raymm is to plan.
 
@@ -184,7 +189,9 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
             f"parallel.recompute is {LAYERS!r}, which is for plans that raymm makes; with layouts, "
             "give recompute_layers of each module"
         )
-    return None if (specs := build_layouts(config)) is None else specs.plan(model)
+    if (specs := build_layouts(config)) is None:
+        return None
+    return whole_layouts(specs, model) if isinstance(model, WholeModel) else specs.plan(model)
 
 
 def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
@@ -205,7 +212,7 @@ def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
 
 
 def _plan_of_file(
-    path: str, config: TrainConfig, model: MultimodalModule
+    path: str, config: TrainConfig, model: MultimodalModule | WholeModel
 ) -> Plan:
     _refuse_pipelined_only(config.parallel, "parallel.plan is given, which has its own")
     file = Path(path)
@@ -222,13 +229,17 @@ def _plan_of_file(
             f"--set 'parallel={{plan: {path}}}'"
         )
     if has_placements(text):
+        if isinstance(model, WholeModel):
+            raise ConfigError(
+                f"parallel.plan is {path!r}, a mapping; accepted of a whole model: a pipelined plan"
+            )
         return _plan_of_mapping(path, text, config, model)
     try:
         plan = Plan.from_json(text)
         check_fits(plan)
     except PlanError as error:
         raise PlanError(f"parallel.plan {path!r}: {error}") from None
-    if different := differences(plan.graph, module_graph(model)):
+    if different := differences(plan.graph, model.graph):
         raise ConfigError(
             f"parallel.plan {path!r} was made for another model: {'; '.join(different)}"
         )

@@ -117,9 +117,14 @@ class EncoderSection(SourceSection):
 
 
 class ModelSection(Section):
-    """The model.
+    """The model: a whole one by ``path``, or by its parts.
 
     Attributes:
+        path: local folder of a whole model, as it is published: its towers are found in it, and it
+            is exported as one folder again. Its processor makes the data (``data.processor``, by
+            default of the same folder).
+        train: of a whole model by part (``language_model``, ``projector``, and its towers, such as
+            ``vision``), ``"full"`` (what is not named) or ``"frozen"``.
         language_model: the language model.
         encoders: by modality name, as in ``data.modalities``.
         merge: ``"prepend"``, or a placeholder token per encoder
@@ -137,10 +142,27 @@ class ModelSection(Section):
             routers; without it, such a model is refused.
     """
 
-    language_model: SourceSection
+    path: Text | None = None
+    train: dict[Text, Literal["frozen", "full"]] = Field(default_factory=dict)
+    language_model: SourceSection | None = None
     encoders: dict[str, EncoderSection] = Field(default_factory=dict)
     merge: Text | dict[str, Text] = "prepend"
     mask: Text | None = None
     packing: bool = False
     trust_remote_code: bool = False
     router_loss: Literal["ignore"] | None = None
+
+    @model_validator(mode="after")
+    def _whole_or_in_parts(self) -> ModelSection:
+        if (self.path is None) == (self.language_model is None):
+            raise ValueError(
+                "give exactly one of path (the folder of a whole model) and language_model"
+            )
+        if self.path is None and self.train:
+            raise ValueError("train is of a whole model; give it each of the parts")
+        own = self.model_fields_set & {"encoders", "merge", "mask", "packing", "router_loss"}
+        if self.path is not None and own:
+            raise ValueError(
+                f"{sorted(own)[0]} is given, but a whole model (path) has its own; leave it out"
+            )
+        return self

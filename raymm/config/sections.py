@@ -207,7 +207,8 @@ class RunConfig(Section):
 
 
 class TrainConfig(Section):
-    """A whole configuration file."""
+    """A whole configuration file. Data of a whole model are made by the processor of its folder,
+    where they name none."""
 
     run: RunConfig
     model: ModelSection
@@ -218,10 +219,19 @@ class TrainConfig(Section):
     resources: ResourcesSection = Field(default_factory=ResourcesSection)
     cache: CacheSection | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _processor_of_the_model(cls, values: Any) -> Any:
+        model, data = (values.get(name) for name in ("model", "data")) if isinstance(
+            values, dict) else (None, None)  # fmt: skip
+        if isinstance(model, dict) and isinstance(data, dict) and model.get("path"):
+            return {**values, "data": {"processor": model["path"], **data}}
+        return values
+
     @model_validator(mode="after")
     def _modalities_match(self) -> TrainConfig:
         unknown = set(self.data.modalities) - set(self.model.encoders)
-        if unknown:
+        if unknown and self.model.path is None:
             raise ValueError(
                 f"data.modalities has {sorted(unknown)}, but model.encoders are "
                 f"{sorted(self.model.encoders) or 'none'}"

@@ -39,6 +39,7 @@ from raymm.costs.layer_count import LayerCount, count_blocks, count_layers
 from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.recomputation import ALL, ATTENTION, MATMULS, OFFLOAD, LayerOption
@@ -49,7 +50,7 @@ _FP32_BYTES = 4
 
 
 def analytic_profile(
-    model: MultimodalModule,
+    model: MultimodalModule | WholeModel,
     loads: Mapping[str, Load],
     device: DeviceSpec | str,
     dtype: str = "bf16",

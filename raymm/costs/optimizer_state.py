@@ -20,6 +20,7 @@ from raymm.actors.optimizer.optimizer_config import (
 )
 from raymm.actors.optimizer.updates import matrices_of
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.costs.layer_costs import MOMENTS, CostProfile
 
 _FP32_BYTES = 4
@@ -28,7 +29,7 @@ _MOMENT_8BIT = (1 + _FP32_BYTES / BLOCK) / _FP32_BYTES
 
 
 def with_optimizer(
-    profile: CostProfile, model: MultimodalModule, config: OptimizerConfig
+    profile: CostProfile, model: MultimodalModule | WholeModel, config: OptimizerConfig
 ) -> CostProfile:
     """A profile whose layers know what is kept of their trained parameters.
 

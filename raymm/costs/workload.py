@@ -14,13 +14,16 @@ from raymm.actors.modules.message import MicrobatchContext
 from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.data.sampling.batching import ItemTokens
 from raymm.errors import USER_CODE_RAISES
-from raymm.model.batch_rules import complete_microbatch
+from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 
 # Tokens of an item of an encoder that does not say and cannot be asked.
 ASSUMED_TOKENS = 256
+# Dimensions of patches of all items in one tensor, and of an image of pixels.
+FLAT_ROWS, IMAGE_DIMENSIONS = 2, 3
 # Of one sample; more is a mistake.
 MOST_TOKENS = 10**9
 
@@ -33,7 +36,9 @@ class ModuleWorkloads:
     notes: tuple[str, ...] = ()
 
 
-def microbatch_workload(model: MultimodalModule, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
+def microbatch_workload(
+    model: MultimodalModule | WholeModel, microbatch: Mapping[str, Any]
+) -> ModuleWorkloads:
     """The loads of a real microbatch.
 
     An encoder's tokens come from running its skeleton, without weights or memory (torch's meta
@@ -43,6 +48,8 @@ def microbatch_workload(model: MultimodalModule, microbatch: Mapping[str, Any]) 
         model: the description.
         microbatch: as :meth:`MultimodalModule.forward` takes it.
     """
+    if isinstance(model, WholeModel):
+        return _whole_workload(model, microbatch)
     microbatch = complete_microbatch(microbatch, model.encoder_names)
     loads: dict[str, Load] = {}
     notes: list[str] = []
@@ -65,6 +72,35 @@ def microbatch_workload(model: MultimodalModule, microbatch: Mapping[str, Any]) 
     labels = int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum())
     longest = max(int(lengths.max()), 1)
     loads[LANGUAGE_MODEL] = Load(rows, longest, min(labels, rows * longest))
+    return ModuleWorkloads(loads, tuple(notes))
+
+
+def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
+    """Of a whole model's microbatch. A tower is taken to have the tokens of its largest input's
+    rows, or of an image of pixels what its config says."""
+    ids, labels = microbatch[IDS], microbatch[LABELS]
+    loads, notes = {}, []
+    for name in model.tower_names:
+        own = [microbatch[e] for _, e in model.tower(name).arguments if e in microbatch]
+        inputs = max(own, key=lambda value: value.numel(), default=None)
+        if inputs is None:
+            continue
+        if inputs.dim() == FLAT_ROWS:  # patches of all items, one after another
+            loads[name] = Load(1, len(inputs))
+            continue
+        try:
+            tokens = default_tokens(model.tower_spec(name).source.skeleton())
+        except LoadError:
+            tokens = ASSUMED_TOKENS
+            notes.append(
+                f"tower {name!r} does not say how many tokens an item has; {tokens} assumed "
+                f"(planning.tokens.{name} would say)"
+            )
+        count = inputs.shape[:-IMAGE_DIMENSIONS].numel() or 1
+        loads[name] = Load(count, tokens)
+    learned = int((labels[:, 1:] != IGNORE_INDEX).sum())
+    rows, length = ids.shape
+    loads[LANGUAGE_MODEL] = Load(rows, length, min(learned, ids.numel()))
     return ModuleWorkloads(loads, tuple(notes))
 
 
@@ -137,7 +173,7 @@ def changed_tokens(loads: ModuleWorkloads, tokens: Mapping[str, int]) -> ModuleW
     return ModuleWorkloads(changed, loads.notes)
 
 
-def check_tokens(model: MultimodalModule, tokens: Mapping[str, int]) -> None:
+def check_tokens(model: MultimodalModule | WholeModel, tokens: Mapping[str, int]) -> None:
     """
     Raises:
         LoadError: on an unknown module or a number below 1.

@@ -36,17 +36,24 @@ def whole_stage_builders(model: WholeModel, plan: Plan) -> StageBuilders:
                 )
         is_cut = first.layers[1] < node.num_blocks
         builders.shard_specs[node.name] = ShardSpec()
+        spec: Any = cut_module(model, node.name) if is_cut else model.spec(node.name)
         if node.name == LANGUAGE_MODEL:
-            spec: Any = model.language_spec()
-            if is_cut:
-                spec = cut_language_model(spec, model.towers, model.example)
             builders.add(plan, node.name, spec, language_stage_parameters, _build_language)
             continue
-        spec = model.tower_spec(node.name)
-        if is_cut:
-            spec = cut_tower(spec, model.tower(node.name).inputs(model.example) or {})
         builders.add(plan, node.name, spec, encoder_stage_parameters, _build_tower)
     return builders
+
+
+@plain_torch()
+def cut_module(model: WholeModel, name: str) -> TowerSpec | WholeLanguageSpec:
+    """A module of several stages as data for the ranks.
+
+    Raises:
+        ProbeError: it cannot be cut.
+    """
+    if name == LANGUAGE_MODEL:
+        return cut_language_model(model.language_spec(), model.towers, model.example)
+    return cut_tower(model.tower_spec(name), model.tower(name).inputs(model.example) or {})
 
 
 def _build_tower(

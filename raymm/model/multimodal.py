@@ -125,6 +125,11 @@ class MultimodalModule(nn.Module):
         return {name: getattr(self, f"{name}_encoder") for name in self.encoder_names}
 
     @property
+    def graph(self) -> ModuleGraph:
+        """Every encoder feeds the language model."""
+        return module_graph(self)
+
+    @property
     def module_names(self) -> tuple[str, ...]:
         """The encoders', then the language model's."""
         return (*self.encoder_names, LANGUAGE_MODEL)
@@ -295,7 +300,7 @@ def _mask_policy(mask: str | MaskPolicy | None) -> MaskPolicy | None:
 
 
 def module_graph(model: MultimodalModule) -> ModuleGraph:
-    """The model's graph: every encoder feeds the language model, nothing else."""
+    """The graph of a model of parts: every encoder feeds the language model, nothing else."""
     nodes = []
     for name in model.encoder_names:
         spec = model.encoder_spec(name)

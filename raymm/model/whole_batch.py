@@ -16,6 +16,8 @@ from raymm.model.ragged import rows_per_item
 Batch = Mapping[str, torch.Tensor]
 # By tower, for each argument of its call which entry of a batch it is.
 TowerInputs = Mapping[str, Mapping[str, str]]
+# What data workers call the language model's part of a microbatch.
+TEXT = "text"
 
 
 def whole_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
@@ -37,6 +39,12 @@ def whole_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, t
     taken = {entry for own in towers.values() for entry in own.values()}
     text = {name: value for name, value in microbatch.items() if name not in taken}
     return {**there, LANGUAGE_MODEL: language_inputs(text, entries)}
+
+
+def text_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
+    """:func:`whole_parts` under the names that data workers have for them."""
+    parts = whole_parts(towers, microbatch)
+    return {TEXT if name == LANGUAGE_MODEL else name: own for name, own in parts.items()}
 
 
 @dataclass(frozen=True)

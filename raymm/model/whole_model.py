@@ -6,6 +6,7 @@ are modules of their own, whose features come back where the forward calls for t
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,15 +31,16 @@ from raymm.actors.probe.whole.cut import (
 )
 from raymm.actors.probe.whole.towers import Tower, as_copied, check_kind, find_towers
 from raymm.actors.stages.tower import TowerSpec
-from raymm.actors.stages.whole_language import WholeLanguageSpec, language_inputs
+from raymm.actors.stages.whole_language import WholeLanguageSpec
 from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
-from raymm.model.batch_rules import IDS, LABELS, BatchError, check_tensor
+from raymm.model.batch_rules import LABELS
 from raymm.model.modality_module import ModelError
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.ragged import rows_per_item
+from raymm.model.multimodal import MultimodalModule
 from raymm.model.trainable_layers import any_trainable, trainable_blocks
+from raymm.model.whole_batch import WholeBatchCheck
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 FULL, FROZEN = "full", "frozen"
@@ -73,6 +75,21 @@ def from_pretrained(
     folder = os.fspath(model)
     source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
     return WholeModel(source, example, train)
+
+
+def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModule:
+    """A model that is described by its parts.
+
+    Args:
+        model: any.
+        what: is asked for, for the error.
+
+    Raises:
+        ModelError: it is a whole one.
+    """
+    if isinstance(model, WholeModel):
+        raise ModelError(f"{what}; accepted of a model that is given by its parts, not as a whole")
+    return model
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -111,10 +128,14 @@ class WholeModel:
 
     Attributes:
         towers: as its forward calls them.
+        train: by part, how it is trained; what is not there, in full.
+        packing: never: rows are padded.
 
     Raises:
         ProbeError, ModelError: as of :func:`from_pretrained`.
     """
+
+    packing = False
 
     def __init__(
         self, source: ModuleSource, example: Batch, train: Mapping[str, str] | None = None
@@ -126,6 +147,7 @@ class WholeModel:
         self.towers = tuple(
             in_own_depth(source, tower, tower.inputs(self.example) or {}) for tower in tried
         )
+        self.train = dict(train or {})
         parts = (*self.tower_names, PROJECTOR, LANGUAGE)
         for name, value in (train or {}).items():
             if name not in parts or value not in (FULL, FROZEN):
@@ -145,6 +167,21 @@ class WholeModel:
         """In the order in which the forward calls them."""
         return tuple(tower.name for tower in self.towers)
 
+    @property
+    def encoder_names(self) -> tuple[str, ...]:
+        """The towers, by what other models have in their place."""
+        return self.tower_names
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """The towers and the language model."""
+        return (*self.tower_names, LANGUAGE_MODEL)
+
+    @property
+    def tower_inputs(self) -> dict[str, dict[str, str]]:
+        """By tower, for each argument of its call which entry of a batch it is."""
+        return {tower.name: dict(tower.arguments) for tower in self.towers}
+
     def tower(self, name: str) -> Tower:
         """One of them."""
         return next(tower for tower in self.towers if tower.name == name)
@@ -154,6 +191,10 @@ class WholeModel:
         tower = self.tower(name)
         source = tower_source(self.source, tower, self._frozen.places(tower))
         return tower_spec(source, tower, num_blocks(source.skeleton()))
+
+    def spec(self, name: str) -> TowerSpec | WholeLanguageSpec:
+        """A module as data for the ranks."""
+        return self.language_spec() if name == LANGUAGE_MODEL else self.tower_spec(name)
 
     def language_spec(self) -> WholeLanguageSpec:
         """All but the towers as data for the ranks."""
@@ -178,72 +219,45 @@ class WholeModel:
         nodes.append(ModuleNode(LANGUAGE_MODEL, flags))
         return ModuleGraph(tuple(nodes), tuple((n, LANGUAGE_MODEL) for n in self.tower_names), ())
 
+    @cached_property
+    def batch_check(self) -> WholeBatchCheck:
+        """Looks whether the model can take a microbatch, without it."""
+        return WholeBatchCheck.of(self.tower_inputs, self.example)
+
     def check(self, microbatch: Any) -> None:
         """
         Raises:
             BatchError: it is not what the model's forward takes.
         """
-        if not isinstance(microbatch, Mapping):
-            raise BatchError("a microbatch is no dict; accepted: what the processor returns")
-        accepted = "an int64 tensor (rows, tokens)"
-        ids = check_tensor(IDS, microbatch.get(IDS), accepted)
-        labels = check_tensor(LABELS, microbatch.get(LABELS), accepted)
-        for name, value in ((IDS, ids), (LABELS, labels)):
-            if value.dtype != torch.int64 or value.dim() != 2 or value.shape != ids.shape:
-                raise BatchError(f"{name} is of shape {tuple(value.shape)}; accepted: {accepted}")
-        for name, value in microbatch.items():
-            check_tensor(name, value, "a tensor")
-            like = self.example.get(name)
-            if name != LABELS and like is None:
-                raise BatchError(
-                    f"the batch has {name!r}, which the example has not; accepted: "
-                    f"{', '.join((LABELS, *self.example))}"
-                )
-            if like is not None and (value.dtype, value.dim()) != (like.dtype, like.dim()):
-                raise BatchError(
-                    f"{name} is of dtype {value.dtype} and {value.dim()} dimensions; accepted: "
-                    f"{like.dtype} and {like.dim()}, as in the example"
-                )
-        for tower in self.towers:
-            self._check_rows(tower, microbatch)
+        self.batch_check(microbatch)
 
-    def _check_rows(self, tower: Tower, microbatch: Batch) -> None:
-        """Sizes of items, where those of the example say how many rows an item has."""
-        shown, own = (
-            {e: batch[e] for _, e in tower.arguments if e in batch}
-            for batch in (self.example, microbatch)
-        )  # fmt: skip
-        try:
-            rows_per_item(tower.name, shown, min(map(len, shown.values())))
-        except BatchError:
-            return  # they say something else
-        if own:
-            rows_per_item(tower.name, own, min(map(len, own.values())))
-
-    def parts(self, microbatch: Batch) -> dict[str, dict[str, Any]]:
-        """What the first stage of each module is given, of those that have anything to do."""
-        own = {tower.name: tower.inputs(microbatch) for tower in self.towers}
-        there = {name: inputs for name, inputs in own.items() if inputs is not None}
-        entries = {
-            tower.name: {e: microbatch[e] for _, e in tower.arguments if e in microbatch}
-            for tower in self.towers if tower.name in there
-        }  # fmt: skip
-        taken = {entry for tower in self.towers for _, entry in tower.arguments}
-        text = {name: value for name, value in microbatch.items() if name not in taken}
-        return {**there, LANGUAGE_MODEL: language_inputs(text, entries)}
+    @cached_property
+    def trained(self) -> dict[str, frozenset[str]]:
+        """By module, the parameters that are, as the whole model names them."""
+        specs = {name: self.tower_spec(name) for name in self.tower_names}
+        return {
+            module: frozenset(
+                name for name, p in spec.source.skeleton().named_parameters() if p.requires_grad
+            )
+            for module, spec in {**specs, LANGUAGE_MODEL: self.language_spec()}.items()
+        }
 
     def materialize(self) -> nn.Module:
         """The whole model in this process, for :meth:`loss`, with what is frozen."""
         if self._whole is None:
-            model = self.source.build()
-            trained = {
-                name for spec in (*map(self.tower_spec, self.tower_names), self.language_spec())
-                for name, p in spec.source.skeleton().named_parameters() if p.requires_grad
-            }
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name in trained)
-            self._whole = model.train(bool(trained))
+            model = self._with_frozen(self.source.build())
+            self._whole = model.train(any(self.trained.values()))
         return self._whole
+
+    def trained_skeleton(self) -> nn.Module:
+        """Its structure, with what is frozen."""
+        return self._with_frozen(copy.deepcopy(self.source.skeleton()))
+
+    def _with_frozen(self, model: nn.Module) -> nn.Module:
+        trained = frozenset().union(*self.trained.values())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        return model
 
     def loss(self, microbatches: Sequence[Batch]) -> torch.Tensor:
         """A step's loss in this process, by the model's own forward: the sum over label tokens,

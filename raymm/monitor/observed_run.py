@@ -9,6 +9,7 @@ from typing import Any
 
 from raymm.data import MicrobatchMeta
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.monitor.training_data import TrainingData
 from raymm.scheduler.program.timeline import Timeline
 
@@ -27,7 +28,7 @@ class ObservedRun:
     """
 
     parallel: Any
-    model: MultimodalModule
+    model: MultimodalModule | WholeModel
     data: Any
     training: TrainingData
     folder: Path

@@ -10,6 +10,7 @@ from raymm.costs.named_devices import CPU, cluster_device
 from raymm.costs.step_flops import StepFlops
 from raymm.data import MicrobatchMeta
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.costs.devices import DeviceError, find_device
 
 T = TypeVar("T")
@@ -29,12 +30,12 @@ class Throughput:
     """
 
     def __init__(
-        self, model: MultimodalModule, processes: Mapping[str, int], device: str, precision: str,
-        say: Callable[[str], None],
+        self, model: MultimodalModule | WholeModel, processes: Mapping[str, int], device: str,
+        precision: str, say: Callable[[str], None],
     ) -> None:
         self._processes, self._say = processes, say
         self._peak = _peak(device, precision)
-        self._flops: StepFlops | None = self._counted(lambda: StepFlops(model))
+        self._flops: StepFlops | None = self._counted(lambda: _step_flops(model))
 
     def after_step(self, meta: Sequence[MicrobatchMeta], seconds: float) -> dict[str, Any]:
         """What ``metrics.jsonl`` gets of a step.
@@ -70,6 +71,12 @@ class Throughput:
         except LoadError as error:
             self._say(f"no TFLOP/s: {error}")
             return None
+
+
+def _step_flops(model: MultimodalModule | WholeModel) -> StepFlops:
+    if isinstance(model, WholeModel):
+        raise LoadError("steps of whole models are not counted")
+    return StepFlops(model)
 
 
 def _peak(device: str, precision: str) -> float | None:

@@ -21,6 +21,7 @@ from raymm.data import (
 )
 from raymm.data.readers import Dataset
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.monitor.progress import ScanProgress
 
 # Samples that are tried to find one whose item can be decoded.
@@ -43,8 +44,8 @@ class TrainingData:
 
 
 def training_data(
-    data: Any, model: MultimodalModule, state: Any = None, console: Console | None = None,
-    dataset: Dataset | None = None,
+    data: Any, model: MultimodalModule | WholeModel, state: Any = None,
+    console: Console | None = None, dataset: Dataset | None = None,
 ) -> TrainingData:
     """Scan and plan what ``data.batching`` asks for, and look whether a position fits.
 
@@ -65,6 +66,7 @@ def training_data(
         sampler = training_sampler(data, dataset)
         sampler.check(state)
         return TrainingData(dataset, sampler)
+    assert isinstance(model, MultimodalModule)  # data of a whole one are taken at random
     tokens = item_tokens(model, one_item_each(data, dataset))
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
@@ -75,7 +77,7 @@ def training_data(
     return TrainingData(dataset, sampler, tokens)
 
 
-def give_examples(model: MultimodalModule, data: DataConfig, dataset: Dataset) -> None:
+def give_examples(model: MultimodalModule | WholeModel, data: DataConfig, dataset: Dataset) -> None:
     """Let encoders that were given no ``example_inputs`` be tried with the data's first items.
 
     Args:
@@ -83,6 +85,8 @@ def give_examples(model: MultimodalModule, data: DataConfig, dataset: Dataset) -
         data: of the run.
         dataset: of the split that is trained on.
     """
+    if isinstance(model, WholeModel):
+        return  # it was made with an example
     for name, item in one_item_each(data, dataset).items():
         if model.encoders[name].example_inputs is None:
             model.encoders[name].example_inputs = {

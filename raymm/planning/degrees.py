@@ -14,6 +14,7 @@ from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.language import LanguageSpec
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
 
@@ -82,7 +83,7 @@ class DegreeRequest:
                 )
 
     def choices(
-        self, model: MultimodalModule, devices: int, num_microbatches: int,
+        self, model: MultimodalModule | WholeModel, devices: int, num_microbatches: int,
         tokens: Mapping[str, int], refused: frozenset[Refused] = frozenset(),
     ) -> dict[str, DegreeChoices]:
         """Per module, what it may have: powers of two; ``tp`` that deals heads and feed-forwards
@@ -111,6 +112,9 @@ class DegreeRequest:
             if (module, "cp") not in self.fixed:
                 most = max(1, tokens.get(module, 0) // LEAST_TOKENS)
                 allowed["cp"] = tuple(n for n in allowed["cp"] if n <= most)
+            if isinstance(model, WholeModel):  # its modules are not shared out
+                for kind in ("tp", "cp"):
+                    allowed[kind] = tuple(n for n in allowed[kind] if n == 1)
             allowed["dp"] = tuple(n for n in allowed["dp"] if num_microbatches % n == 0)
             if (module, "tp") not in self.fixed:
                 allowed["tp"] = tuple(n for n in allowed["tp"] if _divides(model, module, n))
@@ -141,7 +145,7 @@ class DegreeRequest:
             degree *= 2
 
 
-def _divides(model: MultimodalModule, module: str, tp: int) -> bool:
+def _divides(model: MultimodalModule | WholeModel, module: str, tp: int) -> bool:
     """Whether every process has its own share of heads and feed-forwards."""
     if tp == 1:
         return True
@@ -153,14 +157,16 @@ def _divides(model: MultimodalModule, module: str, tp: int) -> bool:
     return bool(plan.shards) and not copied
 
 
-def _tensor_plan(model: MultimodalModule, module: str, tp: int) -> TensorPlan:
+def _tensor_plan(model: MultimodalModule | WholeModel, module: str, tp: int) -> TensorPlan:
     return tensor_plan(model.spec(module).source, tp, module)
 
 
-def refused_degrees(model: MultimodalModule, plan: Plan) -> dict[Refused, str]:
+def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Refused, str]:
     """Degrees of a plan under which a shrunk copy of the model computes something else, and why:
     what would be refused when the plan is started."""
     refused: dict[Refused, str] = {}
+    if isinstance(model, WholeModel):
+        return refused
     for node in plan.graph.nodes:
         name, degrees = node.name, degrees_of(plan, node.name)
         spec = model.spec(name)

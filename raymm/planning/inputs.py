@@ -16,7 +16,8 @@ from raymm.costs.workload import (
     token_workload,
 )
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel, of_parts
 from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
@@ -87,7 +88,7 @@ class PlanInputs:
         PlanError: ranks or a limit that cannot be.
     """
 
-    model: MultimodalModule
+    model: MultimodalModule | WholeModel
     workload: Workload
     request: PlanRequest
     costs: Costs
@@ -99,7 +100,7 @@ class PlanInputs:
 
     @classmethod
     def of(
-        cls, model: MultimodalModule, request: PlanRequest, workload: Workload,
+        cls, model: MultimodalModule | WholeModel, request: PlanRequest, workload: Workload,
         costs: Costs | None = None, notes: Sequence[str] = (),
     ) -> PlanInputs:
         """The inputs of a request.
@@ -129,19 +130,30 @@ class PlanInputs:
         """
         asked = self.request
         return PlanProblem(
-            module_graph(self.model), self.costs.profile, self.ranks, self.workload.microbatches,
+            self.model.graph, self.costs.profile, self.ranks, self.workload.microbatches,
             self.memory_limit, self.costs.network, degrees=degrees or {},
             schedules=tuple(asked.schedules), layouts=tuple(asked.layouts),
             recompute=asked.recompute, radius=asked.radius,
         )
 
     @property
+    def parts(self) -> MultimodalModule:
+        """The model, for a multiplexed plan.
+
+        Raises:
+            ModelError: it is a whole one.
+        """
+        return of_parts(self.model, f"parallel.style is {self.request.style!r}")
+
+    @property
     def graph(self) -> ModuleGraph:
         """Of the model."""
-        return module_graph(self.model)
+        return self.model.graph
 
 
-def costs_of(model: MultimodalModule, request: PlanRequest, workload: Workload) -> Costs:
+def costs_of(
+    model: MultimodalModule | WholeModel, request: PlanRequest, workload: Workload
+) -> Costs:
     """Costs of a model's layers: measured ones of a profile, else analytic ones of a device.
 
     Args:
@@ -172,7 +184,7 @@ def costs_of(model: MultimodalModule, request: PlanRequest, workload: Workload) 
 
 
 def loads_of(
-    model: MultimodalModule, workload: Workload, tokens: Mapping[str, int]
+    model: MultimodalModule | WholeModel, workload: Workload, tokens: Mapping[str, int]
 ) -> ModuleWorkloads:
     """How much one microbatch is to each module.
 
@@ -183,7 +195,10 @@ def loads_of(
     """
     complete = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
     if workload.microbatch is None or complete:
-        return token_workload(model, tokens, workload.samples, workload.text)
+        return token_workload(
+            of_parts(model, "there is no data to read sizes from"), tokens,
+            workload.samples, workload.text,
+        )
     return changed_tokens(microbatch_workload(model, workload.read_microbatch()), tokens)
 
 

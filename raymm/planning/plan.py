@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.planning.comparison import comparison_table
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan_result import PlanResult
@@ -63,7 +64,7 @@ class Planned(PlanResult):
 
 
 def plan(
-    model: MultimodalModule,
+    model: MultimodalModule | WholeModel,
     *,
     ranks: int,
     microbatches: int = 8,

@@ -15,7 +15,8 @@ from raymm.costs.workload import check_tokens
 from raymm.data import DataConfig, is_there, local_steps
 from raymm.data.loading.in_memory import split_batch
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel, of_parts
 from raymm.planning.degrees import DegreeRequest
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import ProfileError
@@ -64,7 +65,7 @@ class PlanRequest(PlanOptions):
         """:attr:`degrees`, read."""
         return DegreeRequest.of(self.degrees)
 
-    def check(self, model: MultimodalModule) -> None:
+    def check(self, model: MultimodalModule | WholeModel) -> None:
         """Find what is wrong before anything starts.
 
         Raises:
@@ -78,10 +79,12 @@ class PlanRequest(PlanOptions):
                 f"memory_gib is {self.memory_gib}; accepted: a number above 0, at most {MOST_GIB}"
             )
         self.degree_request.check(model.module_names)
+        if self.style != PIPELINED:
+            of_parts(model, f"parallel.style is {self.style!r}")
         if self.device is not None:
             find_device(self.device)
         if self.profile is not None:
-            self.profile_table.at(extrapolate=True).check(module_graph(model))
+            self.profile_table.at(extrapolate=True).check(model.graph)
         check_tokens(model, self.tokens)
 
     @property

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 from raymm.actors.probe.callbacks import Cuts, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model
 from raymm.config.planning_options import JOINT
+from raymm.layout.whole_stages import cut_module
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.planning.degrees import Refused, refused_degrees
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan_result import PlanResult
@@ -124,7 +126,7 @@ def cut_modules(plan: Plan) -> list[str]:
 
 
 def _refused_shares(
-    model: MultimodalModule, options: Iterable[Option], probed: set[Any]
+    model: MultimodalModule | WholeModel, options: Iterable[Option], probed: set[Any]
 ) -> dict[Refused, str]:
     """What the model's code does not allow of the options' degrees; ``probed`` are those that are
     known to be allowed, or have been found out."""
@@ -137,12 +139,14 @@ def _refused_shares(
     return refused
 
 
-def refused_cuts(model: MultimodalModule, modules: Sequence[str]) -> dict[str, str]:
+def refused_cuts(model: MultimodalModule | WholeModel, modules: Sequence[str]) -> dict[str, str]:
     """Those of the modules that the probe cannot cut, with its reason."""
     refused = {}
     for name in modules:
         try:
-            if module_kind(name) is ModuleKind.LANGUAGE_MODEL:
+            if isinstance(model, WholeModel):
+                cut_module(model, name)
+            elif module_kind(name) is ModuleKind.LANGUAGE_MODEL:
                 probe_language_model(model.language_spec().source)
             else:
                 encoder = model.encoders[name]

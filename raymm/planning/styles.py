@@ -218,7 +218,7 @@ def _starts(
     if compared.pipelined is not None and PIPELINED not in compared.refused:
         starts[PIPELINED] = compared.pipelined.proposal.best
     if compared.multiplexed is not None and MULTIPLEXED not in compared.refused:
-        plan = plan_of_mapping(inputs.model, compared.multiplexed.mapping, microbatches)
+        plan = plan_of_mapping(inputs.parts, compared.multiplexed.mapping, microbatches)
         plan = replace(plan, profile=profile)
         starts[MULTIPLEXED], _ = evaluate(plan, inputs.costs.network, MULTIPLEXED)
     return starts
@@ -284,7 +284,7 @@ def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed, microbatches: int
         planned: what :func:`plan_step_multiplexed` gave.
         microbatches: of a step.
     """
-    plan = plan_of_mapping(inputs.model, planned.mapping, microbatches)
+    plan = plan_of_mapping(inputs.parts, planned.mapping, microbatches)
     with suppress(NoWholeDeviceError):
         return replace(plan, profile=_Basis.of(inputs).shared_profile(microbatches))
     return plan
@@ -313,7 +313,7 @@ class _Basis:
             if costs.device is None:
                 notes += (f"the profile's device, {costs.profile.device}, is not in raymm's table: "
                           "it is taken to have no quotas, and links of CPUs",)  # fmt: skip
-        return cls(inputs, shapes_of(inputs.model), loads, notes)
+        return cls(inputs, shapes_of(inputs.parts), loads, notes)
 
     def mapping_inputs(self, request: PlanRequest, microbatches: int = 1) -> MappingInputs:
         """Of a mapping of a step's samples in so many microbatches, one after another."""
@@ -328,7 +328,7 @@ class _Basis:
         measured = None if has_surfaces or profile.source != "measured" else (profile, self.loads)
         named = not has_surfaces or request.device is not None
         return mapping_inputs(
-            self.shapes, edges_of(inputs.model, [shape.name for shape in self.shapes]), request,
+            self.shapes, edges_of(inputs.parts, [shape.name for shape in self.shapes]), request,
             MappedBatch(
                 loads[LANGUAGE_MODEL].samples, dtype, dtype, loads, measured, microbatches
             ),

@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,23 +17,26 @@ from raymm.actors.adapters.lora import has_adapters, plain_copy
 from raymm.actors.optimizer.finite import not_finite
 from raymm.actors.storage.folder import PARTIAL
 from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
+from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.output import Output
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.adapter_folder import save_adapters
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.loading import load_into_model
+from raymm.storage.loading import load_into_model, load_into_whole
 from raymm.storage.manifest import CheckpointError
 
 
 def export_model(
-    model: MultimodalModule, storage: str, output: str, tokenizer: str | None = None,
+    model: MultimodalModule | WholeModel, storage: str, output: str, tokenizer: str | None = None,
     say: Callable[[str], None] = print,
     trust_remote_code: bool = False,
     merge: bool = False,
+    shard_size: str = "5GB",
 ) -> list[Path]:
     """Write the modules of the newest checkpoint that is whole.
 
@@ -40,14 +44,17 @@ def export_model(
         model: the run's model description; it is materialized in this process.
         storage: the run's folder, or its URL.
         output: a folder that does not exist yet; it gets ``language_model/``,
-            ``{encoder}_encoder/`` and ``{encoder}_projector/``.
-        tokenizer: folder of a tokenizer to put with the language model.
+            ``{encoder}_encoder/`` and ``{encoder}_projector/``; of a whole
+            model it is the folder of its class, with the same keys, in shards.
+        tokenizer: folder of a tokenizer to put with the language model, or of a whole model's
+            processor, whose template and files are put beside its weights.
         say: is told of newer checkpoints that are corrupt.
         trust_remote_code: run Python files that the tokenizer's folder brings.
         merge: write modules with adapters as ordinary ones, whose weights have what the adapters
             add. Otherwise they become folders of ``peft``, which name the folder of the module
             without adapters; of one that is of no folder that is written, too, as
             ``{module}_base``.
+        shard_size: of a whole model, that no file is to exceed, as transformers writes it.
 
     Returns:
         The folders written. Modules that Hugging Face has no class for are written as
@@ -66,11 +73,24 @@ def export_model(
         raise CheckpointError(f"{storage!r} has no checkpoint")
     for line in checkpoint.warnings():
         say(line)
-    load_into_model(model, checkpoint.folder)
-    _check_finite(model, checkpoint.folder)
+    whole: Any = None
+    if isinstance(model, WholeModel):
+        load_into_whole(model, checkpoint.folder)
+        whole = model.materialize()
+        _check_finite(whole, checkpoint.folder)
+    else:
+        load_into_model(model, checkpoint.folder)
+        _check_finite(model, checkpoint.folder)
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     with place.writing():
+        if whole is not None:
+            _of_its_class(whole).save_pretrained(temporary, max_shard_size=shard_size)
+            if tokenizer is not None:
+                ModelProcessor(tokenizer, trust_remote_code).save(temporary)
+            temporary.rename(target)
+            return [target]
+        assert isinstance(model, MultimodalModule)  # a whole one is written
         names = _Writer(temporary, target, merge).write(model)
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code)
@@ -79,7 +99,7 @@ def export_model(
     return [target / name for name in names]
 
 
-def _check_finite(model: MultimodalModule, checkpoint: Path | str) -> None:
+def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:
     """
     Raises:
         CheckpointError: weights of the checkpoint, or of a frozen module's own folder, that are not

@@ -8,6 +8,7 @@ from raymm.actors.optimizer.checkpoint_shards import ShardError, copy_tensors, s
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.manifest import CheckpointError, Manifest, read_manifest
@@ -42,6 +43,30 @@ def restore(parallel: ParallelModule, folder: Path | str) -> Manifest:
             f"{folder} has tensors that are not finite: {', '.join(names[:MAX_NAMED])}"
         )
     parallel.restore_step(manifest.step)
+    return manifest
+
+
+def load_into_whole(model: WholeModel, folder: Path | str) -> Manifest:
+    """Load a checkpoint's weights into a whole model, which is materialized in this process.
+
+    Raises:
+        CheckpointError: as from :func:`restore`.
+    """
+    manifest = read_manifest(folder)
+    tensors = model.materialize().state_dict(keep_vars=True)
+    stored = StoredTensors(folder, manifest.index, manifest.shards)
+    left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
+    lacking: set[str] = set()
+    for module, trained in model.trained.items():
+        own = {f"{module}/module.{name}": tensor for name, tensor in tensors.items()}
+        try:
+            read = stored.read(dict.fromkeys(own))
+            copy_tensors(read, own.items())
+        except ShardError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        lacking |= {f"{module}/module.{name}" for name in trained} - set(read)
+        left -= set(read)
+    _check_both_ways(folder, lacking, left)
     return manifest
 
 

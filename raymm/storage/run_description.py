@@ -21,6 +21,7 @@ from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.storage.code_digest import code_digest
 from raymm.storage.fingerprints import fingerprint_of_files
 
@@ -44,7 +45,7 @@ _LOADING = {
 
 def describe_run(
     run: RunConfig,
-    model: MultimodalModule,
+    model: MultimodalModule | WholeModel,
     optimizer: OptimizerConfig,
     data: DataConfig | Sequence[Any],
     splits: Mapping[str, Dataset],
@@ -64,6 +65,9 @@ def describe_run(
     fields: dict[str, Any] = {f"run.{n}": getattr(run, n) for n in ("steps", "seed", "precision")}
     fields |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
     fields |= _of_data(data, splits)
+    if isinstance(model, WholeModel):
+        fields |= _of_whole(model)
+        return json.loads(json.dumps(fields, default=str))
     fields |= {
         "model.merge": _named(model.merge), "model.mask": _named(model.mask),
         "model.packing": model.packing, "model.parameters": {},
@@ -77,6 +81,13 @@ def describe_run(
         if part.projector is not None:
             fields["model.parameters"] |= _parameters(f"{name}/projector", part.projector)
     return json.loads(json.dumps(fields, default=str))
+
+
+def _of_whole(model: WholeModel) -> dict[str, Any]:
+    fields: dict[str, Any] = {f"model.train.{name}": how for name, how in model.train.items()}
+    skeleton = model.trained_skeleton()
+    fields |= _computes("model", model.source.origin, skeleton)
+    return {**fields, "model.parameters": _parameters("model", skeleton)}
 
 
 def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
@@ -139,20 +150,25 @@ def describe_module(
         source: of its weights.
         skeleton: its structure.
     """
-    fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
+    fields: dict[str, Any] = {}
     for name in ("lora", "projector_lora"):
         if (lora := getattr(part, name)) is not None:
             fields |= {f"{where}.{name}.{key}": value for key, value in vars(lora).items()}
-    source = source.origin
+    for name in ("preprocess", "postprocess_module", "postprocess_projector"):
+        callback = getattr(part, f"{name}_callback")
+        fields[f"{where}.{name}"] = _named(callback)
+        fields |= _code(f"{where}.{name}", callback)
+    return fields | _computes(where, source.origin, skeleton)
+
+
+def _computes(where: str, source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:
+    """What a source's module computes, and which its frozen weights are."""
+    fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
     config: Any = source.config
     values = _computed(config.to_dict()) if hasattr(config, "to_dict") else {}
     fields |= {f"{where}.config.{key}": value for key, value in values.items()}
     if isinstance(source, FactorySource):
         fields[f"{where}.factory"] = {"target": source.target, "kwargs": source.kwargs}
-    for name in ("preprocess", "postprocess_module", "postprocess_projector"):
-        callback = getattr(part, f"{name}_callback")
-        fields[f"{where}.{name}"] = _named(callback)
-        fields |= _code(f"{where}.{name}", callback)
     if isinstance(source, LiveSource) or all(p.requires_grad for p in skeleton.parameters()):
         return fields  # all its values are in checkpoints
     if isinstance(source, PretrainedSource):

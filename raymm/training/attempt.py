@@ -17,6 +17,7 @@ from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.errors import RunFailedError
 from raymm.evaluation.text_evaluation import TextEvaluation
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.monitor.drain_notices import DrainObserver
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog
 from raymm.monitor.observed_run import ObservedRun
@@ -27,6 +28,7 @@ from raymm.recovery.failure_policy import Cause
 from raymm.recovery.recovery import Recovery
 from raymm.recovery.run_controller import RunController, cause_of, first_line
 from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.whole.pipelined import WholeParallelModule
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.training.execution import Execution
@@ -62,7 +64,7 @@ class Attempt:
 
     folder: Path
     run: RunConfig
-    model: MultimodalModule
+    model: MultimodalModule | WholeModel
     data: Any
     training: TrainingData
     store: CheckpointStore
@@ -78,7 +80,9 @@ class Attempt:
     features: FeatureLookup | None = None
     loop: TrainingLoop | None = None
 
-    def take_steps(self, parallel: MultimodalParallelModule, execution: Execution) -> Result:
+    def take_steps(
+        self, parallel: MultimodalParallelModule | WholeParallelModule, execution: Execution
+    ) -> Result:
         """Take them, until all are taken or somebody asks to stop.
 
         Raises:
@@ -124,6 +128,8 @@ class Attempt:
 
             texts = None
             if self.run.evaluate is not None and isinstance(self.data, DataConfig):
+                # The trainer refuses it of a whole model.
+                assert isinstance(parallel, MultimodalParallelModule)
                 texts = TextEvaluation(
                     self.run.evaluate, parallel, self.data, folder, batches.heldout_places,
                     self.features,

@@ -10,7 +10,8 @@ from raymm.config.build import write_json
 from raymm.config.sections import ConfigError
 from raymm.data import DataConfig
 from raymm.layout.plan_check import differences
-from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.monitor.balance import step_balance
 from raymm.monitor.drift_observer import DriftObserver
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
@@ -18,6 +19,7 @@ from raymm.monitor.rebalancing import rebalancing
 from raymm.monitor.report import RunReport
 from raymm.monitor.throughput import TOTAL
 from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.whole.pipelined import WholeParallelModule
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_quotas import SLOTS
 
@@ -72,10 +74,10 @@ class Execution:
                 "microbatches to themselves"
             )
 
-    def unkept(self, model: MultimodalModule, data: Any) -> str | None:
+    def unkept(self, model: MultimodalModule | WholeModel, data: Any) -> str | None:
         """Why a run that goes on cannot keep it: it is of another model, or of another number of
         microbatches; None if it can."""
-        different = differences(self.plan.graph, module_graph(model))
+        different = differences(self.plan.graph, model.graph)
         if different:
             return f"the checkpoint's plan is of another model: {'; '.join(different)}"
         microbatches = data.microbatches if isinstance(data, DataConfig) else None
@@ -107,8 +109,12 @@ class Execution:
             )
         return [*lines, *self._notes]
 
-    def start(self, model: MultimodalModule, **options: Any) -> MultimodalParallelModule:
+    def start(
+        self, model: MultimodalModule | WholeModel, **options: Any
+    ) -> MultimodalParallelModule | WholeParallelModule:
         """Start the ranks; options as of :class:`MultimodalParallelModule`."""
+        if isinstance(model, WholeModel):
+            return WholeParallelModule(model, self.plan, **options)
         return MultimodalParallelModule(model, self.plan, **options)
 
     def observer(self, run: ObservedRun) -> StepObserver:

@@ -22,6 +22,7 @@ from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.layout.feature_stages import featured_modules, with_feature_stages
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel, of_parts
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.run_description import describe_modality, describe_module
 
@@ -49,7 +50,7 @@ class KeptFeatures:
 
     @classmethod
     def of(
-        cls, cache: CacheSection | None, model: MultimodalModule, plan: Plan,
+        cls, cache: CacheSection | None, model: MultimodalModule | WholeModel, plan: Plan,
         data: DataConfig | Sequence[Any], computed: str,
     ) -> KeptFeatures:
         """
@@ -62,6 +63,7 @@ class KeptFeatures:
         """
         if cache is None or not isinstance(data, DataConfig):
             return cls(plan, {})
+        model = of_parts(model, "cache is given")
         names, reasons = featured_modules(model, plan, data.modalities)
         memory = _MEMORY / f"raymm-features-{os.getpid()}" if cache.features == "host" else None
         root = memory or Path(cache.folder or default_cache().parent / "features").expanduser()

@@ -10,6 +10,7 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.planning.request import PlanRequest
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ class RunPlanner:
     """
 
     request: PlanRequest
-    model: MultimodalModule
+    model: MultimodalModule | WholeModel
     data: Any
     precision: str
     optimizer: OptimizerConfig

@@ -11,7 +11,8 @@ from raymm.data.readers import Dataset
 from raymm.layout.optimizer_check import check_modules, check_optimizer
 from raymm.model.batch_rules import Vocabulary
 from raymm.model.module_kind import ModuleKind
-from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel, of_parts
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint, CheckpointError
 
@@ -31,7 +32,7 @@ def open_splits(data: object) -> dict[str, Dataset]:
 
 
 def check_updates(
-    optimizer: OptimizerConfig, run: RunConfig, model: MultimodalModule, plan: object
+    optimizer: OptimizerConfig, run: RunConfig, model: MultimodalModule | WholeModel, plan: object
 ) -> None:
     """Look whether every step of a run has a learning rate, and every rule a module.
 
@@ -43,12 +44,15 @@ def check_updates(
 
     Raises:
         ConfigError: steps that would change nothing.
+        ModelError: texts are to be written by a whole model.
         PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer`.
     """
+    if run.evaluate is not None:
+        of_parts(model, "run.evaluate is given")
     if isinstance(plan, Plan):
         check_optimizer(optimizer, plan, run.precision == "bf16")
     else:
-        check_modules(optimizer, module_graph(model), run.precision == "bf16")
+        check_modules(optimizer, model.graph, run.precision == "bf16")
     steps = run.steps
     rules = {"optimizer": optimizer} | {
         f"optimizer.modules.{name}": optimizer.rule(name) for name in optimizer.modules
@@ -73,10 +77,14 @@ def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
     return optimizer.total_steps + 1
 
 
-def with_vocabulary(data: Any, model: MultimodalModule) -> Any:
-    """The data configuration, told which token ids the model has embeddings for."""
+def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
+    """The data configuration, told which token ids the model has embeddings for, and which inputs
+    the towers of a whole one take."""
     if not isinstance(data, DataConfig) or data.vocabulary is not None:
         return data
+    if isinstance(model, WholeModel):
+        ids = Vocabulary.of(model.source.skeleton()).ids
+        return data.model_copy(update={"vocabulary": ids, "towers": model.tower_inputs})
     vocabulary = Vocabulary.of(model.language_model.source(ModuleKind.LANGUAGE_MODEL).skeleton())
     return data.model_copy(update={"vocabulary": vocabulary.ids})
 

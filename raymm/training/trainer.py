@@ -26,6 +26,7 @@ from raymm.errors import RunFailedError
 from raymm.files.run_files import remove_partial
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel, of_parts
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
 from raymm.monitor.progress_bar import under_way
 from raymm.monitor.rebalancing import FILE as DECISIONS
@@ -87,7 +88,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: MultimodalModule,
+        model: MultimodalModule | WholeModel,
         parallel: Plan | StageMapping | MultimodalParallelSpec | PlanRequest | None = None,
         data: DataConfig | Sequence[Any] | None = None,
         run_config: RunConfig | None = None,
@@ -111,11 +112,12 @@ class Trainer:
         if isinstance(parallel, Plan):
             self.plan = parallel
         elif isinstance(parallel, StageMapping):
-            self.plan = plan_of_mapping(model, parallel, whole_microbatches(data))
+            parts = of_parts(model, "parallel is a mapping")
+            self.plan = plan_of_mapping(parts, parallel, whole_microbatches(data))
         elif isinstance(parallel, MultimodalParallelSpec):
-            self.plan = None if parallel.elastic else parallel.plan(model)
-            if parallel.elastic:
-                self._elastic = ElasticPlans(parallel, model)
+            parts = of_parts(model, "parallel is a MultimodalParallelSpec")
+            self.plan = None if parallel.elastic else parallel.plan(parts)
+            self._elastic = ElasticPlans(parallel, parts) if parallel.elastic else None
         self.data = with_vocabulary(data, model)
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
@@ -194,8 +196,7 @@ class Trainer:
         self._say(text)
         if self.stop.reason is None or self.stop.reason.number is not None:
             raise self.stop.error(text)
-        file = self.path / METRICS
-        rows = read_metrics(file) if file.is_file() else []
+        rows = read_metrics(file) if (file := self.path / METRICS).is_file() else []
         return Result(last_step(rows), rows, self._latest(), self.path, stopped=text)
 
     def _stopped_at_once(self) -> str:
@@ -389,12 +390,11 @@ class Trainer:
         rows = MetricsLog(self.path / METRICS, taken).rows
         return Result(
             last_step(rows), rows, checkpoint.folder, self.path, changed=self._changed,
-            corrupt=checkpoint.corrupt,
-            steps_not_applied=steps_not_applied(rows),
+            corrupt=checkpoint.corrupt, steps_not_applied=steps_not_applied(rows),
         )
 
     def _say_what_runs(self, execution: Execution, device: str) -> None:
         first, *notes = execution.describe(device)
-        first = f"{first}, {self.run.precision}; run folder {self._folder}"
-        for line in filter(None, (first, *notes, job_stop_note())):
-            self.console.print(line, highlight=False, soft_wrap=True)
+        where = f"{first}, {self.run.precision}; run folder {self._folder}"
+        for line in filter(None, (where, *notes, job_stop_note())):
+            self._say(line)

@@ -33,8 +33,7 @@ from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import IGNORE_INDEX, check_characters, roles_without_labels
 from raymm.data.sampling.sampler import flat
 from raymm.errors import USER_CODE_RAISES
-from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.whole_batch import whole_parts
+from raymm.model.whole_batch import text_parts
 
 # Which tower items of a kind go into, by the names that towers have.
 TOWER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
@@ -60,8 +59,7 @@ class ProcessedBuilder(StepBuilder):
         return ModelProcessor(self.config.processor, self.config.trust_remote_code)
 
     def parts(self, microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
-        parts = whole_parts(self.config.towers, microbatch)
-        return {"text" if name == LANGUAGE_MODEL else name: own for name, own in parts.items()}
+        return text_parts(self.config.towers, microbatch)
 
     def build(
         self,
@@ -93,6 +91,14 @@ class ProcessedBuilder(StepBuilder):
         if not microbatches:
             raise none_usable(skipped)
         return BuiltStep(microbatches, meta, skipped)
+
+    def processor_batch(self, indices: Sequence[int]) -> Microbatch:
+        """All that the processor returns of these samples together, and labels.
+
+        Raises:
+            SampleError: one that cannot be used.
+        """
+        return self._microbatch([self.encode(self.dataset[index]) for index in indices])
 
     def encode(self, sample: Sample) -> Any:
         """A sample, rendered and decoded: a :class:`Conversation`.

@@ -8,16 +8,22 @@ from typing import Any
 import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
+from raymm.actors.probe.plain_torch import plain_torch
+from raymm.data import MicrobatchMeta
+from raymm.data.loading.builder import SampleCheck
+from raymm.data.loading.processed import describe_whole
 from raymm.layout.plan_check import differences
 from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
-from raymm.model.whole_model import WholeModel, label_tokens
+from raymm.model.whole_batch import TEXT, text_parts
+from raymm.model.whole_model import WholeModel
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.plan_module import PendingStep, PlannedModule
 from raymm.runtime.specs import ParallelSpec, plan_of
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import Program
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -71,6 +77,7 @@ class WholeParallelModule(PlannedModule):
         super().__init__(model, RuntimeOptions.of(options))
         if texts := differences(plan.graph, model.graph):
             raise PlanError(f"the plan is not of this model: {'; '.join(texts)}")
+        self._check = model.batch_check
         self._start(plan)
 
     def _full_name(self, stage: StageId, name: str) -> str:
@@ -79,8 +86,16 @@ class WholeParallelModule(PlannedModule):
     def reloadable(self) -> frozenset[str]:
         return frozenset((*self.model.tower_names, LANGUAGE_MODEL))
 
-    def prepare(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
-        """A step's microbatches, of which the plan has so many at most.
+    def sample_check(self) -> SampleCheck:
+        """What data workers ask of every microbatch: errors that :meth:`execute` would raise."""
+        return self._check
+
+    @plain_torch()
+    def prepare(
+        self, batch: Batch | Sequence[Batch]
+    ) -> tuple[list[dict[str, dict[str, torch.Tensor]]], list[MicrobatchMeta]]:
+        """A step's microbatches, of which the plan has so many at most, as parts per module, with
+        their metadata.
 
         Args:
             batch: what the model's processor returns, with ``labels``, which is split by rows
@@ -97,11 +112,17 @@ class WholeParallelModule(PlannedModule):
                 f"a step has {len(batches)} microbatches; accepted: 1 to "
                 f"{self.plan.num_microbatches}, the plan's"
             )
+        parts, meta = [], []
         for microbatch in batches:
             self.model.check(microbatch)
-        if not sum(map(label_tokens, batches)):
+            own = text_parts(self.model.tower_inputs, microbatch)
+            ids = [str(row) for row in range(len(microbatch["input_ids"]))]
+            present = {name: [0] for name in own if name != TEXT}
+            parts.append(own)
+            meta.append(describe_whole(microbatch, own, ids, present))
+        if not sum(each.label_tokens for each in meta):
             raise BatchError("labels of the step are all -100; accepted: at least one label")
-        return batches
+        return parts, meta
 
     def _split(self, batch: Mapping[str, Any]) -> list[Batch]:
         index = batch.get("sample_index", {})
@@ -111,35 +132,43 @@ class WholeParallelModule(PlannedModule):
         return [*split_rows(entries, towers, index, self.plan.num_microbatches)]
 
     def submit(
-        self, prepared: Sequence[Batch], update: bool = False, forward_only: bool = False,
-        keep: Any = None,
+        self, prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False, forward_only: bool = False, keep: Any = None,
     ) -> PendingStep:  # fmt: skip
-        parts = [self.model.parts(microbatch) for microbatch in prepared]
+        parts, meta = prepared
         inputs = [
             (stage.id, index, own)
             for index, of_modules in enumerate(parts)
             for name, own in of_modules.items()
-            for stage in self._readers(name, index)
+            for stage in self._readers(LANGUAGE_MODEL if name == TEXT else name, index)
         ]
         step = StepMeta(
-            step=self._step, label_tokens=sum(map(label_tokens, prepared)),
-            keys=tuple(_layout_key(microbatch) for microbatch in prepared),
+            step=self._step, label_tokens=sum(each.label_tokens for each in meta),
+            keys=tuple(map(_layout_key, meta)),
+            sample_ids=tuple(tuple(each.sample_ids) for each in meta),
             training=not forward_only,
         )
-        present = [[name for name in own if name != LANGUAGE_MODEL] for own in parts]
-        return self._submitted(present, inputs, step, update=update, keep=keep)
+        present = [each.items for each in meta]
+        return self._submitted(present, inputs, step, meta, update, keep)
+
+    def step_program(self, meta: Sequence[MicrobatchMeta]) -> Program:
+        """The checked program of a step that trains on microbatches.
+
+        Args:
+            meta: of each of them.
+        """
+        return self.program([sorted(each.items) for each in meta])
 
 
-def _layout_key(batch: Batch) -> LayoutKey:
+def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
     """What the shapes of everything that modules hand on follow from: shapes, and numbers that
     are of no token (grids, sizes), of which features may have as many rows as they say."""
-    rows = batch["input_ids"].shape
-    shapes, sizes, values = [], [], []
-    for name, tensor in sorted(batch.items()):
-        shapes.append((name, tuple(tensor.shape), str(tensor.dtype)))
-        sizes += tensor.shape
-        if not tensor.is_floating_point() and tensor.shape != rows:
-            values.append((name, tensor.flatten().tolist()))
-    structure = [(name, len(shape), dtype) for name, shape, dtype in shapes]
-    sizes += [int((batch["labels"] != -100).sum())]
-    return LayoutKey(hash(repr((shapes, values))), hash(repr(structure)), tuple(sizes))
+    tensors = [
+        (part, name, tuple(shape), meta.dtypes[part][name])
+        for part, shapes in sorted(meta.shapes.items())
+        for name, shape in sorted(shapes.items())
+    ]
+    structure = [(part, name, len(shape), dtype) for part, name, shape, dtype in tensors]
+    sizes = [size for _, _, shape, _ in tensors for size in shape]
+    digests = sorted(meta.digests.items())
+    return LayoutKey(hash(repr((tensors, digests))), hash(repr(structure)), tuple(sizes))

@@ -1,0 +1,136 @@
+"""Whole models by configuration: folder in, trained, gone on with, and the same folder out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from raymm.cli.main import main
+from raymm.config.build import build_model
+from raymm.config.sections import ConfigError, load_config
+from raymm.data import local_steps
+from raymm.model.whole_model import WholeModel
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.export import export_model
+from raymm.storage.loading import load_into_whole
+from raymm.training.run_start import with_vocabulary
+from tests.tiny_folders import modalities, tiny
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+LR, STEPS = 1e-3, 4
+
+
+def configuration(tmp_path, kind="idefics3", **changes):
+    folder, data = tiny(kind)
+    values = {
+        "run": {
+            "storage_path": str(tmp_path / "run"), "steps": STEPS, "checkpoint_every": 2,
+            "device": "cpu", "seed": 3,
+        },
+        "model": {"path": folder, "train": {"vision": "frozen"}},
+        "data": {
+            "train": data, "modalities": modalities(kind), "batch_size": 4, "microbatches": 2,
+        },
+        "parallel": {"language_model": {"pp": 2}, "encoders": {"vision": {"pp": 2}}},
+        "optimizer": {"lr": LR, "max_grad_norm": None, "schedule": "constant", "warmup_steps": 0},
+        "resources": {"cpus": 0.1},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**values, **changes}))
+    return file
+
+
+def keys(folder):
+    names: dict[str, tuple] = {}
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}
+    return names
+
+
+def losses_in_one_process(config):
+    """What a loop over the model's own forward prints."""
+    model = build_model(config)
+    assert isinstance(model, WholeModel)
+    trained = [p for p in model.materialize().parameters() if p.requires_grad]
+    rule = config.optimizer.build(STEPS)
+    optimizer = torch.optim.AdamW(
+        trained, lr=LR, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay
+    )
+    losses = []
+    for step in local_steps(with_vocabulary(config.data, model), steps=STEPS):
+        optimizer.zero_grad()
+        loss = model.loss(step.microbatches)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_folder_is_trained_gone_on_with_and_written_again(tmp_path):
+    file = configuration(tmp_path)
+    assert main(["train", str(file), "--set", "run.steps=2"]) == 0
+    assert main(["train", str(file)]) == 0
+    config = load_config(file)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses == pytest.approx(losses_in_one_process(config), rel=1e-5)
+    model = build_model(config)
+    assert isinstance(model, WholeModel)
+    checkpoint = CheckpointStore(config.run.storage_path).newest()
+    assert checkpoint is not None
+    load_into_whole(model, checkpoint.folder)
+    out, folder = tmp_path / "out", str(config.model.path)
+    export_model(
+        build_model(config), config.run.storage_path, str(out), config.data.processor,
+        shard_size="200KB",
+    )
+    assert keys(out) == keys(folder)
+    assert len([*out.glob("*.safetensors")]) > 1
+    read, whole = AutoModelForImageTextToText.from_pretrained(out), model.materialize()
+    assert type(read) is type(whole)
+    example = dict(model.example)
+    with torch.no_grad():
+        ours, theirs = whole.eval()(**example).logits, read.eval()(**example).logits
+    assert torch.equal(ours, theirs)
+    before = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+    changed = {n for n, t in read.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed and not any("vision" in name for name in changed)
+    first, second = (AutoProcessor.from_pretrained(each) for each in (folder, out))
+    assert first.chat_template == second.chat_template
+    assert first.to_dict() == second.to_dict()
+
+
+def test_a_plan_is_made_of_a_folder_and_its_data(tmp_path, capsys):
+    file = configuration(tmp_path, parallel={}, planning={"ranks": 3, "device": "cpu"})
+    assert main(["plan", str(file), "--out", str(tmp_path / "plan")]) == 0
+    assert (tmp_path / "plan" / "plan.json").is_file()
+    assert "vision" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "model, why",
+    [
+        ({"train": {"vision": "frozen"}}, "give exactly one of path"),
+        ({"path": "x", "packing": True}, "packing is given, but a whole model"),
+        ({"path": "x", "train": {"vision": "half"}}, "model.train.vision"),
+    ],
+)
+def test_sections_that_cannot_be_are_refused(tmp_path, model, why):
+    with pytest.raises(ConfigError, match=why):
+        load_config(configuration(tmp_path, model=model))
+
+
+def test_parts_that_a_model_has_not_are_refused_by_name(tmp_path):
+    file = configuration(tmp_path)
+    with pytest.raises(ConfigError, match=r"model: train has 'ears'.*vision"):
+        build_model(load_config(file, ["model.train.ears=full"]))
+    with pytest.raises(ConfigError, match="no_such"):
+        own = f"data.processor={tiny('gemma3')[0]}"
+        build_model(load_config(file, ["model.path=no_such", own]))
