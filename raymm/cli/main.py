@@ -18,6 +18,7 @@ from raymm.cli.check import add_check_arguments, run_check
 from raymm.cli.plan import add_plan_arguments, run_plan
 from raymm.cli.profile import add_profile_arguments, run_profile
 from raymm.cli.trace import add_trace_arguments, run_trace
+from raymm.cli.without_config import add_folder_arguments, written_config
 from raymm.errors import InputError, RunError
 from raymm.version import __version__
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with stop.listening(), _notes_in_a_line():
             code = args.run(args)
     except InputError as error:
-        if hasattr(args, "config") and args.config not in str(error):
+        if getattr(args, "config", None) and args.config not in str(error):
             error.add_note(f"(in the configuration {args.config})")
         console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
         for text in (str(error), *getattr(error, "__notes__", ())):
@@ -113,11 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write trained modules as Hugging Face folders")
     profile = commands.add_parser("profile", help="measure what the layers cost on a real device")
     for command in (train, plan, export, profile):
-        command.add_argument("config", help="YAML file")
+        command.add_argument(
+            "config", help="YAML file", nargs="?" if command is train else None
+        )
         command.add_argument(
             "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
             help="change a value of the file (repeatable)",
         )
+    add_folder_arguments(train)
     train.set_defaults(run=_train)
     add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
@@ -146,6 +150,7 @@ def _train(args: argparse.Namespace) -> int:
     from raymm.planning.request import PlanRequest
     from raymm.training.trainer import Trainer
 
+    args.config = written_config(args)
     config = load_config(args.config, args.overrides)
     model = build_model(config)
     plan, layouts = build_plan(config, model), build_layouts(config)

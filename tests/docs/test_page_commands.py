@@ -56,7 +56,7 @@ def test_options_are_those_of_the_command_line(page, given, capsys):
         pytest.fail(f"{page}: raymm {given}: {capsys.readouterr().err}")
     for override in getattr(parsed, "overrides", ()):
         apply_override({}, override)
-    config = getattr(parsed, "config", "")
+    config = getattr(parsed, "config", None) or ""
     assert not config.startswith("examples/") or (ROOT / config).is_file(), config
 
 

@@ -134,3 +134,21 @@ def test_parts_that_a_model_has_not_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="no_such"):
         own = f"data.processor={tiny('gemma3')[0]}"
         build_model(load_config(file, ["model.path=no_such", own]))
+
+
+def test_a_folder_and_a_file_are_enough(tmp_path, capsys):
+    folder, data = tiny("idefics3")
+    out = tmp_path / "run"
+    arguments = ["train", "--model", folder, "--data", data, "--out", str(out)]
+    assert main([*arguments, "--set", "run.steps=2"]) == 0
+    written = yaml.safe_load((out / "run.yaml").read_text())
+    assert written["model"]["path"] == folder
+    assert written["model"]["train"]["vision"] == "frozen"
+    assert written["data"]["modalities"] == {"image": {"column": "images"}}
+    assert load_config(out / "run.yaml").data.processor == folder
+    assert len([r for r in read_metrics(out / "metrics.jsonl") if "loss" in r]) == 2
+    assert "lr: 1.0e-05" in capsys.readouterr().out
+    assert main([*arguments, "--set", "run.steps=3"]) == 0  # it goes on
+    assert len([r for r in read_metrics(out / "metrics.jsonl") if "loss" in r]) == 3
+    assert main(["train", "--model", folder]) == 2
+    assert "--data FILE" in capsys.readouterr().err
