@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from raymm.actors.probe.error import NotRunError
 from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, DataError, SampleError, open_split
 from raymm.data.loading.processed import ProcessedBuilder
@@ -38,7 +39,13 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
             trust_remote_code=section.trust_remote_code,
         )
     except ValueError as error:
-        raise ConfigError(f"model: {error}") from error
+        made_by = ""
+        if isinstance(error, NotRunError):
+            made_by = (
+                f". Its inputs are what the processor in {config.data.processor!r} makes of "
+                "samples; is that the model's own?"
+            )
+        raise ConfigError(f"model: {error}{made_by}") from error
 
 
 def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:

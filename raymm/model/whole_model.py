@@ -36,7 +36,7 @@ from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.model.batch_rules import LABELS
-from raymm.model.modality_module import ModelError
+from raymm.model.modality_module import ModelError, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.trainable_layers import any_trainable, trainable_blocks
@@ -142,6 +142,7 @@ class WholeModel:
     ) -> None:
         self.source = source
         self.example = {name: value for name, value in example.items() if name != LABELS}
+        check_weights("the model", source)
         check_kind(source.skeleton())
         tried = of_one_that_runs(source, self._find)
         self.towers = tuple(
