@@ -87,7 +87,11 @@ class PartSource(ModuleSource):
         for name, parameter in model.named_parameters():
             if self.frozen or is_within(name, self.frozen_places):
                 parameter.requires_grad_(False)
-        return set_mode(model)
+        set_mode(model)
+        for name, module in model.named_modules():
+            if name and is_within(name, self.frozen_places):
+                module.training = False  # no dropout in a frozen tower whose projector is trained
+        return model
 
     def called(self, model: nn.Module) -> None:
         """Let the model's forward be what it calls of the part."""

@@ -33,6 +33,7 @@ from raymm.actors.probe.whole.towers import Tower, as_copied, check_kind, find_t
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
 from raymm.actors.weights.model_classes import find_model_class
+from raymm.actors.weights.model_part import is_within
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.model.batch_rules import LABELS
@@ -248,7 +249,23 @@ class WholeModel:
         if self._whole is None:
             model = self._with_frozen(self.source.build())
             self._whole = model.train(any(self.trained.values()))
+            for module, training in self._modes().items():
+                model.get_submodule(module).training = training
         return self._whole
+
+    def _modes(self) -> dict[str, bool]:
+        """By submodule, whether it is in training mode: as in the part that it is of."""
+        modes = {
+            name: module.training
+            for name, module in self.language_spec().source.skeleton().named_modules()
+        }
+        for tower in self.towers:
+            modes |= {
+                name: module.training
+                for name, module in self.tower_spec(tower.name).source.skeleton().named_modules()
+                if is_within(name, tower.places)
+            }
+        return modes
 
     def trained_skeleton(self) -> nn.Module:
         """Its structure, with what is frozen."""
