@@ -1,0 +1,201 @@
+"""``python -m tests.soak.image_mixtures --steps N --seed S``: a whole vision-language model on
+actors, whose microbatches have 0 to 5 images of random sizes each, beside the model's own forward
+in one process: losses of all steps, and who worked on what.
+
+Training on what is random amplifies rounding: one process that adds the same microbatches up in
+the other order, the control, differs from the first by more than 1e-5 after some 240 steps. So
+every ``--sync`` steps both take the actors' parameters over (0: never), and how far the first had
+come from them, and the control from the first, is said.
+
+Prints, last, a line of JSON. Ends with 1 if a loss differs, or a tower has worked on a microbatch
+without images or not worked on one with some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks._family_classes import Family
+from benchmarks._vlm_check import runnable
+from benchmarks.vlm_matrix import KIND
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.runtime.specs import ParallelSpec
+from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.scheduler.program.program import Op
+
+MODEL = "Qwen2_5_VLForConditionalGeneration"
+MICROBATCHES = 4
+MOST_IMAGES = 5
+SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1))  # of an image, in tokens
+TOLERANCE = 1e-5
+SYNC = 20
+TIMEOUT_SECONDS = 120
+MAX_NORM = 1.0
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=MAX_NORM)
+TWO = ParallelSpec(pp=2)
+
+
+def mixture(
+    config: Any, example: dict[str, torch.Tensor], draw: random.Random
+) -> dict[str, torch.Tensor]:
+    """A microbatch of one row: text with images between it.
+
+    Args:
+        config: of the model.
+        example: a microbatch that it takes.
+        draw: how many images, of which sizes, and where.
+    """
+    merge = config.vision_config.spatial_merge_size
+    vocabulary = 32
+    special = {value for name, value in vars(config).items() if name.endswith("_token_id")}
+    words = [token for token in range(3, vocabulary) if token not in special]
+    ids, kinds, grids = draw.choices(words, k=draw.randint(2, 6)), [], []
+    kinds = [0] * len(ids)
+    for _ in range(draw.randint(0, MOST_IMAGES)):
+        high, wide = draw.choice(SIZES)
+        grids.append([1, high * merge, wide * merge])
+        tokens, text = high * wide, draw.choices(words, k=draw.randint(1, 4))
+        ids += [config.vision_start_token_id, *[config.image_token_id] * tokens, *text]
+        kinds += [0, *[1] * tokens, *[0] * len(text)]
+    batch = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
+    if "mm_token_type_ids" in example:
+        batch["mm_token_type_ids"] = torch.tensor([kinds])
+    batch["labels"] = torch.tensor([[-100 if k else i for i, k in zip(ids, kinds, strict=True)]])
+    if grids:
+        batch["image_grid_thw"] = torch.tensor(grids)
+        rows, generator = int(batch["image_grid_thw"].prod(1).sum()), torch.Generator()
+        width = example["pixel_values"].shape[1]
+        generator.manual_seed(draw.randrange(2**32))
+        batch["pixel_values"] = torch.randn(rows, width, generator=generator)
+    return batch
+
+
+class OneProcess:
+    """The model's own forward in one process, with an optimizer.
+
+    Args:
+        model: it.
+    """
+
+    def __init__(self, model: WholeModel) -> None:
+        self._model = model
+        self._trained = dict(model.materialize().named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
+            weight_decay=OPTIMIZER.weight_decay,
+        )
+
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        """One step; returns its loss."""
+        self._optimizer.zero_grad()
+        loss = self._model.loss(batches)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._trained.values(), MAX_NORM)
+        self._optimizer.step()
+        return loss.item()
+
+    def take(self, parameters: dict[str, torch.Tensor]) -> float:
+        """Go on with these parameters.
+
+        Returns:
+            The largest difference of one from what it was, relative to its norm.
+        """
+        worst = 0.0
+        with torch.no_grad():
+            for name, value in parameters.items():
+                own = self._trained[name]
+                worst = max(worst, float((own - value).norm() / value.norm().clamp(min=1e-6)))
+                own.copy_(value)
+        return worst
+
+
+def soak(steps: int, seed: int, sync: int = SYNC) -> dict[str, Any]:
+    """Train on mixtures.
+
+    Args:
+        steps: how many.
+        seed: of the weights, and of what is drawn.
+        sync: after how many steps both processes take over the actors' parameters; 0: never.
+
+    Returns:
+        What the command prints.
+    """
+    cls = getattr(transformers, MODEL)
+    config, (example, *_) = runnable(Family(KIND, cls, cls.config_class))
+    config.architectures = [MODEL]
+    model = from_pretrained(config, example, seed=seed)
+    draw, report = random.Random(seed), dict.fromkeys(("in_vain", "left_out"), 0)
+    images: dict[int, int] = {}
+    worst, worst_control, apart, started = 0.0, 0.0, 0.0, time.monotonic()
+    alone, control = OneProcess(model), OneProcess(from_pretrained(config, example, seed=seed))
+    plan = whole_plan(model, {"vision": TWO, "llm": TWO}, MICROBATCHES)
+    with WholeParallelModule(
+        model, plan, optimizer=OPTIMIZER, timeout_s=TIMEOUT_SECONDS
+    ) as running:
+        for step in range(steps):
+            batches = [mixture(config, example, draw) for _ in range(MICROBATCHES)]
+            output = running.train_step(batches)
+            due, other = alone.step(batches), control.step(batches[::-1])
+            worst = max(worst, abs(output.loss - due) / abs(due))
+            worst_control = max(worst_control, abs(other - due) / abs(due))
+            if sync and (step + 1) % sync == 0:
+                parameters = running.parameters()
+                apart = max(apart, alone.take(parameters))
+                control.take(parameters)
+            have = {i for i, batch in enumerate(batches) if "pixel_values" in batch}
+            worked = {
+                span.microbatch for span in output.timeline.spans
+                if span.op == Op.FORWARD and span.stage.module == "vision"
+            }  # fmt: skip
+            report["in_vain"] += len(worked - have)
+            report["left_out"] += len(have - worked)
+            for batch in batches:
+                count = len(batch.get("image_grid_thw", ()))
+                images[count] = images.get(count, 0) + 1
+    return {
+        "steps": steps, "microbatches_by_images": dict(sorted(images.items())),
+        "sync": sync, "worst_loss_difference": worst, "worst_of_control": worst_control,
+        "worst_parameter_difference": apart, **report,
+        "seconds": round(time.monotonic() - started, 1),
+        "ok": worst <= TOLERANCE and not any(report.values()),
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run it; 0 if nothing differs."""
+    import ray
+
+    from raymm.runtime.embedded.embedded_ray import start_embedded_ray
+
+    parser = argparse.ArgumentParser("python -m tests.soak.image_mixtures", description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sync", type=int, default=SYNC)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"
+    with tempfile.TemporaryDirectory(prefix="raymm-mix-", dir="/tmp") as folder:
+        start_embedded_ray(
+            num_cpus=8, log_to_driver=False, object_store_memory=200 * 2**20, _temp_dir=folder
+        )
+        try:
+            report = soak(options.steps, options.seed, options.sync)
+        finally:
+            ray.shutdown()
+    print(json.dumps(report))
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
