@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 INTERVAL_S = 1.0
 # Seconds between the two looks at the node of a process that has died: one that is killed as a
 # whole loses it first, or last.
-BOTH_LOOKS_S = 0.5
+BOTH_LOOKS_S = 0.2
 # Seconds that a connection, or the GCS's answer, may take.
 ANSWER_TIMEOUT_S = 5.0
 # Looks in a row at which a server refuses, until it counts as gone: one may be starting anew.

@@ -85,7 +85,8 @@ def blamed(
     inquiry: Inquiry, reason: str, names: Sequence[str], addresses: Mapping[int, Address],
     culprits: Sequence[int],
 ) -> Failure:
-    """The rank that the others wait for, and what each was doing. Ends culprits that do not answer.
+    """The rank that the others wait for, and what each was doing. Ends culprits: nobody leaves an
+    operation with one that hangs before its end of the connection is gone.
 
     Args:
         inquiry: what ranks said.
@@ -94,7 +95,6 @@ def blamed(
         addresses: of ranks that have started.
         culprits: that rank, and others that are to go; empty: nobody knows.
     """
-    silent = [rank for rank in culprits if rank in inquiry.silent and rank in addresses]
-    looks = look_from_outside(addresses, end=silent)
+    looks = look_from_outside(addresses, end=[rank for rank in culprits if rank in addresses])
     message, texts = accusation(names, inquiry, looks, reason, next(iter(culprits), None))
     return Failure(message, RankFailedError, frozenset({*inquiry.dead, *culprits}), texts)

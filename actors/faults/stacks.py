@@ -15,8 +15,9 @@ from raymm.actors.faults.flight_recorder import records
 
 # What a process of raymm answers with its stacks.
 STACKS_SIGNAL = signal.SIGUSR2
-# Seconds for them to come. Nothing else hangs on it: a process that is stopped is not asked.
-STACKS_TIMEOUT_S = 2.0
+# Seconds for them to come, and between two looks whether they are there. A process that is stopped
+# is not asked; an error waits for those of the others.
+STACKS_TIMEOUT_S, STACKS_LOOK_S = 1.0, 0.05
 
 _STATES = {
     "R": "computing", "S": "sleeping", "D": "waiting for a disk", "T": "stopped by a signal",
@@ -77,7 +78,7 @@ def _stacks(address: Address) -> str:
     os.kill(address.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + STACKS_TIMEOUT_S
     while time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(STACKS_LOOK_S)
         size, last_size = file.stat().st_size, size
         if size == last_size > before:
             break

@@ -269,9 +269,11 @@ class RankGroup(ObservedRanks):
         failure, ranks = self._interrupted, dict(enumerate(self._actors))
         lost = frozenset() if failure is None or failure.lost is None else failure.lost
         staying = {rank: actor for rank, actor in ranks.items() if rank not in lost}
+        # First: who waits for one of them leaves once its end of the connection is gone.
+        end({rank: ranks[rank] for rank in lost}, self._addresses)
         left = leave(staying, self._generation)
         gone = [rank for rank in ranks if rank not in left]
-        end({rank: ranks[rank] for rank in gone}, self._addresses)
+        end({rank: ranks[rank] for rank in gone if rank not in lost}, self._addresses)
         for rank in gone:
             self._addresses.pop(rank, None)
             self._heartbeats.replaced(rank)
