@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from raymm.actors.optimizer.averages import AVERAGE_NAME, ParameterAverages
 from raymm.actors.optimizer.bf16_parameters import keep_in_bf16
 from raymm.actors.optimizer.finite import (
     FiniteObserver,
@@ -73,6 +75,7 @@ class RankOptimizer:
             part that is here, if there is any. Plain tensors, which optimizers can take together.
         reduction: sums gradients over holders.
         in_bf16: parameters that are kept in bf16, by id.
+        averages: of the parameters that are updated here.
         observer: notes what is not finite.
     """
 
@@ -116,6 +119,8 @@ class RankOptimizer:
         own = {id(parameters[key]): id(plain) for key, plain in self.updated.items()}
         matrices = {own[whole] for whole in matrices_of(modules) if whole in own}
         self._updates = ParameterUpdates(self.updated, config, matrices, self.in_bf16)
+        self.averages = ParameterAverages(self.updated, self.in_bf16, config.ema)
+        self._modules = modules
 
     def clip(self) -> None:
         """Scale gradients as ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
@@ -170,6 +175,7 @@ class RankOptimizer:
     def _apply(self, refused: torch.Tensor) -> None:
         """The updates of the step, and their values for others; nothing where ``refused`` is 1."""
         step = self._steps - 1
+        self.averages.begin()
         absent = {id(parameter): flag for parameter, flag in self.reduction.perhaps_absent}
         flags = {key: absent.get(id(self.parameters[key])) for key in self.updated}
         there = [p for key, p in self.updated.items() if flags[key] is None]
@@ -177,7 +183,28 @@ class RankOptimizer:
         for key, flag in flags.items():
             if flag is not None:
                 self._updates.step([self.updated[key]], flag.maximum(refused), step)
+        self.averages.follow(refused, step)
         self.reduction.send_updates()
+
+    def show_averages(self) -> None:
+        """Parameters become the averages of themselves, on all processes, until
+        :meth:`hide_averages`; before the first step they stay. Collective."""
+        self._gather_nothing()
+        self._take_local_parts()
+        self.averages.show(self.parameters.values())
+        self.reduction.send_updates()
+
+    def hide_averages(self) -> None:
+        """Put back what parameters were; not collective."""
+        self._gather_nothing()
+        self.averages.hide()
+
+    def _gather_nothing(self) -> None:
+        """What a forward has gathered of sharded parameters is not used again."""
+        for module in self._modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     @property
     def stepped(self) -> bool:
@@ -258,12 +285,15 @@ class RankOptimizer:
         """Optimizer state by (stage, name, key)."""
         return {
             (*place, key): value
-            for place in self.updated for key, value in self._updates.state(place).items()
+            for place in self.updated for key, value in (
+                *self._updates.state(place).items(), *self.averages.state(place).items()
+            )
         }
 
     def forget_state(self) -> None:
         """What it keeps of parameters is as before the first step."""
         self._updates.forget()
+        self.averages.forget()
 
     def load_state_tensors(
         self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int
@@ -274,7 +304,10 @@ class RankOptimizer:
         for (stage, name, key), value in tensors.items():
             states.setdefault((stage, name), {})[key] = value
         for place in self.updated:
-            self._updates.load_state(place, states.get(place, {}))
+            state = states.get(place, {})
+            self.averages.load_state(place, state)
+            own = {key: value for key, value in state.items() if key != AVERAGE_NAME}
+            self._updates.load_state(place, own)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -124,6 +124,29 @@ class UpdateRule:
 
 
 @dataclass(frozen=True)
+class EmaConfig:
+    """An exponential moving average of trained weights.
+
+    Attributes:
+        decay: what stays of the average at an update of it; the rest is of the weights.
+        every: steps from one update to the next.
+        evaluate: whether evaluations in the loop are of the average.
+
+    Raises:
+        ValueError: naming the field, its value and what is accepted.
+    """
+
+    decay: float = 0.999
+    every: int = 1
+    evaluate: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("decay", self.decay, "a number from 0 to below 1", lambda x: 0 <= x < 1)
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every is {self.every!r}; accepted: a whole number from 1")
+
+
+@dataclass(frozen=True)
 class OptimizerConfig(UpdateRule):
     """What updates a model: a rule for all of it, and other values for modules.
 
@@ -131,6 +154,7 @@ class OptimizerConfig(UpdateRule):
         max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
         modules: by module as plans name them (``llm``, an encoder's name, and that with
             ``_projector`` for its projector): fields in which its rule differs from this one.
+        ema: an average of what trains; None for none.
 
     Raises:
         ValueError: naming the field, its value and what is accepted.
@@ -138,6 +162,7 @@ class OptimizerConfig(UpdateRule):
 
     max_grad_norm: float | None = 1.0
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ema: EmaConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

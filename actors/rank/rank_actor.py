@@ -119,6 +119,7 @@ class RankActor(StoredRank):
         """Nothing is under way any more; what a step that failed has left in memory is let go of.
         Returns how far the parameters are."""
         self._optimizer.reduction.renew({})
+        self._optimizer.hide_averages()
         self._optimizer.observer.restore_statistics()
         self._optimizer.zero_grad()
         gc.collect()
@@ -344,6 +345,16 @@ class RankActor(StoredRank):
             self.whereabouts.enter(Op(op).value)
             actions[Op(op)](result)
         return self._finished(result)
+
+    @task("showing averages of parameters")
+    def show_averages(self) -> None:
+        """Parameters become the averages of themselves, until :meth:`hide_averages`."""
+        with self._unless_failed():
+            self._optimizer.show_averages()
+
+    def hide_averages(self) -> None:
+        """Parameters are themselves again."""
+        self._optimizer.hide_averages()
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""

@@ -129,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--merge", action="store_true", help="adapters go into the weights, not into peft folders"
     )
+    export.add_argument(
+        "--ema", action="store_true", help="write the average of the weights (optimizer.ema)"
+    )
     export.set_defaults(run=_export)
     add_profile_arguments(profile)
     profile.set_defaults(run=run_profile)
@@ -176,6 +179,7 @@ def _export(args: argparse.Namespace) -> None:
         build_model(config), config.run.storage_path, args.out,
         config.data.processor or config.data.tokenizer,
         trust_remote_code=config.data.trust_remote_code, merge=args.merge,
+        averaged=args.ema,
     )
     for folder in folders:
         print(f"wrote {folder}")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import EmaConfig, OptimizerConfig
 from raymm.files.section import Count, NonNegative, Section, Text, Tuple
 
 
@@ -33,12 +33,28 @@ class UpdateSection(Section):
     min_lr_ratio: float = 0.0
 
 
+class EmaSection(Section):
+    """An exponential moving average of what trains, kept like an optimizer's state; ``raymm export
+    --ema`` writes it.
+
+    Attributes:
+        decay: what stays of the average at an update of it; the rest is of the weights.
+        every: steps from one update to the next.
+        evaluate: held-out losses and texts in the loop are the average's.
+    """
+
+    decay: float = 0.999
+    every: Count = 1
+    evaluate: bool = False
+
+
 class OptimizerSection(UpdateSection):
     """What updates the model: see
     :class:`raymm.actors.optimizer.optimizer_config.OptimizerConfig`."""
 
     max_grad_norm: float | None = 1.0
     modules: dict[Text, UpdateSection] = Field(default_factory=dict)
+    ema: EmaSection | None = None
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> OptimizerSection:
@@ -52,4 +68,9 @@ class OptimizerSection(UpdateSection):
         values["modules"] = {
             name: section.model_dump(exclude_unset=True) for name, section in self.modules.items()
         }
+        if self.ema is not None:
+            try:
+                values["ema"] = EmaConfig(**self.ema.model_dump())
+            except ValueError as error:
+                raise ValueError(f"ema.{error}") from None
         return OptimizerConfig(**values)

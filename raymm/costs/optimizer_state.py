@@ -54,6 +54,7 @@ def with_optimizer(
                     own = sums[layer if prefix == "module." else len(layers) - 1]
                     own[0] += parameter.numel()
                     own[1] += parameter.numel() * _moments(rule, parameter, matrices)
+                    own[1] += parameter.numel() * (config.ema is not None)
                     if id(parameter) in products:
                         own[1] += parameter.numel() * (rule.parameters == MASTER)
                         own[2 if rule.parameters != FP32 else 3] += parameter.numel()

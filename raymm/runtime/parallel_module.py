@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from raymm.data import MicrobatchMeta
+from raymm.errors import RankFailedError
 from raymm.model.modality_module import ModelError
 from raymm.runtime.interruption import holds_nothing_when_interrupted
 from raymm.runtime.options import RuntimeOptions
@@ -224,6 +226,27 @@ class ParallelModule(ABC):
         if names := self.not_finite_tensors():
             self.shutdown()
             raise not_finite_weights(names)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within a block, parameters are the moving averages of themselves
+        (:class:`raymm.actors.optimizer.optimizer_config.EmaConfig`); nothing may be trained or
+        saved there. Without averages, or before the first step, they stay what they are."""
+        self.group.call("show_averages")
+        try:
+            yield
+        except RankFailedError:
+            raise  # who is left puts them back as it leaves the step that failed
+        except BaseException:
+            self.group.call("hide_averages")
+            raise
+        else:
+            self.group.call("hide_averages")
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """:meth:`averaged`, if that is what evaluations are of (``evaluate`` of the averages)."""
+        ema = self.options.optimizer.ema
+        return self.averaged() if ema is not None and ema.evaluate else nullcontext()
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor | None]:

@@ -37,6 +37,7 @@ def export_model(
     trust_remote_code: bool = False,
     merge: bool = False,
     shard_size: str = "5GB",
+    averaged: bool = False,
 ) -> list[Path]:
     """Write the modules of the newest checkpoint that is whole.
 
@@ -55,6 +56,7 @@ def export_model(
             without adapters; of one that is of no folder that is written, too, as
             ``{module}_base``.
         shard_size: of a whole model, that no file is to exceed, as transformers writes it.
+        averaged: write moving averages of the weights that were trained (``optimizer.ema``).
 
     Returns:
         The folders written. Modules that Hugging Face has no class for are written as
@@ -62,7 +64,7 @@ def export_model(
 
     Raises:
         ConfigError: if ``output`` exists or cannot be made; before anything is read.
-        CheckpointError: if there is no checkpoint, or a weight is not finite.
+        CheckpointError: if there is no checkpoint, it has no averages, or a weight is not finite.
         CheckpointError: if no checkpoint is whole, or it is of another model.
     """
     place = Output.new_folder("output", output)
@@ -75,11 +77,11 @@ def export_model(
         say(line)
     whole: Any = None
     if isinstance(model, WholeModel):
-        load_into_whole(model, checkpoint.folder)
+        load_into_whole(model, checkpoint.folder, averaged)
         whole = model.materialize()
         _check_finite(whole, checkpoint.folder)
     else:
-        load_into_model(model, checkpoint.folder)
+        load_into_model(model, checkpoint.folder, averaged)
         _check_finite(model, checkpoint.folder)
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
+from raymm.actors.optimizer.averages import AVERAGE_NAME
 from raymm.actors.optimizer.checkpoint_shards import ShardError, copy_tensors, stored_names
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.model.module_kind import LANGUAGE_MODEL
@@ -46,35 +50,52 @@ def restore(parallel: ParallelModule, folder: Path | str) -> Manifest:
     return manifest
 
 
-def load_into_whole(model: WholeModel, folder: Path | str) -> Manifest:
+def load_into_whole(
+    model: WholeModel, folder: Path | str, averaged: bool = False
+) -> Manifest:
     """Load a checkpoint's weights into a whole model, which is materialized in this process.
 
+    Args:
+        model: the description.
+        folder: the checkpoint.
+        averaged: whether what was trained is to have the moving averages of its weights.
+
     Raises:
-        CheckpointError: as from :func:`restore`.
+        CheckpointError: as from :func:`restore`, or it has no averages.
     """
     manifest = read_manifest(folder)
     tensors = model.materialize().state_dict(keep_vars=True)
     stored = StoredTensors(folder, manifest.index, manifest.shards)
     left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
     lacking: set[str] = set()
+    copied = 0
     for module, trained in model.trained.items():
         own = {f"{module}/module.{name}": tensor for name, tensor in tensors.items()}
         try:
             read = stored.read(dict.fromkeys(own))
             copy_tensors(read, own.items())
+            copied += _copy_averages(stored, own) if averaged else 0
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         lacking |= {f"{module}/module.{name}" for name in trained} - set(read)
         left -= set(read)
     _check_both_ways(folder, lacking, left)
+    _check_averages(folder, averaged, copied)
     return manifest
 
 
-def load_into_model(model: MultimodalModule, folder: Path | str) -> Manifest:
+def load_into_model(
+    model: MultimodalModule, folder: Path | str, averaged: bool = False
+) -> Manifest:
     """Load a checkpoint's weights into a model in this process (all of it is materialized).
 
+    Args:
+        model: the description.
+        folder: the checkpoint.
+        averaged: whether what was trained is to have the moving averages of its weights.
+
     Raises:
-        CheckpointError: as from :func:`restore`.
+        CheckpointError: as from :func:`restore`, or it has no averages.
     """
     manifest = read_manifest(folder)
     model.materialize()
@@ -83,18 +104,37 @@ def load_into_model(model: MultimodalModule, folder: Path | str) -> Manifest:
     stored = StoredTensors(folder, manifest.index, manifest.shards)
     left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
     lacking: set[str] = set()
+    copied = 0
     for name, part in parts.items():
         own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
         try:
             tensors = stored.read(dict.fromkeys(own))
             copy_tensors(tensors, own.items())
+            copied += _copy_averages(stored, own) if averaged else 0
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
         lacking |= trainable - set(tensors)
         left -= set(tensors)
     _check_both_ways(folder, lacking, left)
+    _check_averages(folder, averaged, copied)
     return manifest
+
+
+def _copy_averages(stored: StoredTensors, own: Mapping[str, torch.Tensor]) -> int:
+    """Parameters become their averages, where a checkpoint has some; returns how many."""
+    averages = stored.read({f"optimizer/{name}/{AVERAGE_NAME}": None for name in own})
+    named = {f"optimizer/{name}/{AVERAGE_NAME}": tensor for name, tensor in own.items()}
+    rounded = {name: value.to(named[name].dtype) for name, value in averages.items()}
+    copy_tensors(rounded, named.items())
+    return len(averages)
+
+
+def _check_averages(folder: Path | str, averaged: bool, copied: int) -> None:
+    if averaged and not copied:
+        raise CheckpointError(
+            f"{folder} has no averages of weights; a run keeps them with optimizer.ema"
+        )
 
 
 def _check_both_ways(folder: Path | str, lacking: set[str], left: set[str]) -> None:

@@ -64,6 +64,7 @@ def describe_run(
     """
     fields: dict[str, Any] = {f"run.{n}": getattr(run, n) for n in ("steps", "seed", "precision")}
     fields |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
+    fields["optimizer.ema"] = optimizer.ema and dataclasses.asdict(optimizer.ema)
     fields |= _of_data(data, splits)
     if isinstance(model, WholeModel):
         fields |= _of_whole(model)

@@ -202,10 +202,11 @@ class TrainingLoop:
     def _pause_after(self, step: int) -> None:
         """With nothing under way: evaluate and save, if that is due and was not done."""
         self._drain(0)
-        if not step or self._is_due(step, self._run.eval_every) or step == self._last:
-            self._evaluate(step)
-        if self._texts is not None and self._texts.is_due(step, self._last):
-            self._evaluate_texts(step, self._texts)
+        with self._parallel.evaluated_weights():
+            if not step or self._is_due(step, self._run.eval_every) or step == self._last:
+                self._evaluate(step)
+            if self._texts is not None and self._texts.is_due(step, self._last):
+                self._evaluate_texts(step, self._texts)
         last = self._last
         if step and self._checkpoints.saved < step:
             self._owed |= step % self._run.checkpoint_every == 0

@@ -7,7 +7,7 @@ import transformers as hf
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.modules.precision import ComputeCopies, cast_frozen
 from raymm.actors.optimizer.optimizer import RankOptimizer
-from raymm.actors.optimizer.optimizer_config import FP32, OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import FP32, EmaConfig, OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.load import Load
@@ -37,6 +37,8 @@ CASES = {
     "stochastic": ({"parameters": "bf16_stochastic"}, None),
     "stochastic, 8-bit": ({"parameters": "bf16_stochastic", "name": "adamw_8bit"}, None),
     "stochastic, muon": ({"parameters": "bf16_stochastic", "name": "muon"}, None),
+    "average": ({"ema": EmaConfig()}, None),
+    "average, master": ({"parameters": "bf16_master", "ema": EmaConfig()}, None),
     "8-bit adapters": ({"name": "adamw_8bit"}, LoraConfig(r=64)),
 }
 
@@ -63,6 +65,7 @@ def measured(stage, config: OptimizerConfig, module: StageId, dtype: str) -> int
     held = tensors_in([dict(state) for state in states])
     held += [p.grad for p in parameters.values()] + list(stage.parameters())
     held += [kept.wide for kept in optimizer.in_bf16.values()]
+    held += optimizer.averages._values.values()
     copies = ComputeCopies([stage], torch.bfloat16 if dtype == "bf16" else None)
     with copies.shown() as shown:
         held += {id(copy): copy for copy in shown}.values()

@@ -1,0 +1,110 @@
+"""Exponential moving averages of trained weights, which often generalise better than the weights of
+any one step: kept, sharded and stored like an optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from raymm.actors.optimizer.bf16_parameters import Bf16Parameter
+from raymm.actors.optimizer.optimizer_config import EmaConfig
+from raymm.actors.sharding.fully_sharded import local_part
+from raymm.scheduler.plan.stage import StageId
+
+Key = tuple[StageId, str]
+AVERAGE_NAME = "ema"
+
+
+class ParameterAverages:
+    """Of the parameters that a process updates.
+
+    ``average = decay * average + (1 - decay) * weight`` after every ``every``-th step, beginning
+    with the weights before a parameter's first update; steps that are not applied change nothing.
+    All in fp32 (or wider, as the parameter).
+
+    Args:
+        updated: plain tensors, by stage and name.
+        in_bf16: of these, by id, those that are kept in bf16.
+        config: says how; None for no averages.
+    """
+
+    def __init__(
+        self, updated: Mapping[Key, nn.Parameter], in_bf16: Mapping[int, Bf16Parameter],
+        config: EmaConfig | None,
+    ) -> None:
+        self._updated, self._in_bf16, self._config = updated, in_bf16, config
+        self._values: dict[Key, torch.Tensor] = {}
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before an update: those that there are not yet."""
+        if self._config is not None:
+            for key in self._updated.keys() - self._values.keys():
+                self._values[key] = self._weight(key).clone()
+
+    @torch.no_grad()
+    def follow(self, refused: torch.Tensor, step: int) -> None:
+        """After an update.
+
+        Args:
+            refused: scalar, 1 where it has changed nothing, else 0.
+            step: number of the step, from 0.
+        """
+        if self._config is None or (step + 1) % self._config.every:
+            return
+        share = (1 - self._config.decay) * (1 - refused)
+        for key, value in self._values.items():
+            value.lerp_(self._weight(key), share.to(value.dtype))
+
+    def state(self, key: Key) -> dict[str, torch.Tensor]:
+        """What checkpoints have of a parameter's."""
+        return {AVERAGE_NAME: self._values[key]} if key in self._values else {}
+
+    def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of :meth:`state`; of a run that has none any more, what is stored is dropped.
+
+        Args:
+            key: of the parameter.
+            state: of it; others' tensors in it do not matter.
+        """
+        if self._config is not None and AVERAGE_NAME in state:
+            self._values[key] = state[AVERAGE_NAME].to(self._updated[key].device)
+
+    def forget(self) -> None:
+        """There are none, and none is shown."""
+        self._values.clear()
+        self._hidden.clear()
+
+    @torch.no_grad()
+    def show(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Parameters that are updated here become their averages, until :meth:`hide`.
+
+        Args:
+            parameters: all that may become others meanwhile; they are kept in host memory.
+        """
+        if self._hidden or self._config is None:
+            return
+        for parameter in parameters:
+            tensor = local_part(parameter.detach())
+            self._hidden.append((tensor, torch.empty_like(tensor, device="cpu").copy_(tensor)))
+        for key, value in self._values.items():
+            self._updated[key].copy_(value)
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Put back what parameters were; nothing if no averages are shown."""
+        for tensor, kept in self._hidden:
+            tensor.copy_(kept)
+        self._hidden.clear()
+
+    def _weight(self, key: Key) -> torch.Tensor:
+        """A parameter as its updates see it: fp32, or wider."""
+        parameter = self._updated[key]
+        kept = self._in_bf16.get(id(parameter))
+        if kept is None:
+            return parameter.detach()
+        return kept.wide.detach() if kept.master else parameter.detach().float()
