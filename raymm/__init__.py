@@ -54,6 +54,9 @@ _PUBLIC = {
     "DagModule": "raymm.model.dag_module",
     "DagLoss": "raymm.model.dag_module",
     "every": "raymm.model.dag_module",
+    "normal_noise": "raymm.actors.modules.noise",
+    "uniform_noise": "raymm.actors.modules.noise",
+    "SampleSeeds": "raymm.actors.modules.noise",
     "ContrastiveLoss": "raymm.model.contrastive",
     "DagParallelModule": "raymm.runtime.parallel_dag",
     "dag_plan": "raymm.runtime.specs",
@@ -73,6 +76,7 @@ __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAl
 if TYPE_CHECKING:
     from raymm.actors.adapters.lora_config import LoraConfig
     from raymm.actors.modules.merge import CrossAttend, Prepend, ReplaceTokens
+    from raymm.actors.modules.noise import SampleSeeds, normal_noise, uniform_noise
     from raymm.actors.modules.projector import Projector
     from raymm.actors.optimizer.optimizer_config import OptimizerConfig
     from raymm.actors.placement.placement import ClusterError

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.adapters.lora_config import LoraConfig
-from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.modules.draws import derive_seed
 
 LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 ADAPTER_NAMES = frozenset({LOW, HIGH, MAGNITUDE})

@@ -164,7 +164,7 @@ class StageActions:
             offsets = meta.offsets[microbatch] if meta.offsets else {}
             context = MicrobatchContext(
                 meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets,
-                meta.decode,
+                meta.decode, meta.sample_seeds(microbatch) if meta.first_samples else None,
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from raymm.actors.modules.message import Decode
+from raymm.actors.modules.noise import SampleSeeds
 from raymm.actors.optimizer.finite import Place
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.timeline import Span, Timeline
@@ -45,6 +46,7 @@ class StepMeta(NamedTuple):
         offsets: per microbatch, by module whose outputs have not one row of each sample, each
             sample's first row, and behind the last one the number of rows.
         decode: of a step that writes text, which; its loss is then the next token.
+        first_samples: where samples have noise, each microbatch's first one's number in the batch.
     """
 
     step: int
@@ -57,10 +59,18 @@ class StepMeta(NamedTuple):
     scales: Mapping[str, float] = {}
     offsets: tuple[Mapping[str, Sequence[int]], ...] = ()
     decode: Decode | None = None
+    first_samples: tuple[int, ...] = ()
 
     def offsets_of(self, microbatch: int, module: str) -> Sequence[int] | None:
         """Of a module's outputs; None if they have one row of each sample."""
         return self.offsets[microbatch].get(module) if self.offsets else None
+
+    def sample_seeds(self, microbatch: int) -> SampleSeeds | None:
+        """Of a microbatch's noise; None if there is none."""
+        if not self.first_samples:
+            return None
+        step, batch = (self.step, self.batch) if self.training else (0, 0)
+        return SampleSeeds(self.seed, step, batch, self.first_samples[microbatch])
 
 
 SpanLabel = tuple[str, StageId, int, StageId, float]

@@ -13,6 +13,7 @@ stage's block would have drawn, no later number depends on it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -20,8 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.modules.seeds import derive_seed
 from raymm.actors.quota.generators import generator_state, seed_generators
+
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from anything with a stable ``str``, whatever the layout."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 class Draws:

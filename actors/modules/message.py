@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.draws import Draws
+from raymm.actors.modules.noise import SampleSeeds
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 
 # The name of the hidden state beside ports.
@@ -73,6 +74,7 @@ class MicrobatchContext(NamedTuple):
         offsets: by module that has any number of rows of a sample, each sample's first row, and
             behind the last one the number of rows.
         decode: of a step that writes text, which.
+        seeds: that noise of samples follows from; None where none is drawn.
     """
 
     label_tokens: int
@@ -83,6 +85,7 @@ class MicrobatchContext(NamedTuple):
     samples: tuple[Range, ...] = ()
     offsets: Mapping[str, Sequence[int]] = {}
     decode: Decode | None = None
+    seeds: SampleSeeds | None = None
 
     def own_rows(self, module: str) -> Range:
         """Where the rows that a module has of the stage's samples lie among all that it has of the

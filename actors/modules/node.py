@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.modules.noise import Noise, SampleSeeds, drawn
 from raymm.actors.quota.work import tensors_in
 from raymm.errors import InputError
 from raymm.scheduler.graph.sample_ranges import Range
@@ -51,35 +51,11 @@ class Input(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NodeInputs:
-    """What a part of a node runs on.
-
-    Attributes:
-        entries: of the batch, by name; own rows.
-        inputs: outputs by producer; own samples. A producer that made nothing of them is missing.
-        every: outputs by producer; all samples of the batch.
-        own: the node's samples, in the batch.
-        rows: where they are in the node's own outputs.
-        counts: by producer that has not a row per sample, how many rows each of ``own`` has.
-        context: what is known of the step.
-    """
-
-    entries: Mapping[str, torch.Tensor]
-    inputs: Mapping[str, Tensors]
-    every: Mapping[str, Tensors]
-    own: Range
-    rows: Range
-    counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    context: MicrobatchContext = field(default_factory=lambda: MicrobatchContext(1))
-
-
-@dataclass(frozen=True)
 class NodeSpec:
     """A node as data that a process can build it from.
 
     Attributes:
         name: of it.
-        build: makes the module, with weights.
         entries: (keyword, entry of the batch) pairs.
         inputs: what other nodes make.
         outputs: names to hand on of those that the module returns; all if empty.
@@ -87,28 +63,17 @@ class NodeSpec:
         loss: it returns losses (b,), one per sample of its own; one that has ``outputs``, which
             others read, as :data:`LOSS`.
         draws: whether it draws random numbers; None: if it is in training mode.
+        noise: (keyword, what is drawn) pairs.
     """
 
     name: str
-    build: Callable[[], nn.Module]
     entries: tuple[tuple[str, str], ...] = ()
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     postprocess: Callable[[dict[str, Any], Any], Any] | None = None
     loss: bool = False
     draws: bool | None = None
-
-    def own_entries(self, entries: Mapping[str, Any], rows: Range) -> Mapping[str, Any]:
-        """Of what the driver hands over for a part, what the part works on."""
-        return entries  # the driver cut them already
-
-    def run(self, module: nn.Module, inputs: NodeInputs) -> Tensors:
-        """What a part hands on, by name; a loss under :data:`ONLY`.
-
-        Raises:
-            OutputError: as of :func:`call`.
-        """
-        return call(self, module, inputs.entries, inputs.inputs, inputs.every, inputs.own)
+    noise: tuple[tuple[str, Noise], ...] = ()
 
 
 def call(
@@ -118,6 +83,7 @@ def call(
     inputs: Mapping[str, Tensors],
     every: Mapping[str, Tensors],
     own: Range,
+    seeds: SampleSeeds | None = None,
 ) -> Tensors:
     """Run a node on its own samples.
 
@@ -128,6 +94,7 @@ def call(
         inputs: outputs by producer; own samples.
         every: outputs by producer; all samples of the batch.
         own: the node's samples, in the batch.
+        seeds: of noise; None for those of the first batch.
 
     Returns:
         What it hands on, by name; losses (b,) under :data:`ONLY`.
@@ -136,7 +103,7 @@ def call(
         OutputError: an output that is not there, is no tensor, or has not ``own.size`` samples; an
             input that was changed in place.
     """
-    arguments = arguments_of(spec, entries, inputs, every, own)
+    arguments = arguments_of(spec, entries, inputs, every, own, seeds)
     with inputs_left_alone(spec, arguments):
         output = module(**arguments)
         if spec.postprocess is not None:
@@ -150,11 +117,13 @@ def arguments_of(
     inputs: Mapping[str, Tensors],
     every: Mapping[str, Tensors],
     own: Range,
+    seeds: SampleSeeds | None = None,
 ) -> dict[str, Any]:
     """A module's keyword arguments. Arguments as of :func:`call`.
 
     Raises:
         OutputError: it reads an output that is not there.
+        InputError: noise is like an argument that is no tensor.
     """
     arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
     for use in spec.inputs:
@@ -162,6 +131,9 @@ def arguments_of(
         arguments[use.keyword] = _chosen(spec.name, use, tensors)
     if any(use.every for use in spec.inputs):
         arguments[OWN] = slice(own.lo, own.hi)
+    for keyword, noise in spec.noise:
+        made = drawn(noise, arguments, own, seeds or SampleSeeds(), spec.name, keyword)
+        arguments[keyword] = made
     return arguments
 
 

@@ -115,7 +115,8 @@ class NodeStage(EncoderStage):
         if not context.samples:
             sizes = [t.shape[0] for tensors in every.values() for t in tensors.values()]
             samples = next((len(value) for value in entries.values()), None) or sizes[0]
-            return arguments_of(self.node, entries, every, every, Range(0, samples)), samples
+            own = Range(0, samples)
+            return arguments_of(self.node, entries, every, every, own, context.seeds), samples
         (own,) = context.samples
         # What is read of every sample as well has more than the stage's own.
         both = {entry.producer for entry in self.node.inputs if entry.every}
@@ -123,7 +124,7 @@ class NodeStage(EncoderStage):
             name: {n: t[slice(*own)] for n, t in tensors.items()} if name in both else tensors
             for name, tensors in every.items()
         }
-        return arguments_of(self.node, entries, outputs, every, own), own.size
+        return arguments_of(self.node, entries, outputs, every, own, context.seeds), own.size
 
     def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
         """They are those of its samples: entries are dealt out before they are sent."""

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.modules.draws import derive_seed
 from raymm.actors.weights.constructed_values import constructed_values
 from raymm.actors.weights.parametrized import (
     ComputedTensorError,

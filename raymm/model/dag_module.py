@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import nn
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.modules.node import OWN, Input, NodeSpec
+from raymm.actors.modules.noise import Noise
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import LiveSource, on_meta, set_mode
@@ -50,6 +50,9 @@ class DagModule:
         outputs: what it hands on of the named values that it returns; by default all of them, or
             those that readers name if they all do. One output is handed on as a tensor, several
             as a dictionary.
+        noise: its keyword arguments that are drawn, each of :func:`normal_noise` or
+            :func:`uniform_noise`. Every sample's follows from the run's seed, the step and its
+            number in the step, whatever the layout.
         frozen: as of :class:`raymm.ModalityModule`.
         postprocess: ``f(arguments, output) -> output`` after the module.
         draws: whether it draws random numbers; by default if it has something trainable, and
@@ -72,6 +75,7 @@ class DagModule:
         reads: str | Sequence[str] | Mapping[str, str] = (),
         inputs: Mapping[str, str | Every] | None = None,
         outputs: str | Sequence[str] = (),
+        noise: Mapping[str, Noise] | None = None,
         frozen: bool | None = None,
         postprocess: Callable[[dict[str, Any], Any], Any] | None = None,
         draws: bool | None = None,
@@ -89,6 +93,8 @@ class DagModule:
         self.draws = draws
         if both := self.reads.keys() & self.inputs.keys():
             raise ModelError(f"keywords {sorted(both)} are in both reads and inputs")
+        self.noise = dict(noise or {})
+        _check_noise(self.noise, self.reads.keys() | self.inputs.keys())
         whole = any(isinstance(value, Every) for value in self.inputs.values())
         if whole and OWN in self.reads.keys() | self.inputs.keys():
             raise ModelError(
@@ -121,12 +127,6 @@ class DagModule:
             parsed.append(Input(keyword, producer, output or None, whole))
         return tuple(parsed)
 
-    def builder(self, name: str) -> Callable[[], nn.Module]:
-        """A picklable function that makes the module with its weights."""
-        if not self.chain:
-            return self.modality.source().build
-        return partial(_build_chain, self.stage_spec(name))
-
     def stage_spec(self, name: str, node: NodeSpec | None = None) -> NodeStageSpec:
         """What stages of it are built from.
 
@@ -155,8 +155,7 @@ class DagModule:
         """The module on the meta device, with projector and callbacks."""
         if not self.chain:
             return on_meta(self.modality.source().skeleton()).to("meta")
-        (spec,) = self.builder(name).args
-        return _Chain(skeleton_chain(spec))
+        return _Chain(skeleton_chain(self.stage_spec(name)))
 
     def layers(self) -> tuple[bool, ...]:
         """Of every layer whether anything in it is trainable: its blocks, or all of it, if it has
@@ -193,6 +192,22 @@ def _check_names(reads: Any, inputs: Any) -> None:
             raise ModelError(
                 f"inputs have {value!r} for keyword {keyword!r}; accepted: a module's name, "
                 "'name.output', every() of either"
+            )
+
+
+def _check_noise(noise: Mapping[str, Any], arguments: Collection[str]) -> None:
+    for keyword, value in noise.items():
+        if not isinstance(keyword, str) or not isinstance(value, Noise):
+            raise ModelError(
+                f"noise has {value!r} for keyword {keyword!r}; accepted: normal_noise() or "
+                "uniform_noise()"
+            )
+        if keyword in arguments:
+            raise ModelError(f"keyword {keyword!r} is in noise and in reads or inputs")
+        if value.like is not None and value.like not in arguments:
+            raise ModelError(
+                f"noise {keyword!r} is like {value.like!r}; accepted: "
+                f"{', '.join(sorted(arguments))}"
             )
 
 
@@ -233,15 +248,3 @@ class _Chain(nn.Module):
 
     def forward(self, **inputs: Any) -> torch.Tensor:
         return self.chain.run(inputs, {}, MicrobatchContext(0)).tensors[0]
-
-
-def _build_chain(spec: EncoderSpec) -> nn.Module:
-    return _set_mode_of_parts(_Chain(EncoderStage.build(spec, 0, spec.num_layers)))
-
-
-def _set_mode_of_parts(chain: _Chain) -> nn.Module:
-    """Encoder and projector each in training mode if anything in it is trainable."""
-    for part in (chain.chain.module, chain.chain.projector):
-        if part is not None:
-            set_mode(part)
-    return chain

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.node import ONLY, NodeSpec, call
+from raymm.actors.modules.noise import SampleSeeds
 from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import LiveSource
@@ -98,17 +99,6 @@ class ModuleDag(nn.Module):
             return names
         return tuple(dict.fromkeys(output for _, output in read if output is not None))
 
-    def specs(self) -> dict[str, NodeSpec]:
-        """Nodes as data for processes, in the graph's order."""
-        return {
-            name: NodeSpec(
-                name, self.nodes[name].builder(name), tuple(self.nodes[name].reads.items()),
-                self.nodes[name].parsed_inputs(), self._handed_on[name],
-                self.nodes[name].postprocess, self.nodes[name].loss, self.nodes[name].draws,
-            )
-            for name in self.graph.topological
-        }
-
     def graph_with_ports(self, cut: Collection[str]) -> ModuleGraph:
         """The graph with what layers of some modules read of others.
 
@@ -181,11 +171,14 @@ class ModuleDag(nn.Module):
                 scales[name] = node.weight / total
         return scales
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> DagOutput:
+    def forward(
+        self, batch: Mapping[str, torch.Tensor], seeds: SampleSeeds | None = None
+    ) -> DagOutput:
         """The loss of a batch, in this process.
 
         Args:
             batch: entries (samples, ...).
+            seeds: of noise; None for those of evaluation.
 
         Raises:
             ModelError: a batch that does not fit.
@@ -196,8 +189,10 @@ class ModuleDag(nn.Module):
         scales = self.scales(batch)
         outputs: dict[str, dict[str, torch.Tensor]] = {}
         losses = {}
-        for name, spec in self.reference_specs().items():
-            outputs[name] = call(spec, self.get_submodule(name), batch, outputs, outputs, samples)
+        for name, spec in self.specs().items():
+            outputs[name] = call(
+                spec, self.get_submodule(name), batch, outputs, outputs, samples, seeds
+            )
             if spec.loss:
                 losses[name] = outputs[name][ONLY].sum() * scales[name]
         return DagOutput(cast(torch.Tensor, sum(losses.values())), losses)
@@ -215,15 +210,14 @@ class ModuleDag(nn.Module):
         Args:
             name: of the module.
         """
-        return self.nodes[name].stage_spec(name, self.reference_specs()[name])
+        return self.nodes[name].stage_spec(name, self.specs()[name])
 
-    def reference_specs(self) -> dict[str, NodeSpec]:
-        """:meth:`specs` without the weights."""
+    def specs(self) -> dict[str, NodeSpec]:
+        """What nodes read and hand on, in the graph's order."""
         return {
             name: NodeSpec(
-                name, nn.Identity, tuple(node.reads.items()), node.parsed_inputs(),
-                self._handed_on[name],
-                node.postprocess, node.loss, node.draws,
+                name, tuple(node.reads.items()), node.parsed_inputs(), self._handed_on[name],
+                node.postprocess, node.loss, node.draws, tuple(node.noise.items()),
             )
             for name, node in ((name, self.nodes[name]) for name in self.graph.topological)
         }

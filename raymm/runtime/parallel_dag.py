@@ -4,6 +4,7 @@ microbatches through them, replicas of any module."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -101,9 +102,12 @@ class DagParallelModule(PlannedModule):
             for stage in self._readers(name, index)
             if (own := stage_samples(self.plan, stage, samples[index]))
         ]
+        sizes = [of_microbatch.size for of_microbatch in samples]
+        noisy = any(node.noise for node in nodes.values())
         step = StepMeta(
             step=self._step, label_tokens=0, keys=tuple(map(_layout_key, prepared)),
             training=not forward_only, scales=self.model.scales(*prepared),
+            first_samples=tuple(accumulate(sizes[:-1], initial=0)) if noisy else (),
         )
         return self._submitted(
             [nodes] * len(prepared), inputs, step, update=update, keep=keep, samples=samples

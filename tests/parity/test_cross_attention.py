@@ -23,7 +23,10 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.sharding.visual_tokens import recomputes
 from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.multiplex.mapped_plan import mapped_plan
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
 CROSS = [1, 3, 5, 7]
 
@@ -165,6 +168,20 @@ def test_what_cannot_be_is_refused():
     deaf = MultimodalModule({"vision": vision}, ModalityModule(pm.build(pm.llama())), CrossAttend())
     with pytest.raises(ProbeError, match="cross_attention_states"):
         module_graph(deaf)
+
+
+def test_in_slots_on_quotas(ray_cluster):
+    """The images' tokens go to the samples' rows, wherever those are."""
+    model = model_of(CrossAttend())
+    oracle, steps = oracle_of(model), step()
+    mapping = Mapping(2, 10, (
+        MultiplexStage((Placement("vision", (0, 1), 6),), 1.0),
+        MultiplexStage((Placement("llm", (0, 1), 10),), 1.0),
+    ))
+    plan = mapped_plan(module_graph(model), mapping, 4)
+    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, steps)
+        check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])
 
 
 @pytest.mark.parametrize("placeholders", [False, True])

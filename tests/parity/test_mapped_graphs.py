@@ -27,6 +27,7 @@ from tests.parity.test_pipelined_graphs import (
     talk_batch,
     talking,
 )
+from tests.parity.test_ports import deep_batch, deep_stack
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -71,6 +72,16 @@ def test_encoders_a_backbone_and_decoders():
         {"backbone": ((0, 1), 10)}, {"image": ((0, 1), 5), "text": ((0, 1), 5)},
     )
     check(dag, plan, steps_of(unified_batch, 1, (5,)))
+
+
+def test_features_of_three_layers_and_a_talker_in_slots():
+    """What layers of a language model read of an encoder's; a loss that another module reads."""
+    dag = deep_stack()
+    plan = mapped(dag, 2, {"vision": ((0, 1), 10)}, {"llm": ((0,), 10)}, microbatches=2)
+    check(dag, plan, steps_of(deep_batch, 2))
+    dag = talking()
+    plan = mapped(dag, 2, {"thinker": ((0, 1), 10)}, {"talker": ((1,), 10)})
+    check(dag, plan, steps_of(talk_batch, 1))
 
 
 def split(plan: Plan, *modules: str) -> Plan:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
+from raymm.actors.modules.noise import SampleSeeds
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.probe.error import ProbeError
 from raymm.model.batch_rules import BatchError
@@ -42,13 +43,14 @@ STEPS = 3
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def step_loss(dag, batches):
+def step_loss(dag, batches, step=0):
     """Of all microbatches, each loss divided by its own count over the whole step."""
-    scales, total = dag.scales(*batches), torch.zeros(())
+    scales, total, first = dag.scales(*batches), torch.zeros(()), 0
     for batch in batches:
         own = dag.scales(batch)
-        for name, loss in dag(batch).losses.items():
+        for name, loss in dag(batch, SampleSeeds(step=step, first=first)).losses.items():
             total = total + loss * (scales[name] / own[name])
+        first += dag.batch_size(batch)
     return total
 
 
@@ -71,9 +73,9 @@ def check(dag, plan, steps, **options):
             trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
             weight_decay=OPTIMIZER.weight_decay,
         )
-        for step in steps:
+        for number, step in enumerate(steps):
             optimizer.zero_grad()
-            loss = step_loss(dag, step)
+            loss = step_loss(dag, step, number)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(trained.values(), MAX_NORM).item()
             assert norm > MAX_NORM, "clipping is not exercised"
