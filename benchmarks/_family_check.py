@@ -21,9 +21,9 @@ from benchmarks._family_inputs import item_candidates, text_microbatches
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.blocks import num_blocks
+from raymm.actors.modules.draws import derive_seed
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message
-from raymm.actors.modules.draws import derive_seed
 from raymm.actors.probe.cut import probe_encoder, probe_language_model
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage

@@ -24,7 +24,6 @@ from torch import nn
 from raymm.actors.quota.generators import generator_state, seed_generators
 
 
-
 def derive_seed(*parts: object) -> int:
     """A 63-bit seed from anything with a stable ``str``, whatever the layout."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()

@@ -35,7 +35,7 @@ class Noise(NamedTuple):
 
 
 def normal_noise(like: str | None = None) -> Noise:
-    """As an argument of a module of a graph: noise of mean 0 and variance 1, drawn sample by sample.
+    """As an argument of a module of a graph: noise of mean 0 and variance 1, by samples.
 
     Args:
         like: the keyword of another argument (B, ...), whose shape and dtype it has (that of

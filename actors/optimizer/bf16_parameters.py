@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from raymm.actors.modules.precision import CAST_BY_AUTOCAST
 from raymm.actors.modules.draws import derive_seed
+from raymm.actors.modules.precision import CAST_BY_AUTOCAST
 from raymm.actors.optimizer.optimizer_config import FP32, MASTER, OptimizerConfig
 from raymm.scheduler.plan.stage import StageId
 

@@ -14,9 +14,9 @@ from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.modules.node import OWN, Input, NodeSpec
 from raymm.actors.modules.noise import Noise
-from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.node import NodeStageSpec
-from raymm.actors.weights.source import LiveSource, on_meta, set_mode
+from raymm.actors.weights.source import LiveSource, on_meta
 from raymm.model.encoder_trial import skeleton_chain
 from raymm.model.modality_module import ModalityModule, ModelError, check_weights
 from raymm.model.multimodal import light_encoder_spec

@@ -20,8 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raymm.actors.adapters.lora import adapt
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.adapters.targets import find_targets
-from raymm.actors.modules.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.modules.draws import derive_seed
+from raymm.actors.modules.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
