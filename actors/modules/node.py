@@ -132,8 +132,9 @@ def arguments_of(
     if any(use.every for use in spec.inputs):
         arguments[OWN] = slice(own.lo, own.hi)
     for keyword, noise in spec.noise:
-        made = drawn(noise, arguments, own, seeds or SampleSeeds(), spec.name, keyword)
-        arguments[keyword] = made
+        arguments[keyword] = drawn(
+            noise, arguments, own, seeds or SampleSeeds(), spec.name, keyword
+        )
     return arguments
 
 

@@ -95,13 +95,13 @@ def drawn(
         dtype = like.dtype if like.is_floating_point() else dtype
     if device.type == "meta":
         return torch.empty(samples.size, *shape, dtype=dtype, device=device)
-    made = torch.empty(samples.size, *shape, device="cpu", dtype=torch.float32)
+    values = torch.empty(samples.size, *shape, device="cpu", dtype=torch.float32)
     generator = torch.Generator("cpu")
     seed, step, batch, first = seeds
     for row, sample in enumerate(range(first + samples.lo, first + samples.hi)):
         generator.manual_seed(derive_seed(seed, step, batch, sample, "noise", *place))
         if noise.distribution == "normal":
-            made[row].normal_(generator=generator)
+            values[row].normal_(generator=generator)
         else:
-            made[row].uniform_(generator=generator)
-    return to_device(made.to(dtype), device)
+            values[row].uniform_(generator=generator)
+    return to_device(values.to(dtype), device)
