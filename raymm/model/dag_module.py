@@ -51,8 +51,8 @@ class DagModule:
             those that readers name if they all do. One output is handed on as a tensor, several
             as a dictionary.
         noise: its keyword arguments that are drawn, each of :func:`raymm.normal_noise` or
-            :func:`raymm.uniform_noise`. Every sample's follows from the run's seed, the step and its
-            number in the step, whatever the layout.
+            :func:`raymm.uniform_noise`. Every sample's follows from the run's seed, the step and
+            its number in the step, whatever the layout.
         frozen: as of :class:`raymm.ModalityModule`.
         postprocess: ``f(arguments, output) -> output`` after the module.
         draws: whether it draws random numbers; by default if it has something trainable, and
