@@ -62,7 +62,7 @@ class RankGroup(ObservedRanks):
         super().__init__(labels, specs[0].timeout_s)
         self._specs, self._reserved = list(specs), resources
         self.places: tuple[RankPlace, ...] = ()
-        self._spares = Spares(self._start_spare)
+        self._spares = Spares()
         self._programs: OrderedDict[str, None] = OrderedDict()
         # Calls of several threads reach all ranks in the same order: else ranks would work on
         # different steps, whose messages are alike.
@@ -78,8 +78,8 @@ class RankGroup(ObservedRanks):
                     for actor, spec in zip(self._actors, specs, strict=True)]
             self.wait(refs, timeout=START_TIMEOUT_S)
             self.num_parameters = self.call("build")
-            self._spares = Spares(self._start_spare, self.placement.spare_places)
-            self._spares.restock()
+            self._spares = Spares(self.placement.spare_places)
+            self._spares.restock(self._start_spare)
         except BaseException:
             self.shutdown()
             raise
@@ -289,7 +289,7 @@ class RankGroup(ObservedRanks):
         self._describe()
         self._programs.clear()
         self._interrupted = None
-        self._spares.restock()
+        self._spares.restock(self._start_spare)
         return [left.get(rank) for rank in ranks]
 
     def shutdown(self) -> None:
@@ -302,5 +302,5 @@ class RankGroup(ObservedRanks):
                 return
         for actor in (*self._actors, *self._spares.actors):
             ray.kill(actor, no_restart=True)
-        self._actors, self._spares = [], Spares(self._start_spare)
+        self._actors, self._spares = [], Spares()
         self.placement.remove()

@@ -25,20 +25,23 @@ class Spares:
     """Warm processes, each in a place of its own.
 
     Args:
-        start: makes one in a place; says what it has returned once it is warm.
         places: for them.
     """
 
-    def __init__(
-        self, start: Callable[[Any], tuple[Any, ray.ObjectRef]], places: Sequence[Any] = ()
-    ) -> None:
-        self._start, self._free = start, list(places)
+    def __init__(self, places: Sequence[Any] = ()) -> None:
+        self._free = list(places)
         self._waiting: list[Spare] = []
 
-    def restock(self) -> None:
-        """Start one in every free place. Does not wait."""
+    def restock(self, start: Callable[[Any], tuple[Any, ray.ObjectRef]]) -> None:
+        """Start one in every free place. Does not wait.
+
+        Args:
+            start: makes one in a place; says what it has returned once it is warm. It is not kept:
+                it is a method of whoever has the spares, whose ranks end with the last name for it.
+        """
         for place in self._free:
-            self._waiting.append(Spare(*self._started(place)))
+            actor, warm = start(place)
+            self._waiting.append(Spare(actor, place, warm))
         self._free.clear()
 
     def take(self, most: int) -> list[Spare]:
@@ -70,10 +73,6 @@ class Spares:
     def actors(self) -> list[Any]:
         """Of all that wait."""
         return [spare.actor for spare in self._waiting]
-
-    def _started(self, place: Any) -> tuple[Any, Any, ray.ObjectRef]:
-        actor, warm = self._start(place)
-        return actor, place, warm
 
 
 def _is_there(ref: ray.ObjectRef) -> bool:

@@ -23,11 +23,12 @@ class KeyValueCaches:
     """Of every text that is under way.
 
     Args:
-        config: of the model.
+        config: of the model, which says of which kind each block's cache is; None: all are of full
+            attention, as in a model that is not one of transformers.
         lo, hi: the stage's blocks.
     """
 
-    def __init__(self, config: PretrainedConfig, lo: int, hi: int) -> None:
+    def __init__(self, config: PretrainedConfig | None, lo: int, hi: int) -> None:
         self._config, self._blocks = config, range(lo, hi)
         self._of_text: dict[int, DynamicCache] = {}
 

@@ -120,7 +120,7 @@ class LanguageStage(StageModule):
         whole = self.first and self.last
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
         self._labelled: Labelled | None = None
-        self._caches = KeyValueCaches(self.module.config, lo, hi)
+        self._caches = KeyValueCaches(getattr(self.module, "config", None), lo, hi)
         if self.last:
             head = self.module.get_output_embeddings()
             if head is None:
