@@ -21,7 +21,7 @@ from raymm.profiling.surfaces import _Work, profile_surfaces, resized_microbatch
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.costs.surface import conditions_from_json, surfaces_from_json
-from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 
@@ -62,8 +62,8 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
         "--out", str(tmp_path / "plan"),
     )
     assert code == 0, text
-    mapping = Mapping.from_json((tmp_path / "plan" / "mapping.json").read_text())
-    assert all(p.quota == 10 for s in mapping.stages for p in s.placements)
+    plan = Plan.from_json((tmp_path / "plan" / "plan.json").read_text())
+    assert plan.schedule == "slots" and all(stage.quota in (None, 1.0) for stage in plan.stages)
     assert "no quotas below a whole device" in text and "blind: the surfaces say nothing" in text
     assert f"per iteration of {batch} samples" in text and "is not known" not in text
     code, text = raymm(
