@@ -47,7 +47,7 @@ def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
     """A rank before there is a checkpoint, a data worker, a rank while it restores, and a rank at
     any step, whether its checkpoint is fresh or not."""
     step, rank = random.randrange(7, STEPS - 2), random.randrange(2)
-    run = tmp_path / "killed"
+    run = tmp_path / "started-anew"  # a name that no other test counts restarts of
     code, text = raymm("train", make_config({
         "run.storage_path": str(run), "run.max_failures": 4,
         # Else what is killed right after a step may have taken that step's checkpoint with it.
@@ -71,7 +71,7 @@ def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
     assert told[-1][1].status == "finished"
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "restarts" in row]
     assert (rows[-1]["restarts"], rows[-1]["step"]) == (4, last)
-    scrape({("raymm_restarts_total", (("run", "killed"), ("cause", "failure"))): 3})
+    scrape({("raymm_restarts_total", (("run", "started-anew"), ("cause", "failure"))): 3})
 
 
 def test_signals_end_the_wait_for_room(make_config, raymm, tmp_path, ray_cluster):
