@@ -119,19 +119,24 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     # raymm: what a user touches
     "raymm/files": ("actors/storage",),
-    "raymm/data/samples": ("actors", "raymm/files"),
+    "raymm/data/video": (),
+    "raymm/data/samples": ("actors", "raymm/files", "raymm/data/video"),
     "raymm/data/readers": ("raymm/data/samples",),
-    "raymm/data/conversations": ("actors/weights", "raymm/data/samples"),
-    "raymm/data/sampling": ("scheduler", "raymm/data/samples", "raymm/data/readers"),
+    "raymm/data/conversations": ("actors/weights", "raymm/data/video", "raymm/data/samples"),
+    "raymm/data/sampling": (
+        "scheduler", "raymm/data/video", "raymm/data/samples", "raymm/data/readers",
+    ),
     "raymm/draw": ("scheduler",),
     "raymm/model": ("kernels", "scheduler", "actors"),
     "raymm/data/loading": (
-        "actors", "raymm/data/samples", "raymm/data/readers", "raymm/data/conversations",
+        "actors", "raymm/data/video", "raymm/data/samples", "raymm/data/readers",
+        "raymm/data/conversations",
         "raymm/data/sampling", "raymm/model",
     ),
     "raymm/layout": ("scheduler", "actors", "raymm/model"),
     "raymm/data": (
-        "raymm/data/samples", "raymm/data/readers", "raymm/data/sampling", "raymm/data/loading",
+        "raymm/data/video", "raymm/data/samples", "raymm/data/readers", "raymm/data/sampling",
+        "raymm/data/loading",
     ),
     "raymm/batch": ("scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/data"),
     "raymm/costs": (

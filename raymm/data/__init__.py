@@ -26,6 +26,7 @@ from raymm.data.samples.config import (
     ModalityDataConfig,
     RebalanceConfig,
     SourceConfig,
+    VideoConfig,
 )
 from raymm.data.samples.errors import DataError, DataWorkerError, SampleError
 from raymm.data.samples.sample import Sample
@@ -37,12 +38,14 @@ from raymm.data.sampling.sampler import START, EpochSampler, State
 from raymm.data.sampling.scan_cache import default_cache
 from raymm.data.sampling.scan_result import SampleScan
 from raymm.data.sampling.scanner import scan
+from raymm.data.video.frames import Clip
 
 __all__ = [
     "IGNORE_INDEX",
     "START",
     "BatchingConfig",
     "BuiltStep",
+    "Clip",
     "DataConfig",
     "DataError",
     "DataWorkerError",
@@ -69,6 +72,7 @@ __all__ = [
     "Step",
     "StepBuilder",
     "StepLoader",
+    "VideoConfig",
     "check_data",
     "collate",
     "default_cache",

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raymm.data.samples.processors import read_audio, read_image
+from raymm.data import Clip
+from raymm.data.samples.processors import frames_of, read_audio, read_image
 
 
 def image(path: str) -> dict[str, torch.Tensor]:
@@ -53,3 +54,17 @@ def from_frames(frames: list) -> dict[str, torch.Tensor]:
     """(4, 3, 8, 8): the first four frames, the last one repeated."""
     pixels = [image(frame)["pixel_values"] for frame in (frames + frames[-1:] * 4)[:4]]
     return {"pixel_values_videos": torch.stack(pixels)}
+
+
+def from_clip(clip: Clip) -> dict[str, torch.Tensor]:
+    """(T, 3, 8, 8) float32 frames, and when they begin."""
+    pixels = [np.asarray(frame.resize((8, 8)), np.float32) for frame in frames_of(clip)]
+    return {
+        "pixel_values_videos": torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255,
+        "times": torch.from_numpy(clip.times),
+    }
+
+
+def track(path: str) -> dict[str, torch.Tensor]:
+    """Half a second of sound at 16 kHz."""
+    return {"input_features": torch.from_numpy(read_audio(path, 16_000)[4000:12_000].copy())}

@@ -16,6 +16,7 @@ import torch
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
 from raymm.data.samples.config import KINDS
 from raymm.data.samples.errors import DataError
+from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES
 
 FIELD = "data.processor"
@@ -105,7 +106,8 @@ class ModelProcessor:
 
         Args:
             texts: as :meth:`render` makes them.
-            media: per text and kind, its items: images, lists of frames, (samples,) float32 sound.
+            media: per text and kind, its items: images, lists of frames or a :class:`Clip`,
+                (samples,) float32 sound.
 
         Raises:
             ValueError: what the processor returns is not what a model takes.
@@ -115,12 +117,17 @@ class ModelProcessor:
         for kind, argument in KINDS.items():
             items = [list(own.get(kind, ())) for own in media]
             if any(items):
-                # Sound comes in one list, pictures in one of each text.
-                arguments[argument] = sum(items, []) if kind == "audio" else items
+                # Pictures come in a list of each text, others in one.
+                arguments[argument] = items if kind == "image" else sum(items, [])
         if KINDS["audio"] in arguments:
             arguments["sampling_rate"] = self.sampling_rate
         if KINDS["video"] in arguments:
-            arguments["do_sample_frames"] = False  # they are frames already
+            videos = arguments[KINDS["video"]]
+            arguments |= {
+                KINDS["video"]: [v.frames if isinstance(v, Clip) else v for v in videos],
+                "video_metadata": [_metadata(video) for video in videos],
+                "do_sample_frames": False,  # they are frames already
+            }
         output = self._processor(
             text=list(texts), return_tensors="pt", **arguments,
             text_kwargs={
@@ -145,6 +152,19 @@ class ModelProcessor:
         """Whether the tokenizer is to begin texts; not where the template has."""
         first = self.tokenizer.bos_token
         return first is None or not text.startswith(first)
+
+
+def _metadata(video: Clip | Sequence[Any]) -> dict[str, Any]:
+    """What a processor tells times of frames by, as ``transformers.video_utils.VideoMetadata``."""
+    if not isinstance(video, Clip):
+        return {
+            "total_num_frames": len(video), "fps": None, "frames_indices": list(range(len(video)))
+        }
+    return {
+        "total_num_frames": video.total, "fps": video.rate, "duration": video.seconds,
+        "height": video.frames.shape[1], "width": video.frames.shape[2],
+        "frames_indices": video.indices.tolist(),
+    }
 
 
 def _load(folder: str, trust_remote_code: bool) -> Any:

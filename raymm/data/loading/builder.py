@@ -27,12 +27,18 @@ from raymm.data.samples.collate import (
 )
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import DataError, RowError, SampleError
-from raymm.data.samples.headers import check_media, pillow_limit
+from raymm.data.samples.headers import VIDEO, check_media, pillow_limit
 from raymm.data.samples.media import Media, media_name
-from raymm.data.samples.processors import Processor, load_processor, processor_input
+from raymm.data.samples.processors import (
+    Processor,
+    load_processor,
+    processor_input,
+    read_video,
+)
 from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import TextEncoder, check_vocabulary, load_tokenizer
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
+from raymm.data.video.container import EXTRA, VideoError, has_decoder
 from raymm.errors import USER_CODE_RAISES
 
 _REASONS_SHOWN = 3
@@ -92,6 +98,11 @@ def check_data(config: DataConfig) -> None:
 
 def check_tools(config: DataConfig) -> None:
     """The part of ``check_data`` that does not read the samples."""
+    for name in config.modalities:
+        if config.modalities[name].video is not None and not has_decoder():
+            raise DataError(
+                f"data.modalities.{name}.video needs the package av: pip install '{EXTRA}'"
+            )
     if config.processor is not None:
         processor = ModelProcessor(config.processor, config.trust_remote_code)
         if config.vocabulary is not None:
@@ -300,8 +311,12 @@ class StepBuilder:
         modality = self.config.modalities[name]
         frames = item if isinstance(item, tuple) else (item,)
         try:
-            for frame in frames:
-                check_media(frame, self.config.limits)
+            sampling = self.config.sampling(name)
+            headers = [
+                check_media(frame, self.config.limits, sampling is not None) for frame in frames
+            ]
+            if sampling is not None and headers[0].kind == VIDEO and frames[0] is item:
+                return make(read_video(item, sampling, self.config.limits))
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
                 return make(inputs if isinstance(item, tuple) else inputs[0])
@@ -311,6 +326,8 @@ class StepBuilder:
             reason = f"cannot be read ({type(error).__name__}: {error})"
             if isinstance(error, RowError):
                 reason = error.reason
+            elif isinstance(error, VideoError):
+                reason = str(error)
             column = sample.columns.get(name, modality.column)
             raise SampleError(
                 sample.id, media_name(item), reason, column, sample.place or None

@@ -28,10 +28,11 @@ from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import DataError, SampleError
 from raymm.data.samples.placeholders import text_error
-from raymm.data.samples.processors import read_audio, read_image
+from raymm.data.samples.processors import frames_of, read_audio, read_image
 from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import IGNORE_INDEX, check_characters, roles_without_labels
 from raymm.data.sampling.sampler import flat
+from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.whole_batch import text_parts
 
@@ -130,9 +131,10 @@ class ProcessedBuilder(StepBuilder):
         if kind == "audio":
             return lambda item: read_audio(item, self.processor.sampling_rate)
         if kind == "video":
-            return lambda frames: [
-                read_image(frame) for frame in (frames if isinstance(frames, list) else [frames])
-            ]
+            return lambda video: (
+                video if isinstance(video, Clip)
+                else frames_of(video if isinstance(video, list) else [video])
+            )
         return read_image
 
     def _of_group(

@@ -1,13 +1,15 @@
 """The ``data:`` section of a run's configuration."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.rows import TEXT_ROLES
+from raymm.data.samples.source_config import SourceConfig, as_sources
+from raymm.data.video.container import MAX_RATE
+from raymm.data.video.frames import FrameSampling
 from raymm.files.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
 
 # A microbatch keeps its text tensors under these names, beside the modalities.
@@ -16,12 +18,33 @@ RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
 # Of items, as whole models' processors know them, and what they call the argument.
 KINDS = {"image": "images", "video": "videos", "audio": "audio"}
 
-# How often a source's samples may come per epoch, whose order is kept in memory.
-MOST_REPEAT = 10_000
 # Actors of Ray; far above what a cluster has.
 MOST_WORKERS = 10_000
+# Frames of a video that an item keeps.
+MOST_FRAMES = 100_000
 # Bytes, pixels and sound samples of an item.
 Size = Annotated[int, Field(ge=1, le=2**60)]
+
+
+class VideoConfig(Section):
+    """Which frames of a video file become an item. They are those that are shown at these times,
+    upright RGB, and no more of the file is decoded than they need.
+
+    Attributes:
+        fps: frames per second, from the beginning on; None for ``max_frames`` of every file at
+            equal distances (of a short one some come twice), which stack into one tensor.
+        max_frames: where ``fps`` gives more, so many at equal distances.
+        max_pixels: width times height of a frame; larger ones are scaled down while decoding.
+    """
+
+    fps: float | None = Field(default=None, gt=0, le=MAX_RATE)
+    max_frames: int = Field(default=32, ge=1, le=MOST_FRAMES)
+    max_pixels: Size = 2**19
+
+    @property
+    def sampling(self) -> FrameSampling:
+        """The same for the decoder."""
+        return FrameSampling(self.fps, self.max_frames, self.max_pixels)
 
 
 class ModalityDataConfig(Section):
@@ -39,6 +62,10 @@ class ModalityDataConfig(Section):
             an upright RGB ``PIL.Image``.
         frames: every item is made of frames: a list in the column is one item, a list of lists
             several. The processor gets a list.
+        video: items are video files, of which these frames are decoded, a :class:`VideoConfig`, or
+            True for its defaults. A function gets a ``raymm.data.Clip``, a folder a list of images.
+            Without it, of a video file the sound track is read: two modalities may have the same
+            column.
         part: type of this modality's parts in list-form messages; by default the modality's or
             the column's name (also without its last s), and ``image`` for ``vision``.
         placeholder: token that stands for this modality in the text; by default that of
@@ -52,40 +79,23 @@ class ModalityDataConfig(Section):
     processor: Text | None = None
     input: Literal["file", "bytes", "image"] = "file"
     frames: bool = False
+    video: VideoConfig | None = None
     part: Text | None = None
     placeholder: Text | None = None
     placeholder_tokens: Count | None = None
 
-
-class SourceConfig(Section):
-    """One source of samples.
-
-    Attributes:
-        path: file, folder or glob.
-        format: ``"json"`` (or JSONL), ``"parquet"``, ``"tar"`` (webdataset's shards) or
-            ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
-        name: samples carry it; by default the file's name without its suffix.
-        columns: where columns have other names in this source: ``text``, ``messages``, ``id``
-            or a modality -> column; null says that this source lacks the modality.
-        repeat: how often each of its samples comes per epoch, which mixes sources in other
-            proportions than their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
-            them and half of them again: that part is drawn with ``data.seed`` and the same in
-            every epoch.
-    """
-
-    path: Text
-    format: Literal["json", "parquet", "tar", "datasets"] | None = None
-    name: Text | None = None
-    columns: dict[str, Text | None] = Field(default_factory=dict)
-    repeat: float = Field(default=1.0, gt=0, le=MOST_REPEAT)
-
-    @field_validator("columns")
+    @field_validator("video", mode="before")
     @classmethod
-    def _text_has_a_column(cls, columns):
-        for role in TEXT_ROLES:
-            if role in columns and columns[role] is None:
-                raise ValueError(f"{role!r} needs the name of a column, got null")
-        return columns
+    def _defaults_alone(cls, value):
+        return ({} if value else None) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _frames_come_from_one_place(self):
+        if self.video is not None and self.frames:
+            raise ValueError("video and frames are both given; accepted: one of them")
+        if self.video is not None and self.input != "file":
+            raise ValueError(f"input is {self.input!r}; accepted with video: 'file'")
+        return self
 
 
 class RebalanceConfig(Section):
@@ -162,31 +172,6 @@ class BatchingConfig(Section):
         return {name: value for name, value in options.items() if value is not None}
 
 
-def as_sources(value: Any) -> list[Any]:
-    """Sources of what a configuration may say: a path, a source, or a list of both. Sources
-    without a name get their file's, numbered where several would have the same."""
-    values = value if isinstance(value, list | tuple) else [value]
-    values = [{"path": source} if isinstance(source, str | Path) else source for source in values]
-    sources = []
-    for source in values:
-        source = source.model_dump() if isinstance(source, SourceConfig) else source
-        if isinstance(source, dict) and isinstance(source.get("path"), Path):
-            source = {**source, "path": str(source["path"])}
-        sources.append(source)
-    plain = [
-        source for source in sources
-        if isinstance(source, dict) and isinstance(source.get("path"), str)
-    ]
-    stems = Counter(Path(source["path"]).stem for source in plain if not source.get("name"))
-    seen: Counter = Counter()
-    for source in plain:
-        stem = Path(source["path"]).stem
-        if not source.get("name") and stems[stem] > 1 and len(plain) > 1:
-            seen[stem] += 1
-            sources[sources.index(source)] = {**source, "name": f"{stem}-{seen[stem]}"}
-    return sources
-
-
 class DataConfig(Section):
     """Data of a run. Paths are read by the driver and by every data worker's node.
 
@@ -212,7 +197,8 @@ class DataConfig(Section):
             that do not match the items): "raise", or "skip" and report it in ``Step.skipped``.
         media_folders: where rows may name files, besides the folder of their source; ``[/]`` for
             anywhere.
-        max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes: what an item
+        max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes,
+            max_video_seconds, max_video_frames: what an item
             may have at most, checked before it is decoded or read: see
             :class:`raymm.data.samples.limits.Limits`.
         worker_cpus: CPUs that each data worker reserves in Ray (a fraction is fine).
@@ -244,6 +230,8 @@ class DataConfig(Section):
     max_audio_samples: Size = Limits.max_audio_samples
     max_item_bytes: Size = Limits.max_item_bytes
     max_row_group_bytes: Size = Limits.max_row_group_bytes
+    max_video_seconds: Size = Limits.max_video_seconds
+    max_video_frames: Size = Limits.max_video_frames
     worker_cpus: float = Field(default=0.1, ge=0, le=MOST_COUNT)
     worker_timeout: Seconds = 300.0
     trust_remote_code: bool = False
@@ -288,6 +276,10 @@ class DataConfig(Section):
             if name not in KINDS:
                 raise ValueError(
                     f"modalities has {name!r}; accepted with a processor: {', '.join(KINDS)}"
+                )
+            if modality.video is not None and name != "video":
+                raise ValueError(
+                    f"modalities.{name}.video is given; accepted with a processor: of 'video'"
                 )
             if modality.processor is not None or modality.placeholder_tokens is not None:
                 raise ValueError(
@@ -353,7 +345,20 @@ class DataConfig(Section):
             self.max_audio_samples,
             self.max_item_bytes,
             self.max_row_group_bytes,
+            self.max_video_seconds,
+            self.max_video_frames,
         )
+
+    def sampling(self, modality: str) -> FrameSampling | None:
+        """Which frames become an item of a modality where it is a video file; None for its sound.
+
+        Args:
+            modality: its name.
+        """
+        own = self.modalities[modality].video
+        if own is None and self.processor is not None and modality == "video":
+            own = VideoConfig()
+        return None if own is None else own.sampling
 
     @property
     def columns(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 Nothing is decoded here, and nothing larger than the file is ever allocated.
 """
 
+import math
 import re
 import struct
 import threading
@@ -15,10 +16,18 @@ from typing import Any, BinaryIO
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.limits import MAX_SAMPLE_RATE, REFERENCE_RATE, Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, media_size, open_media
+from raymm.data.video.container import (
+    HEAD,
+    VideoError,
+    check_pictures,
+    format_of,
+    has_decoder,
+    read_header,
+)
 
-IMAGE, AUDIO, OTHER = "image", "audio", "other"
+IMAGE, AUDIO, VIDEO, OTHER = "image", "audio", "video", "other"
 
-_HEAD = 32  # bytes that tell the format
+_HEAD = HEAD  # bytes that tell the format
 _IMAGES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*",
            b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51", b"P5", b"P6")
 _SOUNDS = (b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"caff", b".snd")
@@ -38,10 +47,11 @@ class Header:
     """What is known of an item before it is decoded.
 
     Attributes:
-        kind: ``"image"``, ``"audio"``, or ``"other"`` for what is neither (then only its
-            size in bytes is known).
-        width, height: pixels of an image.
+        kind: ``"image"``, ``"audio"``, ``"video"``, or ``"other"`` for what is neither (then only
+            its size in bytes is known).
+        width, height: pixels of an image, or of a video's frames.
         frames, rate, channels: of a sound; frames per channel, Hz.
+        seconds: of a video.
     """
 
     kind: str
@@ -50,10 +60,18 @@ class Header:
     frames: int = 0
     rate: int = 0
     channels: int = 0
+    seconds: float = 0.0
 
 
-def check_media(media: str | MediaBytes | MediaRange, limits: Limits) -> Header:
+def check_media(
+    media: str | MediaBytes | MediaRange, limits: Limits, pictures: bool = False
+) -> Header:
     """The header of an item that keeps the limits.
+
+    Args:
+        media: the item.
+        limits: of items.
+        pictures: of a video file, whether its pictures are wanted, and not its sound track.
 
     Raises:
         RowError: the item does not exist, is empty, cannot be one of its format, or is above a
@@ -73,9 +91,11 @@ def check_media(media: str | MediaBytes | MediaRange, limits: Limits) -> Header:
         )
     try:
         with open_media(media) as file:
-            header = _read(file)
+            header = _read(file, limits, pictures)
     except RowError:
         raise
+    except VideoError as error:
+        raise RowError(str(error)) from None
     except Exception as error:  # a decoder raises whatever its format library raises
         raise RowError(f"cannot be read ({type(error).__name__}: {error})") from None
     _check(header, limits)
@@ -83,7 +103,7 @@ def check_media(media: str | MediaBytes | MediaRange, limits: Limits) -> Header:
 
 
 def kind_of(item: str | Path | BinaryIO) -> str:
-    """``"image"``, ``"audio"`` or ``"other"``, by the first bytes of a path or binary file."""
+    """The kind of a path or binary file, as of :class:`Header`, by its first bytes."""
     if isinstance(item, str | Path):
         with open(item, "rb") as file:
             return _kind(file.read(_HEAD))
@@ -101,17 +121,36 @@ def _kind(head: bytes) -> str:
         return AUDIO
     if head[:4] == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
         return AUDIO
-    return AUDIO if head.startswith(_SOUNDS) else OTHER
+    if head.startswith(_SOUNDS):
+        return AUDIO
+    return VIDEO if format_of(head) else OTHER
 
 
-def _read(file: BinaryIO) -> Header:
+def _read(file: BinaryIO, limits: Limits, pictures: bool) -> Header:
     head = file.read(_HEAD)
     file.seek(0)
     kind = _kind(head)
     if kind == IMAGE:
         webp = head[8:12] == b"WEBP"
         return Header(IMAGE, *(_webp_size(head) if webp else _image_size(file)))
+    if kind == VIDEO or pictures:
+        return _video(file, limits, pictures)
     return _sound(file) if kind == AUDIO else Header(OTHER)
+
+
+def _video(file: BinaryIO, limits: Limits, pictures: bool) -> Header:
+    if not pictures and not has_decoder():
+        return Header(OTHER)  # a function of the user's may have another one
+    header = read_header(file, limits.max_image_pixels)
+    if pictures:
+        check_pictures(
+            header, limits.max_image_pixels, limits.max_video_seconds, limits.max_video_frames
+        )
+        return Header(VIDEO, header.width, header.height, seconds=header.seconds)
+    if not header.channels:
+        return Header(OTHER)
+    frames = math.ceil(header.sound_seconds * header.sound_rate)
+    return Header(AUDIO, frames=frames, rate=header.sound_rate, channels=header.channels)
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:

@@ -23,9 +23,13 @@ class Limits:
             1 GiB as float32, 93 minutes of mono.
         max_item_bytes: of the file, tar member or Parquet value, as stored.
         max_row_group_bytes: of the columns that are read of one Parquet row group, in memory.
+        max_video_seconds, max_video_frames: of a video file, by its header. Default: 4 hours, and a
+            million frames; ``max_image_pixels`` is of each.
     """
 
     max_image_pixels: int = 89_478_485
     max_audio_samples: int = 2**28
     max_item_bytes: int = 2**29
     max_row_group_bytes: int = 2**30
+    max_video_seconds: int = 4 * 3600
+    max_video_frames: int = 1_000_000

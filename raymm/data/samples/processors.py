@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import gcd
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -13,9 +14,13 @@ import torch
 
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
 from raymm.data.samples.errors import DataError
-from raymm.data.samples.headers import AUDIO, IMAGE, check_whole, kind_of
+from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, check_whole, kind_of
+from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, open_media, read_media
 from raymm.data.samples.pixels import to_rgb
+from raymm.data.video.container import has_decoder
+from raymm.data.video.frames import Clip, FrameLimits, FrameSampling, read_clip
+from raymm.data.video.sound import read_track
 from raymm.errors import USER_CODE_RAISES
 
 # From one item (or a list of its frames) to its tensors.
@@ -31,6 +36,20 @@ def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
         return read_media(media)
     with open_media(media) as file:
         return read_image(file)
+
+
+def read_video(
+    media: str | MediaBytes | MediaRange, sampling: FrameSampling, limits: Limits
+) -> Clip:
+    """Frames of a video file.
+
+    Raises:
+        VideoError: see :func:`raymm.data.video.frames.read_clip`.
+        OSError: it cannot be read.
+    """
+    own = FrameLimits(limits.max_image_pixels, limits.max_video_seconds, limits.max_video_frames)
+    with open_media(media) as file:
+        return read_clip(file, sampling, own)
 
 
 def load_processor(
@@ -87,21 +106,15 @@ def read_image(path: File):
 
 
 def read_audio(path: File, rate: int) -> np.ndarray:
-    """(samples,) float32 mono sound of a path or binary file, at ``rate`` Hz. Integers are scaled
-    to [-1, 1); floats are as they are.
+    """(samples,) float32 mono sound of a path or binary file, at ``rate`` Hz; of a video file its
+    sound track. Integers are scaled to [-1, 1); floats are as they are.
 
     Raises:
         ValueError: no sound, less than the header says, or samples that are not finite.
     """
-    import soundfile
     from scipy.signal import resample_poly
 
-    with soundfile.SoundFile(path) as file:
-        check_whole(file)
-        source_rate, frames = file.samplerate, file.frames
-        sound = file.read(dtype="float32", always_2d=True)
-    if len(sound) < frames:
-        raise ValueError(f"the file ends after {len(sound):,} of {frames:,} frames: it is cut off")
+    source_rate, sound = _sound(path)
     if not np.isfinite(sound).all():
         wrong = np.argwhere(~np.isfinite(sound))
         frame, channel = (int(place) for place in wrong[0])
@@ -116,6 +129,22 @@ def read_audio(path: File, rate: int) -> np.ndarray:
         return mono
     common = gcd(source_rate, rate)
     return resample_poly(mono, rate // common, source_rate // common).astype(np.float32)
+
+
+def _sound(path: File) -> tuple[int, np.ndarray]:
+    """Hz, and (frames, channels) float32."""
+    import soundfile
+
+    if kind_of(path) == VIDEO and has_decoder():
+        with open(path, "rb") if isinstance(path, str | Path) else nullcontext(path) as file:
+            return read_track(file)
+    with soundfile.SoundFile(path) as file:
+        check_whole(file)
+        rate, frames = file.samplerate, file.frames
+        sound = file.read(dtype="float32", always_2d=True)
+    if len(sound) < frames:
+        raise ValueError(f"the file ends after {len(sound):,} of {frames:,} frames: it is cut off")
+    return rate, sound
 
 
 def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Processor:
@@ -136,13 +165,13 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
             raise DataError(f"{field}: {why}") from None
         raise DataError(f"{field}: cannot load {str(folder)!r}: {error}") from error
 
-    def process(item: File | list) -> dict[str, torch.Tensor]:
-        if isinstance(item, list):
+    def process(item: File | list | Clip) -> dict[str, torch.Tensor]:
+        if isinstance(item, list | Clip):
             if not images:
                 raise ValueError(f"frames need an image processor; {folder} has none")
-            return dict(images(images=[read_image(image) for image in item], return_tensors="pt"))
+            return dict(images(images=frames_of(item), return_tensors="pt"))
         kind = next(iter(kinds)) if len(kinds) == 1 else kind_of(item)
-        if kind == AUDIO:
+        if kind in (AUDIO, VIDEO) and sounds:
             rate = sounds.sampling_rate
             tensors = sounds(read_audio(item, rate), sampling_rate=rate, return_tensors="pt")
         else:
@@ -150,6 +179,15 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
         return {key: _only_item(key, value) for key, value in tensors.items()}
 
     return process
+
+
+def frames_of(item: list | Clip) -> list:
+    """``PIL.Image`` of every frame of a video, or of a list of files of frames."""
+    from PIL import Image
+
+    if isinstance(item, Clip):
+        return [Image.fromarray(frame) for frame in item.frames]
+    return [read_image(frame) for frame in item]
 
 
 def _kinds_in(folder: Path, field: str) -> set[str]:

@@ -16,12 +16,13 @@ import numpy as np
 from raymm.data.readers import Dataset
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import RowError, SampleError
-from raymm.data.samples.headers import AUDIO, IMAGE, Header, check_media
+from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, Header, check_media
 from raymm.data.samples.media import media_name
 from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import TextEncoder, load_tokenizer
 from raymm.data.sampling.scan_cache import load_scan, save_scan, scan_key
 from raymm.data.sampling.scan_result import SampleScan
+from raymm.data.video.frames import FrameSampling
 
 # Samples a worker takes at a time, and so the granularity of progress.
 _CHUNK = 256
@@ -110,22 +111,28 @@ class _Scanner:
         return part
 
     def _items(self, name: str, sample: Sample) -> list[tuple[int, int, int]]:
-        items = []
+        items, sampling = [], self.config.sampling(name)
         for item in sample.media.get(name, ()):
             frames = item if isinstance(item, tuple) else (item,)
             try:
-                headers = [check_media(frame, self.config.limits) for frame in frames]
+                headers = [
+                    check_media(frame, self.config.limits, sampling is not None)
+                    for frame in frames
+                ]
             except RowError as error:
                 column = sample.columns[name]
                 raise SampleError(
                     sample.id, media_name(item), error.reason, column, sample.place or None
                 ) from None
-            items.append(_numbers(headers))
+            items.append(_numbers(headers, sampling))
         return items
 
 
-def _numbers(headers: list[Header]) -> tuple[int, int, int]:
+def _numbers(headers: list[Header], sampling: FrameSampling | None) -> tuple[int, int, int]:
     first = headers[0]
+    if first.kind == VIDEO and sampling is not None:
+        width, height = sampling.size(first.width, first.height)
+        return width, height, len(sampling.times(first.seconds))
     if first.kind == IMAGE:
         return first.width, first.height, len(headers)
     return (first.frames, first.rate, first.channels) if first.kind == AUDIO else (0, 0, 0)

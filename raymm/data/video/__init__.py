@@ -1,0 +1,1 @@
+"""Video files: headers, chosen frames and sound tracks, through FFmpeg (PyAV)."""

@@ -1,0 +1,225 @@
+"""Chosen frames against decoding everything; what is read of a file; what is wrong with one."""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+
+import av
+import clips
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.data.samples.errors import RowError
+from raymm.data.samples.headers import OTHER, check_media
+from raymm.data.samples.limits import Limits
+from raymm.data.samples.media import MediaBytes
+from raymm.data.video.container import VideoError, header_of, read_header
+from raymm.data.video.frames import FrameLimits, FrameSampling, read_clip
+from raymm.data.video.sound import read_track
+
+LIMITS = FrameLimits(2**22, 3600, 100_000)
+clip = functools.cache(clips.make_clip)
+
+
+def oracle(data: bytes, sampling: FrameSampling) -> tuple[np.ndarray, np.ndarray]:
+    """All frames decoded, and of these the last that begins at each time or before."""
+    with av.open(io.BytesIO(data)) as container:
+        header = header_of(container)
+        frames = list(container.decode(container.streams.video[0]))
+    chosen = []
+    for time in sampling.times(header.seconds):
+        shown = [frame for frame in frames if frame.time <= header.start + time + 1e-6]
+        chosen.append((shown or frames[:1])[-1])
+    width, height = sampling.size(chosen[0].width, chosen[0].height)
+    pixels = [f.reformat(width=width, height=height, format="rgb24").to_ndarray() for f in chosen]
+    return np.stack(pixels), np.array([frame.time - header.start for frame in chosen])
+
+
+samplings = st.builds(
+    FrameSampling, st.none() | st.floats(0.3, 60), st.integers(1, 50), st.integers(60, 4000)
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(clips.FORMATS)), st.sampled_from([4, 12, 250]), st.booleans(), samplings
+)
+def test_frames_are_those_of_decoding_everything(format, gop, uneven, sampling):
+    data = clip(format, gop=gop, uneven=uneven)
+    result = read_clip(io.BytesIO(data), sampling, LIMITS)
+    pixels, times = oracle(data, sampling)
+    assert np.array_equal(result.frames, pixels)
+    assert np.allclose(result.times, times, atol=1e-9, rtol=0)
+    assert np.all(np.diff(result.times) >= 0)
+    assert result.frames.shape[1] * result.frames.shape[2] <= sampling.max_pixels
+    assert len(result.frames) <= sampling.max_frames
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0.01, 10_000), samplings)
+def test_times(seconds, sampling):
+    times = sampling.times(seconds)
+    assert 1 <= len(times) <= sampling.max_frames
+    assert times[0] == 0 and times[-1] < seconds + 1e-6
+    if sampling.fps is None:
+        assert len(times) == sampling.max_frames
+    elif seconds * sampling.fps < sampling.max_frames:
+        assert np.allclose(np.diff(times), 1 / sampling.fps)
+        assert abs(len(times) - seconds * sampling.fps) <= 1
+
+
+class Counting(io.BytesIO):
+    """A file that counts the bytes that are read of it."""
+
+    count = 0
+
+    def read(self, size=-1):
+        data = super().read(size)
+        self.count += len(data)
+        return data
+
+
+@pytest.mark.parametrize("format", ["mp4", "matroska", "avi"])
+def test_only_what_is_needed_is_read(format):
+    data = clip(format, 200, (480, 360), codec="mjpeg")
+    file = Counting(data)
+    result = read_clip(file, FrameSampling(max_frames=2), LIMITS)
+    assert result.indices.tolist() == [0, 100]
+    everything = Counting(data)
+    read_clip(everything, FrameSampling(fps=25, max_frames=400, max_pixels=100), LIMITS)
+    assert everything.count > len(data) > 5 * file.count
+
+
+def test_frames_are_turned_upright():
+    data = clip("mp4", 4, turned=90, codec="mjpeg")
+    frames = read_clip(io.BytesIO(data), FrameSampling(max_frames=1), LIMITS).frames
+    assert frames.shape == (1, 64, 48, 3)
+    error = np.abs(frames[0].astype(int) - np.rot90(clips.picture(0, 64, 48)))
+    assert np.median(error) < 10
+
+
+@pytest.mark.parametrize("format", sorted(set(clips.FORMATS) - {"mpegts"}))
+def test_truncated_files(format):
+    data = clip(format)
+    for share in (0.2, 0.5, 0.8):
+        with pytest.raises(VideoError, match="cut off|no pictures"):
+            read_clip(io.BytesIO(data[: int(share * len(data))]), FrameSampling(), LIMITS)
+
+
+@pytest.mark.parametrize("format", sorted(clips.FORMATS))
+def test_files_without_frames(format):
+    data = clip(format, 0) or clip(format)[:188]  # a transport stream without frames is no file
+    with pytest.raises(VideoError):
+        read_clip(io.BytesIO(data), FrameSampling(), LIMITS)
+
+
+def with_avi_rate(scale: int, rate: int) -> bytes:
+    """An AVI file whose header says another rate."""
+    data = bytearray(clip("avi"))
+    place = data.index(b"strh") + 8 + 20
+    assert struct.unpack_from("<II", data, place) == (1, clips.RATE)
+    struct.pack_into("<II", data, place, scale, rate)
+    return bytes(data)
+
+
+def with_mp4_timescale(value: int) -> bytes:
+    """An MP4 file whose header says how long its unit of time is otherwise."""
+    data = bytearray(clip("mp4"))
+    place = data.index(b"mdhd") + 4 + 12
+    struct.pack_into(">I", data, place, value)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    (with_avi_rate(1, 20_000), "20000 frames per second"),
+    (with_avi_rate(1_000_000, 1), "data.max_video_seconds"),
+    (with_mp4_timescale(2**30), "frames per second"),
+    (with_mp4_timescale(100), "contradicts itself"),
+])  # fmt: skip
+def test_wrong_rates(data, message):
+    with pytest.raises(VideoError, match=message):
+        read_clip(io.BytesIO(data), FrameSampling(), LIMITS)
+
+
+class Pipe(io.RawIOBase):
+    """What is written cannot be gone back to."""
+
+    def __init__(self):
+        self.data = bytearray()
+
+    def writable(self):
+        return True
+
+    def seekable(self):
+        return False
+
+    def write(self, data):
+        self.data += bytes(data)
+        return len(data)
+
+
+def test_endless_files():
+    pipe = Pipe()
+    clips.make_clip("webm", options={"live": "1"}, file=pipe)
+    with pytest.raises(VideoError, match="does not say how long it is"):
+        read_clip(io.BytesIO(bytes(pipe.data)), FrameSampling(), LIMITS)
+    limits = FrameLimits(LIMITS.max_pixels, LIMITS.max_seconds, 50)
+    data = clip("mpegts", 60)
+    with pytest.raises(VideoError, match="60 frames.*data.max_video_frames"):
+        read_clip(io.BytesIO(data), FrameSampling(), limits)
+    with pytest.raises(VideoError, match="data.max_video_seconds"):
+        read_clip(io.BytesIO(data), FrameSampling(), FrameLimits(2**22, 2, 50))
+    # More frames than a header says: AVI's is believed, and the last of them are never asked for.
+    shorter = bytearray(clip("avi", 60, codec="mpeg4"))
+    struct.pack_into("<I", shorter, shorter.index(b"strh") + 8 + 32, 10)
+    assert len(read_clip(io.BytesIO(bytes(shorter)), FrameSampling(25, 100), LIMITS).frames) <= 60
+
+
+def test_large_frames_are_refused_by_the_header():
+    data = clip("mp4", 2, (1024, 768), codec="mjpeg")
+    with pytest.raises(VideoError, match="above data.max_image_pixels"):
+        read_clip(io.BytesIO(data), FrameSampling(), FrameLimits(2**19, 3600, 1000))
+    # A header that says less than the frames are: no decoder makes room for more.
+    liar = data.replace(struct.pack(">HH", 1024, 768), struct.pack(">HH", 64, 48))
+    assert liar != data
+    with pytest.raises(VideoError):
+        read_clip(io.BytesIO(liar), FrameSampling(), FrameLimits(2**19, 3600, 1000))
+
+
+def test_nothing_else_is_opened(tmp_path):
+    secret = tmp_path / "secret.ts"
+    secret.write_bytes(clip("mpegts"))
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:1.6,\n{secret}\n#EXT-X-ENDLIST\n"
+    for text in (playlist, f"ffconcat version 1.0\nfile {secret}\n"):
+        with pytest.raises(VideoError, match="it is no MP4"):
+            read_header(io.BytesIO(text.encode() + bytes(200)), 2**22)
+    rare = clip("avi", codec="flv1")
+    with pytest.raises(VideoError, match="codec 'flv'|no pictures"):
+        read_clip(io.BytesIO(rare), FrameSampling(), LIMITS)
+
+
+@pytest.mark.parametrize("format", sorted(clips.FORMATS))
+def test_the_sound_track(format):
+    rate, sound = read_track(io.BytesIO(clip(format, sound=True)))
+    assert sound.dtype == np.float32 and sound.shape[1] == 1
+    assert abs(len(sound) / rate - 1.6) < 0.12
+    middle = sound[rate // 2 : rate, 0]
+    spectrum = np.abs(np.fft.rfft(middle * np.hanning(len(middle))))
+    assert abs(np.argmax(spectrum) * rate / len(middle) - clips.TONE) < 4
+    assert 0.25 < np.abs(middle).max() < 0.35
+
+
+def test_sounds_that_cannot_be_used():
+    with pytest.raises(VideoError, match="no sound track"):
+        read_track(io.BytesIO(clip("mp4")))
+    # The sound is after the pictures.
+    data = clip("matroska", sound=True)
+    with pytest.raises(VideoError, match="sound track is cut off"):
+        read_track(io.BytesIO(data[: -len(data) // 4]))
+    with pytest.raises(RowError, match="data.max_audio_samples"):
+        check_media(MediaBytes("a", data), Limits(max_audio_samples=10_000))
+    assert check_media(MediaBytes("a", clip("mp4")), Limits()).kind == OTHER

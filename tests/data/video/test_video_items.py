@@ -1,0 +1,184 @@
+"""Video files as items: of models given by parts and of whole models, with errors of the sample."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import clips
+import numpy as np
+import pytest
+import torch
+from transformers import AutoProcessor
+from transformers.utils.import_utils import is_torchvision_available
+
+from examples.vlm import tiny
+from raymm.data import (
+    DataConfig,
+    DataError,
+    SampleError,
+    StepBuilder,
+    local_steps,
+    open_split,
+    scan,
+)
+
+VIDEO = {"column": "clips", "processor": "media_processors:from_clip", "video": {"max_frames": 4}}
+SOUND = {"column": "clips", "processor": "media_processors:track"}
+clip = functools.cache(clips.make_clip)
+
+
+def write(folder: Path, files: dict[str, bytes], content: str = "what is this") -> Path:
+    """Rows of one clip each."""
+    rows = []
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        rows.append({"id": name.partition(".")[0], "clips": name, "messages": [
+            {"role": "user", "content": content}, {"role": "assistant", "content": "a red cat"},
+        ]})  # fmt: skip
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path, tokenizer_dir):
+    def make(files, modalities, **more) -> DataConfig:
+        return DataConfig(**{
+            "train": str(write(tmp_path, files)), "tokenizer": tokenizer_dir, "shuffle": False,
+            "modalities": modalities, "batch_size": len(files), "microbatches": 1, **more,
+        })  # fmt: skip
+
+    return make
+
+
+def test_pictures_and_sound_of_the_same_file_are_two_modalities(config):
+    files = {"a.mp4": clip(sound=True), "b.webm": clip("webm", frames=60, sound=True)}
+    settings = config(files, {"video": VIDEO, "audio": SOUND})
+    microbatch = next(local_steps(settings, steps=1)).microbatches[0]
+    assert microbatch["video"]["pixel_values_videos"].shape == (2, 4, 3, 8, 8)
+    assert torch.allclose(microbatch["video"]["times"], torch.tensor(
+        [[0, 0.4, 0.8, 1.2], [0, 0.6, 1.2, 1.8]], dtype=torch.float64), atol=0.021)  # fmt: skip
+    sound = microbatch["audio"]["input_features"]
+    assert sound.shape == (2, 8000)
+    for item in sound.numpy():
+        spectrum = np.abs(np.fft.rfft(item * np.hanning(8000)))
+        assert np.argmax(spectrum) == round(clips.TONE / 2)
+    sizes = scan(open_split(settings, "train"), settings)
+    assert sizes.items["video"].tolist() == [[64, 48, 4]] * 2
+    assert sizes.items["audio"][:, 1].tolist() == [16_000, 48_000]
+
+
+def test_frames_go_to_an_image_processor(config, tmp_path):
+    from transformers import CLIPImageProcessorPil
+
+    CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}) \
+        .save_pretrained(tmp_path / "clip")  # fmt: skip
+    settings = config(
+        {"a.mp4": clip()},
+        {"video": {**VIDEO, "processor": str(tmp_path / "clip"), "video": {"fps": 5}}},
+    )
+    pixels = next(local_steps(settings, steps=1)).microbatches[0]["video"]["pixel_values"]
+    assert pixels.shape == (1, 8, 3, 8, 8)
+    assert (pixels[0, 1:] != pixels[0, :-1]).flatten(1).any(1).all()
+
+
+def test_what_is_wrong_is_an_error_of_the_sample(config):
+    good = clip()
+    files = {
+        "good.mp4": good, "truncated.mp4": good[: len(good) // 2], "empty.mp4": b"",
+        "zero.avi": clip("avi", 0), "none.mp4": b"no video" * 40,
+        "long.mp4": clip(frames=100), "picture.jpg": b"\xff\xd8\xff",
+    }  # fmt: skip
+    settings = config(files, {"video": VIDEO}, on_error="skip", max_video_seconds=3)
+    step = next(local_steps(settings, steps=1))
+    assert step.meta[0].sample_ids == ("good",)
+    reasons = {skipped.id: skipped.reason for skipped in step.skipped}
+    assert {skipped.column for skipped in step.skipped} == {"clips"}
+    assert "cut off" in reasons["truncated"] and "empty" in reasons["empty"]
+    assert "how long" in reasons["zero"] and "it is no MP4" in reasons["none"]
+    assert "above data.max_video_seconds (3)" in reasons["long"]
+    assert "cannot be read" in reasons["picture"]
+    settings.on_error = "raise"
+    with pytest.raises(SampleError, match=r"'truncated'.*column 'clips', file .*truncated.mp4"):
+        next(local_steps(settings, steps=1))
+    silent = settings.model_copy(update={"modalities": config(files, {"a": SOUND}).modalities})
+    with pytest.raises(SampleError, match="'good'.*no sound track"):
+        StepBuilder(silent, open_split(silent, "train")).build([0])
+
+
+def test_settings(config, monkeypatch):
+    files = {"a.mp4": clip()}
+    with pytest.raises(ValueError, match="video and frames are both given"):
+        config(files, {"video": {**VIDEO, "frames": True}})
+    with pytest.raises(ValueError, match="accepted with video: 'file'"):
+        config(files, {"video": {**VIDEO, "input": "bytes"}})
+    with pytest.raises(ValueError, match="fps"):
+        config(files, {"video": {**VIDEO, "video": {"fps": 0}}})
+    assert config(files, {"video": {**VIDEO, "video": True}}).modalities["video"].video is not None
+    monkeypatch.setitem(sys.modules, "av", None)
+    monkeypatch.setattr("raymm.data.loading.builder.has_decoder", lambda: False)
+    from raymm.data import check_data
+
+    with pytest.raises(DataError, match=r"modalities.video.video needs the package av.*\[video\]"):
+        check_data(config(files, {"video": VIDEO}))
+
+
+class Recorder:
+    """Hands calls on to a processor, and keeps the arguments."""
+
+    def __init__(self, processor):
+        self.processor, self.calls = processor, []
+
+    def __getattr__(self, name):
+        return getattr(self.processor, name)
+
+    def __call__(self, **arguments):
+        self.calls.append(arguments)
+        raise ValueError("enough")
+
+
+def test_a_whole_models_processor_gets_frames_and_their_times(tmp_path):
+    from raymm.data.conversations.processor import ModelProcessor
+
+    folder, _ = tiny.make("gemma3", tmp_path / "model", 1)
+    settings = DataConfig(
+        train=str(write(tmp_path, {"a.mp4": clip()})), processor=str(folder), batch_size=1,
+        microbatches=1, modalities={"video": {"column": "clips", "video": {"fps": 5}}},
+    )
+    dataset = open_split(settings, "train")
+    from raymm.data import step_builder
+
+    builder = step_builder(settings, dataset)
+    item = builder._decoded("video", dataset[0], dataset[0].media["video"][0],
+                            builder._reader("video"))  # fmt: skip
+    processor = ModelProcessor(str(folder))
+    processor._processor = recorder = Recorder(processor._processor)
+    frames = [np.zeros((4, 4, 3), np.uint8)] * 3
+    with pytest.raises(ValueError, match="enough"):
+        processor(["x", "y"], [{"video": [item]}, {"video": [frames]}])
+    videos, metadata = (recorder.calls[0][name] for name in ("videos", "video_metadata"))
+    assert videos[0].shape == (8, 48, 64, 3) and videos[1] is frames
+    assert recorder.calls[0]["do_sample_frames"] is False
+    assert metadata[0] == {
+        "total_num_frames": 40, "fps": 25.0, "duration": 1.6, "height": 48, "width": 64,
+        "frames_indices": [0, 5, 10, 15, 20, 25, 30, 35],
+    }
+    assert metadata[1]["fps"] is None and metadata[1]["frames_indices"] == [0, 1, 2]
+
+
+@pytest.mark.skipif(not is_torchvision_available(), reason="the processor needs torchvision")
+def test_a_step_of_videos_is_what_the_processor_makes_of_the_file(tmp_path):
+    folder, _ = tiny.make("qwen3_vl", tmp_path / "model", 1)
+    settings = DataConfig(
+        train=str(write(tmp_path, {"a.mp4": clip()}, "<video>what is this")), shuffle=False,
+        processor=str(folder), batch_size=1, microbatches=1, max_length=4096,
+        modalities={"video": {"column": "clips", "video": {"fps": 5}}},
+    )
+    microbatch = next(local_steps(settings, steps=1)).microbatches[0]
+    processor = AutoProcessor.from_pretrained(folder)
+    text = processor.tokenizer.decode(microbatch["input_ids"][0])
+    assert microbatch["video_grid_thw"].tolist()[0][0] == 4
+    assert "<0.1 seconds>" in text and "<0.5 seconds>" in text and "<1.3 seconds>" in text
