@@ -234,8 +234,8 @@ def _frames(container: Any, stream: Any, most: int) -> Iterator[Any]:
 
 def _lasts(frame: Any, time: float, stream: Any) -> bool:
     """Whether the last frame may be shown so long."""
-    one = 1 / float(stream.average_rate or stream.guessed_rate)
-    return time <= frame.time + max(_SHORT_S, _SHORT_FRAMES * one) + one
+    shown = 1 / float(stream.average_rate or stream.guessed_rate)
+    return time <= frame.time + max(_SHORT_S, _SHORT_FRAMES * shown) + shown
 
 
 def _upright(frame: Any, width: int, height: int) -> np.ndarray:
