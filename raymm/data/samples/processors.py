@@ -43,6 +43,11 @@ def read_video(
 ) -> Clip:
     """Frames of a video file.
 
+    Args:
+        media: the file.
+        sampling: which frames.
+        limits: of items.
+
     Raises:
         VideoError: see :func:`raymm.data.video.frames.read_clip`.
         OSError: it cannot be read.
@@ -182,7 +187,11 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
 
 
 def frames_of(item: list | Clip) -> list:
-    """``PIL.Image`` of every frame of a video, or of a list of files of frames."""
+    """Every frame as a ``PIL.Image``.
+
+    Args:
+        item: a video's frames, or files of frames.
+    """
     from PIL import Image
 
     if isinstance(item, Clip):
