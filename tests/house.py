@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "kernels/host_copies.py": (),
     "kernels/choice": ("kernels/mask",),
     "kernels/cross_entropy.py": ("kernels/collectives",),
+    "kernels/preference.py": (),
     "kernels/flash/cpu": ("kernels/flash", "kernels/mask"),
     "kernels/flash/gpu": ("kernels/flash", "kernels/mask", "kernels/host_copies.py"),
     "kernels/attention.py": (
@@ -101,7 +102,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
-        "actors/optimizer",
+        "actors/adapters", "actors/optimizer",
     ),
     "actors/probe": (
         "kernels", "actors/quota", "actors/modules", "actors/weights", "actors/sharding",
@@ -155,6 +156,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/data/loading", "raymm/data", "raymm/layout", "raymm/runtime",
     ),
     "raymm/config": (
+        "kernels/preference.py",
         "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",
         "raymm/data/loading", "raymm/data", "raymm/runtime", "raymm/runtime/whole",
     ),
@@ -191,7 +193,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/cli": (
         "kernels", "scheduler", "actors", "raymm/files", "raymm/version.py", "raymm/draw",
-        "raymm/model", "raymm/data/loading", "raymm/data", "raymm/costs",
+        "raymm/model", "raymm/data/samples", "raymm/data/loading", "raymm/data", "raymm/costs",
         "raymm/runtime/embedded", "raymm/runtime", "raymm/config", "raymm/profiling",
         "raymm/planning", "raymm/storage", "raymm/evaluation", "raymm/training",
     ),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -40,11 +41,14 @@ class AdaptedLayer(nn.Module):
     lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter | None
     lora: LoraConfig
+    left_out: bool = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
         dropped = F.dropout(hidden, self.lora.dropout, self.training)
-        if self._parameters.get(MAGNITUDE) is None:
+        if self.left_out:
+            out = self.summed(self._product(hidden))
+        elif self._parameters.get(MAGNITUDE) is None:
             out = self.summed(self._product(hidden) + self._low_rank(dropped))
         elif dropped is hidden or not (self.training and self.lora.dropout):
             out = self._scale() * self.summed(self._product(hidden) + self._low_rank(hidden))
@@ -98,6 +102,23 @@ class AdaptedLinear(AdaptedLayer, nn.Linear):
 
 class AdaptedConv1D(AdaptedLayer, Conv1D):
     """Hugging Face's ``Conv1D`` (a linear layer whose weight lies transposed) with an adapter."""
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Within a block, layers compute as if they had none.
+
+    Args:
+        module: whose.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, AdaptedLayer)]
+    for layer in layers:
+        layer.left_out = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.left_out = False
 
 
 _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {

@@ -264,7 +264,11 @@ class Executor:
         for sender in self._senders.values():
             sender.end_step(self._timeout)
         result = step.result
-        result.losses = {place: float(loss) for place, loss in step.losses.items()}
+        values = {place: loss.tolist() for place, loss in step.losses.items()}
+        if step.meta.reference:
+            result.scores = values
+        else:
+            result.losses = values
         result.labels = labels
         result.times = array("d", clock.seconds([*starts, *ends, now])[:-1]).tobytes()
         return result

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from raymm.actors.adapters.lora import without_adapters
 from raymm.actors.executor.compiled_program import Task, between_modules
 from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.executor.step_meta import StepMeta
@@ -165,6 +166,7 @@ class StageActions:
             context = MicrobatchContext(
                 meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets,
                 meta.decode, meta.sample_seeds(microbatch) if meta.first_samples else None,
+                meta.reference,
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)
@@ -173,6 +175,8 @@ class StageActions:
                     contexts.enter_context(torch.no_grad())
                 if around is not None:
                     contexts.enter_context(around())
+                if meta.reference:
+                    contexts.enter_context(without_adapters(self._stage))
                 return leaves, self._drawing(step, inputs, named, context)
 
         return forward

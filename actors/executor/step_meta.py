@@ -35,7 +35,8 @@ class StepMeta(NamedTuple):
 
     Attributes:
         step: number of the step, for seeds.
-        label_tokens: label tokens in the whole step.
+        label_tokens: what the loss is divided by: label tokens, or pairs of answers, in the whole
+            step.
         keys: per microbatch, a value that determines every message's layout.
         seed: the run's seed.
         sample_ids: per microbatch, its samples' ids.
@@ -47,6 +48,8 @@ class StepMeta(NamedTuple):
             sample's first row, and behind the last one the number of rows.
         decode: of a step that writes text, which; its loss is then the next token.
         first_samples: where samples have noise, each microbatch's first one's number in the batch.
+        reference: adapters are left out, and what there is of every row is the log-probability of
+            its labels.
     """
 
     step: int
@@ -60,6 +63,7 @@ class StepMeta(NamedTuple):
     offsets: tuple[Mapping[str, Sequence[int]], ...] = ()
     decode: Decode | None = None
     first_samples: tuple[int, ...] = ()
+    reference: bool = False
 
     def offsets_of(self, microbatch: int, module: str) -> Sequence[int] | None:
         """Of a module's outputs; None if they have one row of each sample."""
@@ -83,6 +87,7 @@ class StepResult:
 
     Attributes:
         losses: by stage that computes one, and microbatch, its share of the loss.
+        scores: of a step of references, the same of its rows' log-probabilities.
         labels: of the tasks that ran (:func:`pack_labels`), the same in every step of a program.
         times: when they began, all of them, and when they ended: seconds on this host's wall
             clock, float64.
@@ -93,6 +98,7 @@ class StepResult:
     """
 
     losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
+    scores: dict[tuple[StageId, int], list[float]] = field(default_factory=dict)
     labels: bytes = b""
     times: bytes = b""
     grad_norm: float | None = None

@@ -64,8 +64,8 @@ class MicrobatchContext(NamedTuple):
     """What a stage may know of the step besides its inputs.
 
     Attributes:
-        label_tokens: number of label tokens in the *whole* step; the loss is the sum over
-            label tokens divided by this, whatever the microbatching.
+        label_tokens: number of label tokens, or of pairs of answers, in the *whole* step; the loss
+            is the sum over these divided by this, whatever the microbatching.
         microbatch: number of the microbatch within the step.
         sample_ids: names of the microbatch's samples, for error messages.
         draws: where random numbers come from; None: from wherever the generators are.
@@ -75,6 +75,7 @@ class MicrobatchContext(NamedTuple):
             behind the last one the number of rows.
         decode: of a step that writes text, which.
         seeds: that noise of samples follows from; None where none is drawn.
+        reference: the log-probabilities of the rows' labels are asked for, without adapters.
     """
 
     label_tokens: int
@@ -86,6 +87,7 @@ class MicrobatchContext(NamedTuple):
     offsets: Mapping[str, Sequence[int]] = {}
     decode: Decode | None = None
     seeds: SampleSeeds | None = None
+    reference: bool = False
 
     def own_rows(self, module: str) -> Range:
         """Where the rows that a module has of the stage's samples lie among all that it has of the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
@@ -38,8 +40,21 @@ class Labelled:
         if only_last:
             rows = torch.tensor([len(flat) - 1])
         self.targets = to_device(flat[rows], device)
+        self._counts = torch.bincount(rows // self.shape[1], minlength=self.shape[0]).tolist()
         self._rows = to_device(rows, device)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """(B, T, ...) -> (N, ...), those of the positions."""
         return values.flatten(0, 1).index_select(0, self._rows)
+
+    def row_sums(
+        self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: torch.Tensor
+    ) -> torch.Tensor:
+        """(B,): of each row's positions.
+
+        Args:
+            function: of values and labels, a scalar.
+            values: (N, ...).
+        """
+        parts = zip(values.split(self._counts), self.targets.split(self._counts), strict=True)
+        return torch.stack([function(own, labels) for own, labels in parts])

@@ -23,10 +23,7 @@ from raymm.actors.modules.merge import (
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.message_samples import SHAPE
 from raymm.actors.modules.packed_rows import pack_rows
-from raymm.actors.modules.token_layout import (
-    MASKS,
-    MaskPolicy,
-)
+from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.sharding.context_rows import (
     message_tokens,
     resize_tokens,
@@ -45,7 +42,7 @@ from raymm.actors.stages.attention_arguments import attention_arguments
 from raymm.actors.stages.decoding import KeyValueCaches, likeliest
 from raymm.actors.stages.labels import Labelled
 from raymm.actors.stages.part_forward import PartForward
-from raymm.actors.stages.stage_inputs import from_side, from_stages, message_of
+from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.collectives.p2p import Exchange
@@ -56,13 +53,15 @@ from raymm.kernels.cross_entropy import (
 )
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.cross_attention import share_cross_attention
-from raymm.kernels.hf.known_masks import KnownMask, no_packed_rows
+from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.kernels.host_copies import on_host, to_device
+from raymm.kernels.preference import PreferenceLoss
 from raymm.scheduler.graph.module_graph import Port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+REFERENCE = "reference"
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
 _NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length", LENGTH})
 
@@ -76,6 +75,7 @@ class LanguageSpec:
         encoders: names of all encoders; the mask counts their kinds from 1 in this order.
         packing: run a microbatch's rows as one, without padding, each a document by itself.
         ports: of what the merge policy returns, what layers of later stages read.
+        preference: the loss of rows that are pairs of answers; None for cross entropy.
     """
 
     name: str
@@ -87,6 +87,7 @@ class LanguageSpec:
     encoders: tuple[str, ...] = ()
     packing: bool = False
     ports: tuple[Port, ...] = ()
+    preference: PreferenceLoss | None = None
 
     @property
     def num_layers(self) -> int:
@@ -227,18 +228,20 @@ class LanguageStage(StageModule):
         """One microbatch.
 
         Args:
-            inputs: text tensors and ``sample_index`` (first stage only).
+            inputs: text tensors and ``sample_index`` (first stage); of pairs of answers, what the
+                reference says of each row as :data:`REFERENCE`, (B,) fp32 (last stage).
             received: messages by producing module (first stage) or stage.
             context: the step's label count.
 
         Returns:
             Hidden state with what later stages need as side tensors (the merged mask or token
             layout, and per token the label that it is to predict), or, from the last stage,
-            the loss; of a step that writes text, its next token.
+            the loss; of a step that writes text, its next token; of one of references, (B,).
         """
         hidden: torch.Tensor | None = None
+        inputs = dict(inputs or {})
+        reference = inputs.pop(REFERENCE, None)
         if self.first:
-            assert inputs is not None
             if context.samples:
                 inputs = text_of_samples(inputs, context)
             context.enter("merge")
@@ -269,7 +272,7 @@ class LanguageStage(StageModule):
             embeds = torch.zeros(*targets.shape, width, device=device)
         hidden_from_model = _NOT_FOR_MODEL | ({SHOWN} if self._mask is not None else set())
         kwargs = {
-            name: _for_model(name, value, device)
+            name: for_model(name, value, device)
             for name, value in side.items()
             if name not in hidden_from_model and not name.startswith(SHAPE)
         } | from_side({n: v for n, v in side.items() if n.startswith(SHAPE)}, device) | ports
@@ -292,17 +295,24 @@ class LanguageStage(StageModule):
         finally:
             self._labelled = None
         assert labelled is not None  # a stage before the last is left at its cut
-        return self._outcome(labelled, logits, context)
+        return self._outcome(labelled, logits, context, reference)
 
     def _outcome(
-        self, labelled: Labelled, logits: torch.Tensor, context: MicrobatchContext
+        self, labelled: Labelled, logits: torch.Tensor, context: MicrobatchContext,
+        reference: torch.Tensor | None,
     ) -> Message:
-        """The loss, or the next token."""
+        """The loss, the next token, or the rows' log-probabilities."""
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         if context.decode is not None:
             start, group = self._vocabulary or (0, None)
             return Message((), {}, loss=likeliest(rows[-1], start, group))
-        total = self._cross_entropy_sum(rows, labelled.targets)
+        if (loss := self.spec.preference) is None:
+            total = self._cross_entropy_sum(rows, labelled.targets)
+        else:
+            scores = -labelled.row_sums(self._cross_entropy_sum, rows)
+            if reference is None:  # it is asked for
+                return Message((), {}, loss=scores)
+            total = loss(scores, reference)
         return Message((), {}, loss=total / max(context.label_tokens, 1))
 
     def _with_room(
@@ -387,13 +397,3 @@ class LanguageStage(StageModule):
         labels = on_host(merged["labels"])
         merged["targets"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}
-
-
-def _for_model(name: str, value: Any, device: torch.device) -> Any:
-    """What the model is told of a microbatch, on its device."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if name == "attention_mask" and value.dim() == 2:
-        return KnownMask.of(value, device)
-    return to_device(value, device)
-

@@ -19,6 +19,7 @@ import torch
 from raymm.actors.modules.message import HIDDEN, Message
 from raymm.actors.modules.message_samples import SHAPE, shape_entry
 from raymm.errors import InternalError
+from raymm.kernels.hf.known_masks import KnownMask
 from raymm.kernels.host_copies import on_host, to_device
 
 _PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
@@ -304,3 +305,19 @@ def _absent_among(value: Any) -> Iterator[AbsentTensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _absent_among(item)
+
+
+def for_model(name: str, value: Any, device: torch.device) -> Any:
+    """What the model is told of a microbatch, on its device.
+
+    Args:
+        name: of a side tensor.
+        value: it, or what is no tensor.
+        device: of the stage.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if name == "attention_mask" and value.dim() == 2:
+        return KnownMask.of(value, device)
+    return to_device(value, device)
+

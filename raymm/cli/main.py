@@ -1,4 +1,5 @@
-"""The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``check``, ``export``."""
+"""The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``check``, ``export``,
+``generate``."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from raymm.cli.check import add_check_arguments, run_check
+from raymm.cli.generate import add_generate_arguments, run_generate
 from raymm.cli.plan import add_plan_arguments, run_plan
 from raymm.cli.profile import add_profile_arguments, run_profile
 from raymm.cli.trace import add_trace_arguments, run_trace
@@ -113,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="decide what runs where; show, draw and save it")
     export = commands.add_parser("export", help="write trained modules as Hugging Face folders")
     profile = commands.add_parser("profile", help="measure what the layers cost on a real device")
-    for command in (train, plan, export, profile):
+    generate = commands.add_parser("generate", help="let a run's model write after prompts")
+    for command in (train, plan, export, profile, generate):
         command.add_argument(
             "config", help="YAML file", nargs="?" if command is train else None
         )
@@ -135,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
     add_profile_arguments(profile)
     profile.set_defaults(run=run_profile)
+    add_generate_arguments(generate)
+    generate.set_defaults(run=run_generate)
     trace = commands.add_parser("trace", help="summarise a run's last timeline")
     add_trace_arguments(trace)
     trace.set_defaults(run=run_trace)
@@ -164,7 +169,7 @@ def _train(args: argparse.Namespace) -> int:
         optimizer=config.optimizer.build(config.run.steps),
         resources=config.resources.for_device,
         threads=config.resources.threads,
-        cache=config.cache,
+        cache=config.cache, at=config.at,
     ).fit()
     return EXIT_START_AGAIN if result.stopped else 0
 

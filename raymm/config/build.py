@@ -29,6 +29,7 @@ from raymm.config.sections import (
 from raymm.config.whole_model import build_whole_model, whole_layouts
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.run_files import write_whole
+from raymm.kernels.preference import PreferenceLoss
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.layout.plan_check import check_fits, differences
 from raymm.model.modality_module import ModalityModule
@@ -88,10 +89,11 @@ def build_model(config: TrainConfig) -> MultimodalModule | WholeModel:
     mask = config.model.mask
     if mask is not None and ":" in mask:
         mask = _callback("model.mask", mask)
+    loss = config.model.loss
     with _errors_name("model"):
         return MultimodalModule(
             encoders, language_model, build_merge(config), mask, config.model.packing,
-            config.model.router_loss,
+            config.model.router_loss, loss and PreferenceLoss(**loss.dpo.model_dump()),
         )
 
 

@@ -116,6 +116,29 @@ class EncoderSection(SourceSection):
     example_inputs: dict[Text, ExampleSection] | None = None
 
 
+class DpoSection(Section):
+    """Direct preference optimisation: see :class:`raymm.kernels.preference.PreferenceLoss`. What
+    trains must be adapters: without them the model is the reference.
+
+    Attributes:
+        beta: how much it costs to be another than the reference.
+        label_smoothing: probability that a pair is the wrong way round.
+    """
+
+    beta: float = Field(default=0.1, gt=0, le=MOST_COUNT)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+
+
+class LossSection(Section):
+    """A loss in place of the cross entropy of tokens.
+
+    Attributes:
+        dpo: of rows with a ``prompt``, a ``chosen`` and a ``rejected`` answer.
+    """
+
+    dpo: DpoSection
+
+
 class ModelSection(Section):
     """The model: a whole one by ``path``, or by its parts.
 
@@ -140,6 +163,7 @@ class ModelSection(Section):
             bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
         router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
             routers; without it, such a model is refused.
+        loss: another than the cross entropy of tokens.
     """
 
     path: Text | None = None
@@ -151,6 +175,7 @@ class ModelSection(Section):
     packing: bool = False
     trust_remote_code: bool = False
     router_loss: Literal["ignore"] | None = None
+    loss: LossSection | None = None
 
     @model_validator(mode="after")
     def _whole_or_in_parts(self) -> ModelSection:
@@ -160,7 +185,8 @@ class ModelSection(Section):
             )
         if self.path is None and self.train:
             raise ValueError("train is of a whole model; give it each of the parts")
-        own = self.model_fields_set & {"encoders", "merge", "mask", "packing", "router_loss"}
+        parts = {"encoders", "merge", "mask", "packing", "router_loss", "loss"}
+        own = self.model_fields_set & parts
         if self.path is not None and own:
             raise ValueError(
                 f"{sorted(own)[0]} is given, but a whole model (path) has its own; leave it out"

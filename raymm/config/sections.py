@@ -208,7 +208,13 @@ class RunConfig(Section):
 
 class TrainConfig(Section):
     """A whole configuration file. Data of a whole model are made by the processor of its folder,
-    where they name none."""
+    where they name none.
+
+    Attributes:
+        at: by step, after which it holds: by module as plans name it (``llm``, an encoder's name,
+            and that with ``_projector``), ``"full"`` or ``"frozen"``: the run is planned anew
+            there, from the checkpoint that it writes.
+    """
 
     run: RunConfig
     model: ModelSection
@@ -218,6 +224,7 @@ class TrainConfig(Section):
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     resources: ResourcesSection = Field(default_factory=ResourcesSection)
     cache: CacheSection | None = None
+    at: dict[Count, dict[Text, Literal["full", "frozen"]]] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -226,6 +233,8 @@ class TrainConfig(Section):
             values, dict) else (None, None)  # fmt: skip
         if isinstance(model, dict) and isinstance(data, dict) and model.get("path"):
             return {**values, "data": {"processor": model["path"], **data}}
+        if isinstance(model, dict) and isinstance(data, dict) and model.get("loss"):
+            return {**values, "data": {"preferences": True, **data}}
         return values
 
     @model_validator(mode="after")

@@ -20,13 +20,14 @@ from raymm.data import (
     IGNORE_INDEX,
     DataConfig,
     EpochSampler,
+    MicrobatchMeta,
     Sample,
     SampleError,
     StepLoader,
     open_split,
 )
 from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.data.samples.text import load_tokenizer
+from raymm.data.samples.text import load_tokenizer, special_ids
 from raymm.evaluation.table import WrittenText, write_table
 from raymm.evaluation.text_metrics import measured
 from raymm.files.run_files import write_whole
@@ -144,7 +145,7 @@ class TextEvaluation:
             rows: of the run's metrics.
         """
         values = self._values(rows)
-        if not values:
+        if self.asked.best is None or not values:
             return None
         name = PREFIX + str(self.asked.best)
         row = [row for row in rows if name in row][values.index(min(values))]
@@ -168,20 +169,9 @@ class TextEvaluation:
                 parts, meta = step.microbatches[0], step.meta[0]
                 text: Any = ray.get(parts["text"])
                 ids, labels = text["input_ids"][0], text["labels"][0]
-                start, stop = _last_answer(labels)
-                prompt = {name: value[:, :start] for name, value in text.items()}
-                prompt["labels"] = torch.full_like(prompt["labels"], IGNORE_INDEX)
-                shapes = {name: tuple(value.shape) for name, value in prompt.items()}
-                of_prompt = replace(
-                    meta, seq_len=start, tokens=start, lengths=(start,), label_tokens=0,
-                    shapes={**meta.shapes, "text": shapes},
-                    places={
-                        name: tuple(run for run in runs if run[2] <= start)
-                        for name, runs in meta.places.items()
-                    },
-                )
+                start, stop = last_answer(labels)
                 asked = _Asked(
-                    meta.sample_ids[0], Prompt({**parts, "text": prompt}, of_prompt, step),
+                    meta.sample_ids[0], prompt_before(start, {**parts, "text": text}, meta, step),
                     ids[:start].tolist(), ids[start:stop].tolist(),
                 )
                 if PERPLEXITY in self.asked.metrics:
@@ -205,10 +195,7 @@ class TextEvaluation:
     @cached_property
     def _ends(self) -> frozenset[int]:
         """Tokens that no text goes on after."""
-        added = self._tokenizer.added_tokens_decoder.items()
-        return frozenset((
-            *self._tokenizer.all_special_ids, *(i for i, token in added if token.special)
-        ))
+        return special_ids(self._tokenizer)
 
     @cached_property
     def _shown(self) -> dict[str, Sample]:
@@ -228,7 +215,7 @@ class TextEvaluation:
         return self._tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
-def _last_answer(labels: torch.Tensor) -> tuple[int, int]:
+def last_answer(labels: torch.Tensor) -> tuple[int, int]:
     """Where the last run of labels is, in (T,) int64; a text that is learnt whole is an answer to
     its first token."""
     places = (labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
@@ -236,3 +223,28 @@ def _last_answer(labels: torch.Tensor) -> tuple[int, int]:
     while start - 1 in places:
         start -= 1
     return max(start, 1), stop
+
+
+def prompt_before(
+    start: int, parts: Mapping[str, Any], meta: MicrobatchMeta, keep: Any = None
+) -> Prompt:
+    """The tokens of a microbatch of one row before its answer, with all its items.
+
+    Args:
+        start: of the answer.
+        parts: of the microbatch, its text as tensors.
+        meta: of it.
+        keep: owner of the parts.
+    """
+    text = {name: value[:, :start] for name, value in parts["text"].items()}
+    text["labels"] = torch.full_like(text["labels"], IGNORE_INDEX)
+    shapes = {name: tuple(value.shape) for name, value in text.items()}
+    of_prompt = replace(
+        meta, seq_len=start, tokens=start, lengths=(start,), label_tokens=0,
+        shapes={**meta.shapes, "text": shapes},
+        places={
+            name: tuple(run for run in runs if run[2] <= start)
+            for name, runs in meta.places.items()
+        },
+    )
+    return Prompt({**parts, "text": text}, of_prompt, keep)

@@ -58,7 +58,9 @@ def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
     checkpoint need hold them."""
     sources = {name: encoder.source() for name, encoder in model.encoders.items()}
     sources[LANGUAGE_MODEL] = model.language_model.source(ModuleKind.LANGUAGE_MODEL)
-    return frozenset(n for n, source in sources.items() if not isinstance(source, LiveSource))
+    return frozenset(
+        name for name, source in sources.items() if not isinstance(source, LiveSource)
+    ) - model.changing
 
 
 @dataclass(frozen=True)

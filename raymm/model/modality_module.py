@@ -257,13 +257,23 @@ class ModalityModule(nn.Module):
         """
         if self.lora is not None or self.projector_lora is not None:
             raise ModelError("freeze is for modules without adapters, and this one has some")
-        self._frozen = module
-        self._projector_frozen = projector
-        if self.module is not None:
-            set_mode(self.module.requires_grad_(not module))
-        if self.projector is not None:
-            set_mode(self.projector.requires_grad_(not projector))
+        self.set_frozen(module, False)
+        self.set_frozen(projector, True)
         return self
+
+    def set_frozen(self, frozen: bool, projector: bool) -> None:
+        """Freeze or train all of the module, or of its projector; neither has adapters.
+
+        Args:
+            frozen: which of both.
+            projector: of which.
+        """
+        if projector:
+            self._projector_frozen, module = frozen, self.projector
+        else:
+            self._frozen, module = frozen, self.module
+        if module is not None:
+            set_mode(module.requires_grad_(not frozen))
 
     def materialize(self, kind: ModuleKind = ModuleKind.ENCODER) -> nn.Module:
         """The whole module with weights, in this process."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from raymm.actors.adapters.lora import without_adapters
 from raymm.actors.modules.blocks import checkpoints_itself, num_blocks
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import MergePolicy, Prepend
@@ -21,9 +22,10 @@ from raymm.actors.probe.attention import probe_mask, probe_shared_tokens
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask
-from raymm.actors.stages.language import LanguageSpec, LanguageStage
+from raymm.actors.stages.language import REFERENCE, LanguageSpec, LanguageStage
 from raymm.actors.weights.source import LiveSource, ModuleSource
 from raymm.kernels.mask.spans import MAX_KIND
+from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule, ModelError, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
@@ -63,6 +65,13 @@ class MultimodalModule(nn.Module):
         router_loss: what becomes of a loss that the language model adds to its cross entropy, as
             mixtures of experts do for their routers if their config says so: None to refuse such a
             model, ``"ignore"`` to leave it out.
+        preference: the loss of pairs of answers, which are rows one after another, chosen and
+            rejected; each answer's tokens are its labels. What trains must be adapters: without
+            them the model is the reference. None for cross entropy.
+
+    Attributes:
+        changing: modules that a run freezes or unfreezes as it goes: their weights, frozen or not,
+            are in its checkpoints.
 
     Raises:
         ModelError: if names are reserved or widths do not match.
@@ -78,11 +87,13 @@ class MultimodalModule(nn.Module):
         mask: str | MaskPolicy | None = None,
         packing: bool = False,
         router_loss: str | None = None,
+        preference: PreferenceLoss | None = None,
     ) -> None:
         super().__init__()
         if router_loss not in (None, "ignore"):
             raise ModelError(f"router_loss is {router_loss!r}; accepted: 'ignore', None")
-        self.router_loss = router_loss
+        self.router_loss, self.preference = router_loss, preference
+        self.changing: frozenset[str] = frozenset()
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
         self.language_model = language_model
@@ -173,6 +184,7 @@ class MultimodalModule(nn.Module):
         return LanguageSpec(
             LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
             mask=self.mask, encoders=self.encoder_names, packing=self.packing,
+            preference=self.preference,
         )
 
     def materialize(self) -> MultimodalModule:
@@ -198,7 +210,8 @@ class MultimodalModule(nn.Module):
                 never counts.
             attention_mask: (B, T) bools or integers, 1 for real tokens, of which every row has
                 one; None for all. Padding is before or after a row's tokens.
-            label_tokens: what to divide by; the microbatch's own label count by default.
+            label_tokens: what to divide by; by default the microbatch's own label count, or number
+                of pairs.
             **modalities: per encoder, a dict of its keyword arguments, tensors with at least one
                 item, and ``sample_index`` (n_items,) int64: the row each item belongs to
                 (default: item i to row i, where there are as many items as rows). None for none.
@@ -216,7 +229,20 @@ class MultimodalModule(nn.Module):
              **modalities}, self.encoder_names, Vocabulary.of(language_model),
         )
         if label_tokens is None:
-            label_tokens = int(label_mask(microbatch["labels"]).sum())
+            counted = self.preference is None
+            pairs = len(microbatch["labels"]) // 2
+            label_tokens = int(label_mask(microbatch["labels"]).sum()) if counted else pairs
+        text = text_inputs(microbatch)
+        if self.preference is not None:
+            with torch.no_grad(), without_adapters(self):
+                text[REFERENCE] = self._outcome(microbatch, text, label_tokens)
+        return self._outcome(microbatch, text, label_tokens)
+
+    def _outcome(
+        self, microbatch: dict[str, Any], text: dict[str, Any], label_tokens: int
+    ) -> torch.Tensor:
+        """The loss; of pairs whose reference is not known, the rows' log-probabilities."""
+        language_model = self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
         received: dict[str, Message] = {}
         for name in self.encoder_names:
             if name in microbatch:
@@ -233,14 +259,12 @@ class MultimodalModule(nn.Module):
         stage = LanguageStage(
             LanguageSpec(
                 LANGUAGE_MODEL, cast(ModuleSource, None), 1, self.merge, mask=self.mask,
-                encoders=self.encoder_names, packing=self.packing,
+                encoders=self.encoder_names, packing=self.packing, preference=self.preference,
             ),
             0, 1, language_model,
         )
         try:
-            message = stage.run(
-                text_inputs(microbatch), received, self._context(LANGUAGE_MODEL, label_tokens)
-            )
+            message = stage.run(text, received, self._context(LANGUAGE_MODEL, label_tokens))
         finally:
             stage.detach()
         assert message.loss is not None  # of a whole language model

@@ -20,8 +20,8 @@ from raymm.actors.modules.token_layout import MASKS
 from raymm.data import MicrobatchMeta, describe
 from raymm.errors import InputError
 from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.pipelined import MultimodalParallelModule
-from raymm.runtime.plan_module import PendingStep
 
 # Texts under way per stage of the language model: one that it works on, and one that waits.
 TEXTS_PER_STAGE = 2

@@ -12,18 +12,21 @@ from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.actors.features.kept_features import KEYS
 from raymm.actors.modules.message import Decode
 from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.stages.language import REFERENCE
 from raymm.batch.check import BatchCheck
 from raymm.batch.tried_inputs import TriedInputs, check_loss
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import check_split, describe_microbatches, items_by_row
+from raymm.layout.preference_check import check_preference
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.plan_module import PendingStep, PlannedModule
+from raymm.runtime.pending_step import PendingStep
+from raymm.runtime.plan_module import PlannedModule
 from raymm.scheduler.graph.sample_ranges import rows_of
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
@@ -76,6 +79,7 @@ class MultimodalParallelModule(PlannedModule):
         self._check = BatchCheck(model, self.options.autocast)
         self._tried = TriedInputs(model)
         check_loss(model)
+        check_preference(model, plan)
         self._tried.retries.update(self._start(plan).builders.retries)
 
     def reloadable(self) -> frozenset[str]:
@@ -128,6 +132,35 @@ class MultimodalParallelModule(PlannedModule):
         keep: Any = None,
         decode: Decode | None = None,
     ) -> PendingStep:
+        """As of every model on actors. Of pairs of answers, what the model without its
+        adapters says of them is waited for first.
+
+        Args:
+            prepared, update, forward_only, keep: as of
+                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
+            decode: of a step that writes text, which.
+        """
+        if self.model.preference is None:
+            return self._submit(prepared, update, forward_only, keep, decode)
+        for number, microbatch in enumerate(prepared[1]):
+            if microbatch.num_samples % 2:
+                raise BatchError(
+                    f"microbatch {number} has {microbatch.num_samples} rows; accepted: pairs of a "
+                    "chosen and a rejected answer, one row after the other"
+                )
+        scores = self._submit(prepared, forward_only=True, references=()).scores()
+        references = [torch.tensor(scores[index]) for index in range(len(prepared[1]))]
+        return self._submit(prepared, update, forward_only, keep, references=references)
+
+    def _submit(
+        self, prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False, forward_only: bool = False, keep: Any = None,
+        decode: Decode | None = None, references: Sequence[torch.Tensor] | None = None,
+    ) -> PendingStep:  # fmt: skip
+        """
+        Args:
+            references: of pairs of answers, (B,) per microbatch; none to ask for them.
+        """
         parts, meta = prepared
         self._tried.check(parts, meta)
         samples, offsets = self._samples(meta)
@@ -148,15 +181,22 @@ class MultimodalParallelModule(PlannedModule):
                 for name, keys in microbatch.feature_keys.items()
                 for stage in self._readers(name, index)
             ]
+            if references:
+                inputs += [
+                    (stage.id, index, {REFERENCE: references[index]})
+                    for stage in self._readers(LANGUAGE_MODEL, index, features=True)
+                ]
+        pairs = references is not None
         step = StepMeta(
             step=self._step,
-            label_tokens=sum(microbatch.label_tokens for microbatch in meta),
+            label_tokens=sum(m.num_samples // 2 if pairs else m.label_tokens for m in meta),
             keys=tuple(
                 _decoded(key, decode) for key in
                 map(self._layout_key, meta, samples or repeat(None), offsets or repeat({}))
             ),
             sample_ids=tuple(tuple(microbatch.sample_ids) for microbatch in meta),
             training=not forward_only, offsets=offsets, decode=decode,
+            reference=pairs and not references,
         )
         present = [microbatch.items for microbatch in meta]
         featured = [microbatch.featured for microbatch in meta]

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from raymm.actors.executor.step_meta import StepMeta, StepResult, measured_timeline
+from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.optimizer.progress import same_progress
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.rank.rank_group import RankGroup
-from raymm.actors.rank.step_calls import StepHandle, remember
+from raymm.actors.rank.step_calls import remember
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
@@ -30,10 +30,11 @@ from raymm.layout.parameter_owners import place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants
 from raymm.layout.rank_specs import RankSpecs, rank_specs
 from raymm.runtime.cluster import connect
-from raymm.runtime.parallel_module import ParallelModule, StepOutput
+from raymm.runtime.parallel_module import ParallelModule
+from raymm.runtime.pending_step import PendingStep, grad_norm
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
-from raymm.scheduler.plan.process_grid import Process, Processes
+from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.rank_nodes import on_nodes, straddling
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import ProgramReport, check_program
@@ -43,64 +44,6 @@ from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.stage_costs import op_seconds
-
-
-class PendingStep:
-    """A step under way. :meth:`result` waits for it.
-
-    Args:
-        handle: of the ranks' calls.
-        label_tokens: of the step, which its loss was divided by.
-        keep: owners of the inputs, which must outlive the step.
-        processes: of the run, by number.
-        skipped: makes the report of a step that was not applied, from the norm and the ranks'
-            results.
-    """
-
-    def __init__(
-        self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process],
-        skipped: Callable[[float | None, Sequence[StepResult]], SkippedStep | None],
-    ) -> None:  # fmt: skip
-        self._handle = handle
-        self._skipped = skipped
-        self._label_tokens = label_tokens
-        self._keep = keep  # whoever owns the input references must outlive the step
-        self._processes = processes
-
-    def forget(self) -> None:
-        """Nobody asks for its output any more."""
-        self._handle.forget()
-
-    def result(self) -> StepOutput:
-        """The step's output.
-
-        Raises:
-            RankFailedError: if a rank died or raised.
-        """
-        results = self._handle.result()
-        pairs = list(zip(self._processes, results, strict=True))
-        # Processes that share a microbatch have each their part of the loss, those that share
-        # every token's work all the same.
-        parts = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]
-        losses: dict[str, float] = {}
-        for (stage, _), value in sorted(parts, key=lambda part: (part[0][0].module, part[0][1])):
-            losses[stage.module] = losses.get(stage.module, 0.0) + value
-        rates = [r.learning_rate for r in results if r.learning_rate is not None]
-        peaks: dict[int, int] = {}
-        for process, result in pairs:
-            peaks[process.rank] = max(peaks.get(process.rank, 0), result.peak_bytes)
-        loss = sum(losses.values())
-        return StepOutput(
-            loss=loss,
-            label_tokens=self._label_tokens,
-            # A rank's first process stands for it.
-            timeline=measured_timeline([r for p, r in pairs if p.fsdp == p.cp == p.tp == 0]),
-            grad_norm=_grad_norm(results),
-            learning_rate=rates[0] if rates else None,
-            peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
-            skipped=self._skipped(loss, results),
-            losses=losses,
-        )
 
 
 class PlannedModule(ParallelModule):
@@ -261,7 +204,7 @@ class PlannedModule(ParallelModule):
     ) -> SkippedStep | None:  # fmt: skip
         reports = [result.not_finite for result in results]
         return skipped_step(
-            step, loss, _grad_norm(results), reports, self.plan.stage_edges,
+            step, loss, grad_norm(results), reports, self.plan.stage_edges,
             batches if all(batches) else (),
         )
 
@@ -306,7 +249,7 @@ class PlannedModule(ParallelModule):
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
         self._say_skipped(skipped)
-        return _grad_norm(results)
+        return grad_norm(results)
 
     def _optimizer_ops(self) -> tuple[Op, ...]:
         return (
@@ -376,11 +319,6 @@ class PlannedModule(ParallelModule):
         shard_spec = self._shard_specs[stage.module]
         count = max(shard_spec.shards, self.plan.by_id[stage].tp)
         return shard_spec.add(total, name, place, count, tensor)
-
-
-def _grad_norm(results: Sequence[StepResult]) -> float | None:
-    """All processes have the same."""
-    return next((r.grad_norm for r in results if r.grad_norm is not None), None)
 
 
 def _multiprocessors(device: str) -> Multiprocessors:

@@ -22,9 +22,16 @@ from raymm.storage.rank_calls import call_ranks
 NAMES_SHOWN = 5
 
 
-def restore(parallel: ParallelModule, folder: Path | str) -> Manifest:
+def restore(
+    parallel: ParallelModule, folder: Path | str, dropped: tuple[str, ...] = ()
+) -> Manifest:
     """Load a checkpoint into running processes, of either style. Each process verifies the files
     that it reads from.
+
+    Args:
+        parallel: the processes.
+        folder: the checkpoint.
+        dropped: how names of what is not needed any more begin.
 
     Raises:
         CheckpointError: if it is damaged, lacks trainable parameters of the model, has something
@@ -40,7 +47,9 @@ def restore(parallel: ParallelModule, folder: Path | str) -> Manifest:
         raise CheckpointError(f"{folder}: {error}") from None
     _check_both_ways(
         folder, {name for part in loaded for name in part.lacking},
-        stored_names(manifest.index) - {name for part in loaded for name in part.taken},
+        {
+            name for name in stored_names(manifest.index) if not name.startswith(dropped)
+        } - {name for part in loaded for name in part.taken},
     )
     if names := parallel.not_finite_tensors():
         raise CheckpointError(

@@ -73,6 +73,8 @@ def describe_run(
         "model.merge": _named(model.merge), "model.mask": _named(model.mask),
         "model.packing": model.packing, "model.parameters": {},
     }
+    if model.preference is not None:
+        fields["model.preference"] = _named(model.preference)
     fields |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
     for name, part in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
         source = part.source(module_kind(name))

@@ -59,6 +59,8 @@ class Attempt:
         saved: called after every checkpoint but the last.
         controller: of the run.
         features: looks for features of items that were kept.
+        until: steps taken when it is over; None for all of the run's.
+        dropped: how names of what the checkpoint has, and nobody needs any more, begin.
         loop: its steps; None until they begin.
     """
 
@@ -78,6 +80,8 @@ class Attempt:
     saved: Callable[[], None]
     controller: RunController
     features: FeatureLookup | None = None
+    until: int | None = None
+    dropped: tuple[str, ...] = ()
     loop: TrainingLoop | None = None
 
     def take_steps(
@@ -91,7 +95,7 @@ class Attempt:
         """
         folder = self.folder
         if self.checkpoint is not None:
-            restore(parallel, self.checkpoint.folder)
+            restore(parallel, self.checkpoint.folder, self.dropped)
             self._say(f"going on from {self.checkpoint.folder}")
         metrics = self._metrics(folder, parallel.steps_taken)
         info = RunInfo(
@@ -134,8 +138,12 @@ class Attempt:
                     self.run.evaluate, parallel, self.data, folder, batches.heldout_places,
                     self.features,
                 )
+                # What it was when the run was interrupted: checkpoints to come must not drop it.
+                self.store.best = texts.note_best(metrics.rows)
+            steps = self.run.steps if self.until is None else self.until
             self.loop = TrainingLoop(
-                self.run, batches=batches, parallel=parallel, store=self.store, metrics=metrics,
+                self.run.model_copy(update={"steps": steps}), batches=batches, parallel=parallel,
+                store=self.store, metrics=metrics,
                 samples=samples, observer=observer, throughput=throughput,
                 callbacks=self.callbacks, progress=progress, stop=self.stop, saved=self.saved,
                 recovery=recovery, enter=self.controller.enter, recovered=recovered,

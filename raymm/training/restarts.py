@@ -12,6 +12,7 @@ from raymm.errors import NodeLostError, RunFailedError
 from raymm.recovery.failure_policy import Action, Cause, Decision
 from raymm.recovery.run_controller import RunController, cause_of, first_line
 from raymm.recovery.run_state import RunState
+from raymm.storage.manifest import CheckpointError
 from raymm.training.result import Result
 from raymm.training.stop_request import StopRequest
 
@@ -125,3 +126,21 @@ def _wait_for_death(ended: Result | RunFailedError) -> None:
     nodes = ended.nodes if isinstance(ended, NodeLostError) else frozenset()
     while nodes - dead_nodes() and time.monotonic() < deadline:
         time.sleep(0.2)
+
+
+def what_is_left(error: RunFailedError, latest: Callable[[], object]) -> str:
+    """Of a run that failed.
+
+    Args:
+        error: why.
+        latest: finds the last checkpoint; None if there is none.
+    """
+    try:
+        checkpoint = latest()
+    except CheckpointError as unseen:  # it may be why the run failed
+        return f"Whether there is a checkpoint cannot be seen: {unseen}"
+    if error.repeats:
+        return f"The same command would end like this again. The last checkpoint: {checkpoint}."
+    if checkpoint is None:
+        return "There is no checkpoint: the same command begins anew."
+    return f"Start the same command again to go on from {checkpoint}."

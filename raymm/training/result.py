@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from raymm.draw.notebook import pictures_html
+from raymm.evaluation.text_evaluation import BEST
+from raymm.storage.step_folders import folder_name
 
 
 @dataclass
@@ -37,6 +40,19 @@ class Result:
     corrupt: tuple[str, ...] = ()
     steps_not_applied: int = 0
     stopped: str | None = None
+
+    @property
+    def best_checkpoint(self) -> Path | str | None:
+        """Like :attr:`checkpoint`, of the best one by ``best`` of ``run.evaluate``; None without,
+        and where nothing is better than what the run began with."""
+        file = self.path / BEST
+        if self.checkpoint is None or not file.is_file():
+            return None
+        name = folder_name(step := json.loads(file.read_text())["step"])
+        if isinstance(self.checkpoint, Path):
+            folder = self.checkpoint.with_name(name)
+            return folder if folder.is_dir() else None
+        return f"{self.checkpoint.rpartition('/')[0]}/{name}" if step else None
 
     def _repr_html_(self) -> str:
         last = self.metrics

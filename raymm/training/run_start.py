@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
+from raymm.actors.placement.placement import PlacementOptions
 from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, open_split
 from raymm.data.readers import Dataset
 from raymm.layout.optimizer_check import check_modules, check_optimizer
+from raymm.layout.preference_check import check_preference
 from raymm.model.batch_rules import Vocabulary
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
@@ -45,10 +48,17 @@ def check_updates(
     Raises:
         ConfigError: steps that would change nothing.
         ModelError: texts are to be written by a whole model.
-        PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer`.
+        PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer` and
+            :func:`raymm.layout.preference_check.check_preference`.
     """
     if run.evaluate is not None:
-        of_parts(model, "run.evaluate is given")
+        parts = of_parts(model, "run.evaluate is given")
+        if parts.preference is not None:
+            raise ConfigError(
+                "run.evaluate is given, and data are pairs of answers; accepted: run.eval_every"
+            )
+    if isinstance(model, MultimodalModule):
+        check_preference(model, plan if isinstance(plan, Plan) else None)
     if isinstance(plan, Plan):
         check_optimizer(optimizer, plan, run.precision == "bf16")
     else:
@@ -80,13 +90,41 @@ def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
 def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
     """The data configuration, told which token ids the model has embeddings for, and which inputs
     the towers of a whole one take."""
-    if not isinstance(data, DataConfig) or data.vocabulary is not None:
+    if not isinstance(data, DataConfig):
+        return data
+    pairs = getattr(model, "preference", None) is not None
+    if pairs != data.preferences:
+        raise ConfigError(
+            f"data.preferences is {data.preferences}, and the model's loss is "
+            f"{'of pairs of answers' if pairs else 'cross entropy'}"
+        )
+    if data.vocabulary is not None:
         return data
     if isinstance(model, WholeModel):
         ids = Vocabulary.of(model.source.skeleton()).ids
         return data.model_copy(update={"vocabulary": ids, "towers": model.tower_inputs})
     vocabulary = Vocabulary.of(model.language_model.source(ModuleKind.LANGUAGE_MODEL).skeleton())
     return data.model_copy(update={"vocabulary": vocabulary.ids})
+
+
+def placement_beside(
+    run: RunConfig, data: Any, say: Callable[[str], None], check: Callable[[], None]
+) -> PlacementOptions:
+    """What data workers reserve beside the ranks; those of an evaluation run beside those of the
+    training data.
+
+    Args:
+        run, data: of the trainer.
+        say: prints a line.
+        check: raises if somebody asks to stop.
+    """
+    bundles: tuple[dict[str, float], ...] = ()
+    if isinstance(data, DataConfig) and data.worker_cpus:
+        evaluates = (run.eval_every or run.evaluate) and data.heldout
+        bundles = ({"CPU": data.worker_cpus},) * (data.num_workers * (1 + bool(evaluates)))
+    return PlacementOptions(
+        bundles, run.spares, wait_for_nodes_s=run.wait_for_nodes_s, say=say, check=check,
+    )
 
 
 def data_position(checkpoint: Checkpoint | None) -> Any:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +39,7 @@ from raymm.runtime.cluster import connected, pick_device
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.resuming import compare
 from raymm.storage.run_description import describe_run
 from raymm.storage.run_folder import RunFolder
@@ -46,10 +47,17 @@ from raymm.training.attempt import Attempt
 from raymm.training.elastic import ElasticPlans
 from raymm.training.execution import Execution
 from raymm.training.kept_features import KeptFeatures
-from raymm.training.restarts import Attempted, Restarts
+from raymm.training.phases import Phases
+from raymm.training.restarts import Attempted, Restarts, what_is_left
 from raymm.training.result import Result
 from raymm.training.run_plan import RunPlanner
-from raymm.training.run_start import check_updates, data_position, open_splits, with_vocabulary
+from raymm.training.run_start import (
+    check_updates,
+    data_position,
+    open_splits,
+    placement_beside,
+    with_vocabulary,
+)
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training.training_loop import TrainingLoop, last_step, steps_not_applied
 
@@ -74,6 +82,7 @@ class Trainer:
         callbacks: watch the run, beside those that ``run_config`` names.
         console: where to print; None for standard output.
         cache: what is computed once; None: nothing.
+        at: what is frozen or trained from a step on, as of :class:`raymm.training.phases.Phases`.
 
     Attributes:
         plan: what runs where; None until :meth:`fit` has planned.
@@ -99,6 +108,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         console: Console | None = None,
         cache: CacheSection | None = None,
+        at: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         if data is None:
             raise ConfigError("data is None; a trainer needs it")
@@ -131,6 +141,7 @@ class Trainer:
         self.training = TrainingData()
         self.stop = StopRequest()
         self._fixed_plan = self.plan
+        self._phases = Phases(model, at, run_config.steps, self._elastic is not None)
         self._under_way: Attempt | None = None
         self._changed: list[str] = []
         self._restarted = False
@@ -183,7 +194,7 @@ class Trainer:
             if self.stop.reason is None:
                 raise
         except RunFailedError as error:
-            error.add_note(self._what_is_left(error))
+            error.add_note(what_is_left(error, self._latest))
             raise
         return self._stopped_result(self._stopped_at_once())
 
@@ -213,18 +224,6 @@ class Trainer:
             return f"stopped by {why} at once: {steps} steps that are not saved are lost, {saved}"
         return f"stopped by {why} at once: no step is lost, {saved}"
 
-    def _what_is_left(self, error: RunFailedError) -> str:
-        """Of a run that failed."""
-        try:
-            latest = self._latest()
-        except CheckpointError as unseen:  # it may be why the run failed
-            return f"Whether there is a checkpoint cannot be seen: {unseen}"
-        if error.repeats:
-            return f"The same command would end like this again. The last checkpoint: {latest}."
-        if latest is None:
-            return "There is no checkpoint: the same command begins anew."
-        return f"Start the same command again to go on from {latest}."
-
     def _latest(self) -> Path | str | None:
         return CheckpointStore(self.run.storage_path).latest()
 
@@ -240,8 +239,9 @@ class Trainer:
     def _fit(self, store: CheckpointStore) -> Result:
         checkpoint = self._newest(store)
         splits = open_splits(self.data)
-        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         self._changed = []
+        self._phases.enter_before(checkpoint)
+        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         if checkpoint is not None:
             self._changed = compare(
                 checkpoint.folder, checkpoint.manifest, store.run, self.run.allow_changes
@@ -269,8 +269,12 @@ class Trainer:
             def attempt(attempted: Attempted | None) -> Result:
                 try:
                     if attempted is None:
-                        return self._attempt(store, checkpoint, callbacks, None)
-                    return self._attempt_again(store, splits, callbacks, attempted)
+                        result = self._attempt(store, checkpoint, callbacks, None, splits)
+                    else:
+                        result = self._attempt_again(store, splits, callbacks, attempted)
+                    while self._phases.go_on_after(result):
+                        result = self._attempt_again(store, splits, callbacks, attempted)
+                    return result
                 except ClusterError as error:
                     if self._elastic is None or not self._elastic.gives_way(self.plan):
                         raise
@@ -295,19 +299,22 @@ class Trainer:
 
     def _attempt_again(
         self, store: CheckpointStore, splits: Mapping[str, Dataset], callbacks: CallbackHandler,
-        attempted: Attempted,
+        attempted: Attempted | None,
     ) -> Result:
         self._under_way, self._restarted, self.plan = None, True, self._fixed_plan
         checkpoint = self._newest(store)
         if checkpoint is not None and checkpoint.manifest.step >= self.run.steps:
             return self._nothing_to_do(checkpoint)
         self._take_data(checkpoint, splits)
-        return self._attempt(store, checkpoint, callbacks, attempted)
+        return self._attempt(store, checkpoint, callbacks, attempted, splits)
 
     def _attempt(
         self, store: CheckpointStore, checkpoint: Checkpoint | None, callbacks: CallbackHandler,
-        attempted: Attempted | None,
+        attempted: Attempted | None, splits: Mapping[str, Dataset],
     ) -> Result:
+        step = self._phases.enter_after(checkpoint, self._say)
+        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
+        self.plan = self._phases.plan(self.plan)
         device = pick_device(self.run.device, self._resources)
         resources, placement = self._resources(device), self._placement()
         resources.check_device(device)
@@ -341,6 +348,7 @@ class Trainer:
                 self.path, self.run, self.model, self.data, self.training, store, checkpoint,
                 device, callbacks, attempted, self._changed, self.console, self.stop,
                 lambda: self._look_for_room(resources), self._controller, kept.lookup,
+                self._phases.end(step), self._phases.dropped(step),
             )
             return attempt.take_steps(parallel, execution)
 
@@ -366,17 +374,7 @@ class Trainer:
         return self.resources(device) if callable(self.resources) else self.resources
 
     def _placement(self) -> PlacementOptions:
-        """What data workers reserve beside the ranks; those of an evaluation run beside those of
-        the training data."""
-        worker_bundles: tuple[dict[str, float], ...] = ()
-        if isinstance(self.data, DataConfig) and self.data.worker_cpus:
-            evaluates = (self.run.eval_every or self.run.evaluate) and self.data.heldout
-            count = self.data.num_workers * (1 + bool(evaluates))
-            worker_bundles = ({"CPU": self.data.worker_cpus},) * count
-        return PlacementOptions(
-            worker_bundles, self.run.spares, wait_for_nodes_s=self.run.wait_for_nodes_s,
-            say=self._say, check=self.stop.check,
-        )
+        return placement_beside(self.run, self.data, self._say, self.stop.check)
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)

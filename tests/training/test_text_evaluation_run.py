@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from tiny_run import curve
 
+from raymm.config.build import build_model, build_plan
+from raymm.config.sections import load_config
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
+from raymm.training.trainer import Trainer
 
 METRICS = ["exact_match", "anls", "wer", "perplexity", "text_functions:length"]
 
@@ -26,7 +29,7 @@ def evaluations(run) -> list[dict]:
     return [row for row in read_metrics(run / "metrics.jsonl") if "texts" in row]
 
 
-def test_texts_in_the_loop(ray_cluster, raymm, changes, make_config, tmp_path):
+def test_texts_in_the_loop(ray_cluster, raymm, inputs, changes, make_config, tmp_path):
     plain = make_config({**changes, "run.storage_path": str(tmp_path / "plain")})
     assert raymm("train", plain)[0] == 0
     evaluate = {
@@ -50,6 +53,15 @@ def test_texts_in_the_loop(ray_cluster, raymm, changes, make_config, tmp_path):
     lines = (run / "evaluations/step-00000006.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [f"heldout-{n}" for n in ids(lines)]
 
+    written = {row["id"]: row["text"] for row in map(json.loads, lines)}
+    image = next(name for name in written if name != "heldout-0")
+    code, text = raymm(
+        "generate", str(tmp_path / "config.yaml"), "--prompt", "what is this",
+        "--prompt", "what is this", "--max-tokens", "5",
+        "--item", f"vision={inputs / image}.png",
+    )
+    assert code == 0 and text.count(f"> what is this\n{written[image]}\n") == 2, text
+
     best = min(rows, key=lambda row: row["heldout_perplexity"])
     assert json.loads((run / "best.json").read_text()) == {
         "step": best["step"], "metric": "perplexity", "value": best["heldout_perplexity"],
@@ -58,6 +70,35 @@ def test_texts_in_the_loop(ray_cluster, raymm, changes, make_config, tmp_path):
     assert "step-00000006" in kept
     assert not best["step"] or f"step-{best['step']:08d}" in kept
     assert math.isfinite(best["heldout_perplexity"])
+
+
+def test_the_best_checkpoint_outlives_going_on(
+    ray_cluster, raymm, changes, make_config, tmp_path
+):
+    """It is there, and named, though checkpoints are saved before the next evaluation."""
+    evaluate = {
+        "every": 2, "generate": {"max_tokens": 1}, "metrics": ["text_functions:length"],
+        "samples": 1, "best": "text_functions:length",
+    }
+    values = {**changes, "run.evaluate": evaluate, "run.steps": 2}
+    assert raymm("train", make_config(values))[0] == 0
+    run = tmp_path / "run"
+    # Nobody is better than the second: it shall be the one.
+    rows = read_metrics(run / "metrics.jsonl")
+    for row in rows:
+        if row.get("texts"):
+            row["heldout_text_functions:length"] = float(row["step"] == 2) * 99
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    later = make_config({**values, "run.evaluate": {**evaluate, "every": 7}, "run.steps": 7})
+    config = load_config(later)
+    trainer = Trainer(
+        build_model(config), build_plan(config, build_model(config)), config.data, config.run,
+        optimizer=config.optimizer.build(7), resources=config.resources.for_device,
+    )
+    result = trainer.fit()
+    kept = [Path(folder).name for folder in CheckpointStore(run).committed()]
+    assert kept == ["step-00000002", "step-00000007"]
+    assert result.best_checkpoint == run / "checkpoints/step-00000002"
 
 
 def ids(lines: list[str]) -> list[str]:

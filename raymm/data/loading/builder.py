@@ -208,6 +208,7 @@ class StepBuilder:
         groups, skipped = self._groups(indices)
         if not groups:
             raise none_usable(skipped)
+        groups = [[row for sample in group for row in sample.rows] for group in groups]
         microbatches = [
             collate(group, self.pad_id, self.config.columns, stack) for group in groups
         ]
@@ -266,7 +267,11 @@ class StepBuilder:
         Raises:
             SampleError: names the sample, the column and, for a media file, its path.
         """
-        input_ids, labels = self.text.encode(sample)
+        self._check_answers(sample)
+        if sample.preference is None:
+            texts = [self.text.encode(sample)]
+        else:
+            texts = self.text.encode_answers(sample)
         kept = self._features
         media = {
             name: [{FEATURES: own} for own in kept.features[name][sample.index]]
@@ -277,16 +282,31 @@ class StepBuilder:
             name: of_samples[sample.index] for name, of_samples in kept.keys.items()
             if name in media and name not in kept.features
         }
-        encoded = EncodedSample(sample.id, input_ids, labels, media, keys)
+        encoded = EncodedSample(sample.id, *texts[0], media, keys)
+        if sample.preference is not None:
+            rejected = EncodedSample(f"{sample.id}:rejected", *texts[1], media, keys)
+            encoded = replace(encoded, id=f"{sample.id}:chosen", rejected=rejected)
         if self._check is not None:
             self._check_sample(sample, encoded, self._check)
         return encoded
+
+    def _check_answers(self, sample: Sample) -> None:
+        """
+        Raises:
+            SampleError: it has two answers, or not, and the loss is another's.
+        """
+        if (sample.preference is not None) != self.config.preferences:
+            accepted = "messages or text" if sample.preference else "prompt, chosen and rejected"
+            raise SampleError(
+                sample.id, None, f"data.preferences is {self.config.preferences}; accepted: rows "
+                f"with {accepted}", None, sample.place or None,
+            )
 
     def _check_sample(
         self, sample: Sample, encoded: EncodedSample, check: Callable[..., Any]
     ) -> None:
         try:
-            check(collate([encoded], self.pad_id, self.config.columns))
+            check(collate(encoded.rows, self.pad_id, self.config.columns))
         except (ValueError, DataError) as error:
             name: str | None = getattr(error, "modality", None)
             items = sample.media.get(name, ()) if name else ()

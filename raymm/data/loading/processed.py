@@ -108,6 +108,7 @@ class ProcessedBuilder(StepBuilder):
             SampleError: see :meth:`StepBuilder.encode`.
         """
         check_characters(sample)
+        self._check_answers(sample)
         if sample.text is not None:
             if any(sample.media.values()):
                 raise text_error(

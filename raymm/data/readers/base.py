@@ -25,7 +25,8 @@ class ReaderOptions:
     Attributes:
         name: of the source; every sample carries it.
         columns: modality -> its column.
-        text_columns: ``"text"``, ``"messages"``, ``"id"`` -> column, where it has another name.
+        text_columns: ``"text"``, ``"messages"``, ``"prompt"``, ``"chosen"``, ``"rejected"``,
+            ``"id"`` -> column, where it has another name.
         frames: modalities whose items are lists of frames.
         media_folders: where rows may name files, besides the source's own folder.
         skip: keep rows that cannot be used, and raise only when they are read.
@@ -138,7 +139,7 @@ class Reader(ABC):
             row = self._row(index)
             value = row.get(self.options.text_columns.get(ID, ID))
             sample_id = place if value is None else str(value)
-            messages, text = text_of(row, self.options.text_columns)
+            messages, text, preference = text_of(row, self.options.text_columns)
             media = {}
             for modality, column in self.columns.items():
                 items = self._items(modality, row.get(column), column, place)
@@ -151,7 +152,7 @@ class Reader(ABC):
                 raise self._sample_error(sample_id, place, error) from None
             raise DataError(f"{place} changed while the run was reading it: {error}") from error
         return Sample(
-            index, sample_id, messages, text, media, self.name, place,
+            index, sample_id, messages, text, media, self.name, place, preference,
             {**self.options.text_columns, **self.columns},
         )
 

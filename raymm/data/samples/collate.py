@@ -22,13 +22,19 @@ Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; mod
 @dataclass(frozen=True)
 class EncodedSample:
     """A sample as tensors: token ids, labels, per modality the tensors of each item, and what its
-    features are to be kept under."""
+    features are to be kept under; beside a chosen answer, the same with the rejected one."""
 
     id: str
     input_ids: list[int]
     labels: list[int]
     media: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
     keys: dict[str, list[str]] = field(default_factory=dict)
+    rejected: "EncodedSample | None" = None
+
+    @property
+    def rows(self) -> "list[EncodedSample]":
+        """Itself, and what comes in the row after it."""
+        return [self] if self.rejected is None else [self, self.rejected]
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,8 @@ class DataConfig(Section):
         batch_size: samples per step, over all microbatches.
         microbatches: microbatches per step; divides ``batch_size``.
         max_length: text tokens kept per sample.
+        preferences: rows are prompts with a chosen and a rejected answer, each of which becomes two
+            rows of its microbatch; in a configuration, ``model.loss`` says so.
         shuffle: a new seeded permutation each epoch; else file order.
         batching: which samples share a step: a method, or a :class:`BatchingConfig`. Held-out
             data is one pass in a fixed order whatever it says.
@@ -219,6 +221,7 @@ class DataConfig(Section):
     batch_size: Count
     microbatches: Count
     max_length: int = Field(default=512, ge=2, le=MOST_COUNT)
+    preferences: bool = False
     shuffle: bool = True
     batching: BatchingConfig = Field(default_factory=BatchingConfig)
     seed: Seed = 0
@@ -300,6 +303,12 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _batching_fits(self):
         batching = self.batching
+        if self.preferences and (batching.method != "random" or self.processor is not None):
+            what = "a processor" if self.processor else f"batching {batching.method!r}"
+            raise ValueError(
+                f"rows have two answers (preferences), and there is {what}; accepted: batching "
+                "'random', and a tokenizer with processors by modality"
+            )
         if batching.method != "random" and not self.shuffle:
             raise ValueError(
                 f"shuffle must be true with batching {batching.method!r}, which does not keep the "

@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import Media, MediaBytes, MediaRange
+from raymm.data.samples.sample import Preference
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
-TEXT_ROLES = (TEXT, MESSAGES, ID)
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+TEXT_ROLES = (TEXT, MESSAGES, PROMPT, CHOSEN, REJECTED, ID)
 # The role whose messages are labels.
 LEARNED_ROLE = "assistant"
 # Linux takes no longer one.
@@ -17,12 +19,20 @@ LONGEST_PATH = 4096
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
-def text_of(row: object, columns: Mapping[str, str]) -> tuple[list[dict] | None, str | None]:
-    """(messages, text) of a row, one of which is None.
+class RowText(NamedTuple):
+    """What a row has of text, as :class:`raymm.data.samples.sample.Sample` says it."""
+
+    messages: list[dict] | None
+    text: str | None
+    preference: Preference | None = None
+
+
+def text_of(row: object, columns: Mapping[str, str]) -> RowText:
+    """The text of a row.
 
     Args:
         row: column -> value.
-        columns: where ``"text"`` and ``"messages"`` are under another name.
+        columns: where ``"text"``, ``"messages"``, ... are under another name.
 
     Raises:
         RowError: neither or both, or not of the form that ``Sample`` describes.
@@ -32,20 +42,59 @@ def text_of(row: object, columns: Mapping[str, str]) -> tuple[list[dict] | None,
     text_column, messages_column = columns.get(TEXT, TEXT), columns.get(MESSAGES, MESSAGES)
     messages, text = row.get(messages_column), row.get(text_column)
     if messages is None and text is None:
+        names = [columns.get(role, role) for role in (PROMPT, CHOSEN, REJECTED)]
+        prompt, *answers = map(row.get, names)
+        if None not in answers:
+            return _preference(prompt, answers, names)
         raise RowError(
-            f"a sample needs {messages_column!r} or {text_column!r}; it has "
+            f"a sample needs {messages_column!r} or {text_column!r}, or 'prompt', 'chosen' and "
+            f"'rejected'; it has "
             f"{sorted(map(str, row))}. A source's columns may say other names: "
             "columns: {messages: conversations}"
         )
     if messages is not None and text is not None:
         raise RowError(f"a sample has {messages_column!r} or {text_column!r}, not both")
     if messages is not None:
-        return _messages(messages, messages_column), None
+        return RowText(_messages(messages, messages_column), None)
     if not isinstance(text, str):
         raise RowError(
             f"{text_column!r} must be a string, got {type(text).__name__}", text_column
         )
-    return None, text
+    return RowText(None, text)
+
+
+def _preference(prompt: object, answers: list[Any], columns: list[str]) -> RowText:
+    """Of a row in TRL's preference format.
+
+    Args:
+        prompt: messages or text; None if both answers' messages begin with it.
+        answers: the chosen and the rejected one.
+        columns: of these three.
+    """
+    values = answers if prompt is None else [prompt, *answers]
+    if prompt is not None and all(isinstance(value, str) for value in values):
+        preference = Preference(prompt, *answers)
+        return RowText(None, preference.answers[0], preference)
+    for value, column in zip(values, columns[-len(values) :], strict=True):
+        if isinstance(value, str):
+            what = "messages too" if prompt is not None else "given with a prompt, or messages"
+            raise RowError(f"{column!r} is a text; accepted: {what}, in all of {columns}", column)
+    *first, chosen, rejected = (
+        _messages(value, column)
+        for value, column in zip(values, columns[-len(values) :], strict=True)
+    )
+    if prompt is None:
+        count = 0
+        while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
+            count += 1
+        first, chosen, rejected = [chosen[:count]], chosen[count:], rejected[count:]
+        if not (first[0] and chosen and rejected):
+            raise RowError(
+                f"{columns[1]!r} and {columns[2]!r} must begin with the same messages and go on "
+                f"with others, as there is no {columns[0]!r}", columns[1],
+            )
+    preference = Preference(first[0], chosen, rejected)
+    return RowText(preference.answers[0], None, preference)
 
 
 def _messages(messages: object, column: str) -> list[dict]:

@@ -2,13 +2,33 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from raymm.data.samples.media import Media
 
 
 @dataclass(frozen=True)
+class Preference:
+    """A prompt with two answers; all of them messages, or all of them text.
+
+    Attributes:
+        prompt, chosen, rejected: what is asked, the better and the worse answer.
+    """
+
+    prompt: Any
+    chosen: Any
+    rejected: Any
+
+    @property
+    def answers(self) -> tuple[Any, Any]:
+        """The prompt with the chosen answer, and with the rejected one."""
+        return self.prompt + self.chosen, self.prompt + self.rejected
+
+
+@dataclass(frozen=True)
 class Sample:
-    """One row. Exactly one of ``messages`` and ``text`` is set.
+    """One row. Exactly one of ``messages`` and ``text`` is set; of a row with two answers to the
+    chosen one.
 
     Attributes:
         index: position in the data set, from 0.
@@ -20,6 +40,7 @@ class Sample:
             objects; a modality the sample lacks is absent.
         source: name of the source that it is from.
         place: where the row is: ``FILE:LINE``, ``FILE[INDEX]`` or ``SHARD[KEY]``.
+        preference: of a row with two answers, these.
         columns: modality, ``"text"`` or ``"messages"`` -> its column in this source, where known.
     """
 
@@ -30,4 +51,5 @@ class Sample:
     media: dict[str, tuple[Media, ...]]
     source: str = ""
     place: str = ""
+    preference: Preference | None = None
     columns: Mapping[str, str] = field(default_factory=dict, repr=False)

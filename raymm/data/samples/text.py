@@ -1,6 +1,7 @@
 """Token ids and labels of one sample."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
@@ -146,6 +147,42 @@ class TextEncoder:
                 + roles_without_labels(sample),
             )
         return input_ids, labels
+
+    def encode_answers(self, sample: Sample) -> list[tuple[list[int], list[int]]]:
+        """:meth:`encode` of the prompt with the chosen answer and with the rejected one, whose
+        labels are the answer's only. A text ends with the tokenizer's end of text.
+
+        Raises:
+            SampleError, DataError: as of :meth:`encode`; or the prompt's tokens change when an
+                answer follows.
+        """
+        preference = sample.preference
+        assert preference is not None  # see StepBuilder
+        as_text, encoded = isinstance(preference.prompt, str), []
+        for answer in preference.answers:
+            if as_text:
+                end = self.tokenizer.eos_token or ""
+                text = answer if answer.endswith(end) else answer + end
+                own = replace(sample, text=text)
+                prompt = self._expand(self._tokenize(replace(sample, text=preference.prompt)))
+            else:
+                own = replace(sample, messages=answer)
+                asked = replace(sample, messages=preference.prompt)
+                prompt = self._render(sample, self._messages(asked), add_generation_prompt=True)
+            ids, labels = self.encode(own)
+            if ids[: len(prompt)] != prompt[: len(ids)]:
+                raise text_error(
+                    sample, "the tokens of the prompt change when an answer follows; end it where "
+                    "a token ends",
+                )
+            labels[: len(prompt)] = [IGNORE_INDEX] * min(len(prompt), len(labels))
+            if all(label == IGNORE_INDEX for label in labels):
+                raise text_error(
+                    sample, f"no token of an answer is among the first {self.max_length} "
+                    "(max_length)",
+                )
+            encoded.append((ids, labels))
+        return encoded
 
     def _check_vocabulary(self, sample: Sample, input_ids: Sequence[int]) -> None:
         largest = max(input_ids, default=-1)

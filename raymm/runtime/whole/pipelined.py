@@ -19,7 +19,8 @@ from raymm.model.ragged import split_rows
 from raymm.model.whole_batch import TEXT, text_parts
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.plan_module import PendingStep, PlannedModule
+from raymm.runtime.pending_step import PendingStep
+from raymm.runtime.plan_module import PlannedModule
 from raymm.runtime.specs import ParallelSpec, plan_of
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId

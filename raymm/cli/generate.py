@@ -1,0 +1,125 @@
+"""``raymm generate``: what a run's model writes after prompts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from raymm.files.config_error import ConfigError
+
+_MAX_TOKENS = 64
+
+
+def add_generate_arguments(command: argparse.ArgumentParser) -> None:
+    """Arguments of ``raymm generate``, beside the configuration."""
+    add = command.add_argument
+    add("--prompt", action="append", required=True, help="what the user says (repeatable)")
+    add(
+        "--item", action="append", default=[], metavar="MODALITY=FILE",
+        help="an item that all prompts are about (repeatable)",
+    )
+    add(
+        "--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
+        help=f"tokens of a text, at most (default: {_MAX_TOKENS})",
+    )
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Start the model of a configuration with its run's newest checkpoint, and print a text per
+    prompt.
+
+    Raises:
+        ConfigError: options that cannot be.
+        GenerationError: the model cannot write text under its plan.
+        CheckpointError, ClusterError, ProbeError: as of a run that goes on.
+        SampleError: an item that cannot be read.
+    """
+    from raymm.config.build import build_model, build_plan
+    from raymm.config.sections import load_config
+    from raymm.data.samples.text import special_ids
+    from raymm.model.whole_model import of_parts
+    from raymm.planning.request import PlanRequest
+    from raymm.runtime.cluster import connected, pick_device
+    from raymm.runtime.generation import generate
+    from raymm.storage.checkpoint import CheckpointStore
+    from raymm.storage.loading import restore
+    from raymm.training.execution import Execution
+    from raymm.training.run_plan import RunPlanner
+
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}; expected at least 1")
+    config = load_config(args.config, args.overrides)
+    model = of_parts(build_model(config), "raymm generate")
+    items = _items(args.item, model.encoder_names)
+    checkpoint = CheckpointStore(config.run.storage_path).newest()
+    if checkpoint is None:
+        print(f"{config.run.storage_path} has no checkpoint: the model as it begins")
+    optimizer = config.optimizer.build(config.run.steps)
+    with connected():
+        device = pick_device(config.run.device, config.resources.for_device)
+        resources = config.resources.for_device(device)
+        plan = build_plan(config, model) or RunPlanner(
+            PlanRequest.of_config(config), model, config.data, config.run.precision, optimizer,
+            print,
+        ).plan(checkpoint, device, resources, _nothing_beside())
+        with Execution(plan).start(
+            model, optimizer=optimizer, precision=config.run.precision, device=device,
+            exact_autocast=config.run.exact_autocast, kernels=config.run.kernels,
+            resources=resources, threads=config.resources.threads, seed=config.run.seed,
+            timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,
+        ) as parallel:
+            if checkpoint is not None:
+                restore(parallel, checkpoint.folder)
+            builder, prompts = _prompts(config.data, args.prompt, items)
+            ends = special_ids(builder.tokenizer)
+            for text, ids in zip(
+                args.prompt, generate(parallel, prompts, args.max_tokens, ends), strict=True
+            ):
+                written = builder.tokenizer.decode(ids, skip_special_tokens=True).strip()
+                print(f"> {text}\n{written}\n")
+    return 0
+
+
+def _nothing_beside() -> Any:
+    from raymm.actors.placement.placement import PlacementOptions
+
+    return PlacementOptions()
+
+
+def _items(options: Sequence[str], modalities: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Files by modality."""
+    items: dict[str, tuple[str, ...]] = {}
+    for item in options:
+        name, _, file = item.partition("=")
+        if name not in modalities or not Path(file).is_file():
+            raise ConfigError(
+                f"--item is {item!r}; accepted: MODALITY=FILE, a file that exists, of "
+                f"{', '.join(modalities) or 'no modality'}"
+            )
+        items[name] = (*items.get(name, ()), str(Path(file).resolve()))
+    return items
+
+
+def _prompts(
+    data: Any, texts: Sequence[str], items: dict[str, tuple[str, ...]]
+) -> tuple[Any, Iterator[Any]]:
+    """What makes samples, and a prompt of each text: a user's turn, as the data have it, before an
+    answer, which is left out."""
+    from raymm.data import Sample, collate, describe, split_parts
+    from raymm.data.loading.builder import StepBuilder
+    from raymm.evaluation.text_evaluation import last_answer, prompt_before
+
+    builder: Any = StepBuilder(data, None)  # type: ignore[arg-type]  # it reads no samples
+
+    def prompts() -> Iterator[Any]:
+        for number, text in enumerate(texts):
+            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "."}]
+            encoded = builder.encode(Sample(number, f"prompt {number}", messages, None, items))
+            microbatch = collate([encoded], builder.pad_id, data.columns)
+            meta = describe(microbatch, [encoded.id], builder.text.placeholder_ids)
+            start, _ = last_answer(microbatch["labels"][0])
+            yield prompt_before(start, split_parts(microbatch), meta)
+
+    return builder, prompts()

@@ -1,0 +1,53 @@
+"""Whether a model can be trained on pairs of answers under a plan."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from raymm.actors.adapters.lora import is_adapter
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
+from raymm.scheduler.plan.plan import Plan, PlanError
+
+
+def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
+    """Look at a model with a :class:`raymm.kernels.preference.PreferenceLoss`, before anything
+    starts; at others, nothing.
+
+    Args:
+        model: the description.
+        plan: what runs where; None if that is not known yet.
+
+    Raises:
+        PlanError: without its adapters it would not be its reference, or a process would have a
+            part of an answer, or one of a pair.
+    """
+    if model.preference is None:
+        return
+    stage = None if plan is None else plan.module_stages(LANGUAGE_MODEL)[0]
+    if plan and plan.splits_samples or stage and max(stage.cp, stage.fsdp) > 1:
+        raise PlanError(
+            "of pairs of answers, the language model's processes must each have both whole: "
+            "accepted: pp, tp and dp; not cp, sharding 'fsdp' or a mapping"
+        )
+    if model.packing:
+        raise PlanError("packing is True, and rows are pairs of answers; accepted: False")
+    others = [
+        f"{name}/{parameter}"
+        for name in model.module_names
+        for part in _skeletons(model, name)
+        for parameter, value in part.named_parameters()
+        if value.requires_grad and not is_adapter(parameter)
+    ]
+    if others:
+        raise PlanError(
+            f"{len(others)} parameters are trained that are no adapters ({others[0]}, ...), and "
+            "answers are compared with what the model without its adapters says of them; accepted: "
+            "adapters (train: {lora: {r: 16}}), all else frozen, projectors too"
+        )
+
+
+def _skeletons(model: MultimodalModule, name: str) -> list[nn.Module]:
+    spec = model.spec(name)
+    projector = getattr(spec, "projector", None)
+    return [spec.source.skeleton(), *([] if projector is None else [projector.skeleton()])]

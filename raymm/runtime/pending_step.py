@@ -1,0 +1,83 @@
+"""A step under way, as its driver sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raymm.actors.executor.step_meta import StepResult, measured_timeline
+from raymm.actors.rank.step_calls import StepHandle
+from raymm.runtime.parallel_module import StepOutput
+from raymm.runtime.skipped_step import SkippedStep
+from raymm.scheduler.plan.process_grid import Process
+
+
+class PendingStep:
+    """A step under way. :meth:`result` waits for it.
+
+    Args:
+        handle: of the ranks' calls.
+        label_tokens: of the step, which its loss was divided by.
+        keep: owners of the inputs, which must outlive the step.
+        processes: of the run, by number.
+        skipped: makes the report of a step that was not applied, from the norm and the ranks'
+            results.
+    """
+
+    def __init__(
+        self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process],
+        skipped: Callable[[float | None, Sequence[StepResult]], SkippedStep | None],
+    ) -> None:  # fmt: skip
+        self._handle = handle
+        self._skipped = skipped
+        self._label_tokens = label_tokens
+        self._keep = keep  # whoever owns the input references must outlive the step
+        self._processes = processes
+
+    def forget(self) -> None:
+        """Nobody asks for its output any more."""
+        self._handle.forget()
+
+    def scores(self) -> dict[int, list[float]]:
+        """Of a step of references: by microbatch, its rows' log-probabilities. Raises as
+        :meth:`result`."""
+        return {
+            microbatch: values for result in self._handle.result()
+            for (_, microbatch), values in result.scores.items()
+        }
+
+    def result(self) -> StepOutput:
+        """The step's output.
+
+        Raises:
+            RankFailedError: if a rank died or raised.
+        """
+        results = self._handle.result()
+        pairs = list(zip(self._processes, results, strict=True))
+        # Processes that share a microbatch have each their part of the loss, those that share
+        # every token's work all the same.
+        parts = [part for p, result in pairs if p.tp == 0 for part in result.losses.items()]
+        losses: dict[str, float] = {}
+        for (stage, _), value in sorted(parts, key=lambda part: (part[0][0].module, part[0][1])):
+            losses[stage.module] = losses.get(stage.module, 0.0) + value
+        rates = [r.learning_rate for r in results if r.learning_rate is not None]
+        peaks: dict[int, int] = {}
+        for process, result in pairs:
+            peaks[process.rank] = max(peaks.get(process.rank, 0), result.peak_bytes)
+        loss = sum(losses.values())
+        return StepOutput(
+            loss=loss,
+            label_tokens=self._label_tokens,
+            # A rank's first process stands for it.
+            timeline=measured_timeline([r for p, r in pairs if p.fsdp == p.cp == p.tp == 0]),
+            grad_norm=grad_norm(results),
+            learning_rate=rates[0] if rates else None,
+            peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
+            skipped=self._skipped(loss, results),
+            losses=losses,
+        )
+
+
+def grad_norm(results: Sequence[StepResult]) -> float | None:
+    """All processes have the same."""
+    return next((r.grad_norm for r in results if r.grad_norm is not None), None)

@@ -1,0 +1,176 @@
+"""Direct preference optimisation on any layout equals TRL in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parity_models as pm
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parity_check import OPTIMIZER, close
+from parity_oracle import gradient_errors, parameter_errors
+from test_adapters import LORA, _own_name, in_peft, noisy
+from tiny_run import save_tokenizer
+
+from raymm.actors.adapters.lora import plain_copy
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.kernels.preference import PreferenceLoss
+from raymm.model.batch_rules import BatchError
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import PlanError
+
+BETA = 0.3
+# Prompt, chosen and rejected answer of pairs, by microbatch.
+STEP = [
+    [([5, 17, 3], [40, 2, 9], [31, 77]), ([11], [25, 26, 27, 28], [70, 3, 8])],
+    [([8, 1, 60, 2, 44], [12], [13, 14, 15, 16, 17])],
+]
+
+
+def rows(pairs: Any) -> dict[str, torch.Tensor]:
+    """A microbatch: the answers of a pair are rows one after another, their tokens labels."""
+    texts = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
+    longest = max(len(prompt) + len(answer) for prompt, answer in texts)
+    ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for row, (prompt, answer) in enumerate(texts):
+        stop = len(prompt) + len(answer)
+        ids[row, :stop] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : stop] = torch.tensor(answer)
+        mask[row, :stop] = 1
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def model_of(lora: LoraConfig | None = LORA, **options: Any) -> MultimodalModule:
+    language = ModalityModule(pm.build(pm.llama(tied=False, layers=4), 3), lora=lora, seed=7)
+    language = noisy(language) if lora is not None else language
+    loss = PreferenceLoss(BETA)
+    return MultimodalModule({}, language, preference=loss, **options)
+
+
+class Trl:
+    """TRL's trainer of a model that stock ``peft`` has put adapters in."""
+
+    def __init__(self, model: MultimodalModule, folder: Any) -> None:
+        from datasets import Dataset
+        from transformers import AutoTokenizer
+        from trl import DPOConfig, DPOTrainer
+        from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+        save_tokenizer(folder / "tokenizer")
+        module = model.language_model.materialize()
+        base = plain_copy(module, merged=False)
+        # It makes the adapters: those of a model that has some would be its reference.
+        self._trainer = DPOTrainer(
+            base, peft_config=in_peft(module, LORA).peft_config["default"],
+            processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+            train_dataset=Dataset.from_list(
+                [{"prompt": "what is", "chosen": "a dog", "rejected": "a cat"}]
+            ),
+            args=DPOConfig(
+                str(folder), beta=BETA, report_to=[], use_cpu=True,
+                gradient_checkpointing=False, bf16=False,
+            ),
+        )
+        self.module = self._trainer.model
+        adapters = in_peft(module, LORA).state_dict()
+        own = {n: p for n, p in self.module.state_dict().items() if "lora" in n}
+        assert own and all(p.copy_(adapters[n]) is p for n, p in own.items())
+        self._collate = DataCollatorForPreference(pad_token_id=0)
+
+    def loss(self, step: Any) -> torch.Tensor:
+        pairs = [pair for microbatch in step for pair in microbatch]
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        batch = self._collate([dict(zip(names, pair, strict=True)) for pair in pairs])
+        return self._trainer._compute_loss(self.module, batch, False)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        start = "language_model.module."
+        return {
+            _own_name(start + name): p
+            for name, p in self.module.named_parameters() if p.requires_grad
+        }
+
+
+@pytest.mark.parametrize("layout", [
+    {"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2},
+], ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))  # fmt: skip
+def test_loss_gradients_and_steps_are_trls(ray_cluster, tmp_path, layout):
+    model = model_of()
+    trl = Trl(model, tmp_path)
+    named = trl.parameters()
+    step = [rows(pairs) for pairs in STEP]
+    due = trl.loss(STEP)
+    due.backward()
+    gradients = {name: p.grad for name, p in named.items()}
+    pairs = sum(map(len, STEP))
+    here = sum(model(**microbatch, label_tokens=pairs) for microbatch in step)
+    assert close(here.item(), due.item(), 1e-5)
+    before = {name: p.detach().clone() for name, p in named.items()}
+    optimizer = torch.optim.AdamW(
+        named.values(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay)
+    spec = MultimodalParallelSpec({}, ParallelSpec(**layout), 2)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        assert close(parallel.evaluate(step).loss, due.item(), 1e-5)
+        output = parallel.execute(step)
+        assert close(output.loss, due.item(), 1e-5) and output.label_tokens == pairs
+        assert gradient_errors(parallel.gradients(), gradients) == []
+        parallel.optimizer.zero_grad()
+        optimizer.zero_grad()
+        for number in range(3):
+            own = STEP if number % 2 else STEP[::-1]
+            loss = trl.loss(own)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(named.values(), OPTIMIZER.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            taken = parallel.train_step([rows(pairs) for pairs in own])
+            assert close(taken.loss, loss.item(), 1e-5)
+        after = {name: p.detach() for name, p in named.items()}
+        assert parameter_errors(parallel.parameters(), after, before, OPTIMIZER.lr) == []
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(-30, 0)] * 4), min_size=1, max_size=4), st.floats(0.01, 2),
+    st.floats(0, 0.49),
+)
+def test_the_loss_is_the_papers(pairs, beta, smoothing):
+    """Equation 7, a pair at a time, in float64."""
+    values = torch.tensor(pairs, dtype=torch.float64)
+    due = torch.zeros((), dtype=torch.float64)
+    for chosen, rejected, of_chosen, of_rejected in values:
+        margin = beta * ((chosen - of_chosen) - (rejected - of_rejected))
+        due += -(1 - smoothing) * torch.log(1 / (1 + torch.exp(-margin)))
+        due += -smoothing * torch.log(1 / (1 + torch.exp(margin)))
+    loss = PreferenceLoss(beta, smoothing)
+    own = loss(values[:, :2].flatten(), values[:, 2:].flatten())
+    torch.testing.assert_close(own, due)
+
+
+@pytest.mark.parametrize(("layout", "options", "says"), [
+    ({"cp": 2}, {}, "accepted: pp, tp and dp"),
+    ({}, {"packing": True}, "packing is True"),
+    ({}, {"lora": None}, "parameters are trained that are no adapters"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_starts(layout, options, says):
+    model = model_of(**options)
+    with pytest.raises(PlanError, match=says):
+        MultimodalParallelSpec({}, ParallelSpec(**layout), 1).apply(model)
+
+
+def test_rows_that_are_no_pairs(ray_cluster):
+    with MultimodalParallelSpec({}, ParallelSpec(), 1).apply(model_of()) as parallel:
+        with pytest.raises(BatchError, match="has 3 rows; accepted: pairs"):
+            parallel.train_step([{k: v[:3] for k, v in rows(STEP[0]).items()}])
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    ({"beta": 0.0}, "beta is 0.0"), ({"label_smoothing": 0.5}, "label_smoothing is 0.5"),
+])  # fmt: skip
+def test_values_that_are_none(values, says):
+    with pytest.raises(ValueError, match=says):
+        PreferenceLoss(**values)

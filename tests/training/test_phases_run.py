@@ -1,0 +1,97 @@
+"""A run that freezes and unfreezes modules as it goes: bit for bit what its parts do."""
+
+import shutil
+
+import pytest
+import torch
+from tiny_run import checkpoint_tensors, curve
+
+from raymm.config.build import build_model
+from raymm.config.sections import load_config
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.loading import load_into_model
+
+VISION = "model.encoders.vision"
+FROZEN = {f"{VISION}.train": "frozen", "run.steps": 6, "run.keep_checkpoints": 6}
+AT = {2: {"vision": "full", "llm": "frozen"}, 4: {"llm": "full", "vision_projector": "frozen"}}
+
+
+def test_phases(ray_cluster, raymm, make_config, tmp_path):
+    config, run = make_config({**FROZEN, "at": AT}), tmp_path / "run"
+    code, text = raymm("train", config)
+    assert code == 0, text
+    assert "after step 2 llm is frozen, vision is trained" in text
+    assert "after step 4 llm is trained, vision_projector is frozen" in text
+    whole, stored = curve(run), checkpoint_tensors(run)
+    assert [row[0] for row in whole] == [1, 2, 3, 4, 5, 6]
+
+    # The first phase is what a run is that ends there.
+    plain = make_config(
+        {**FROZEN, "run.steps": 2, "run.storage_path": str(tmp_path / "plain")}, "plain.yaml"
+    )
+    assert raymm("train", plain)[0] == 0
+    assert curve(tmp_path / "plain") == whole[:2]
+
+    # What is trained changes, what is frozen does not, and what goes on keeps its moments.
+    states = [checkpoint_of(run, step) for step in (2, 4, 6)]
+    first = "vision/module.encoder.layers.0.mlp.fc1.weight"
+    last = "llm/module.model.layers.1.mlp.up_proj.weight"
+    projector = "vision/projector.layers.0.weight"
+    assert not states[0][first].equal(states[1][first])
+    assert states[0][last].equal(states[1][last]) and not states[1][last].equal(states[2][last])
+    assert states[1][projector].equal(states[2][projector])
+    steps = [{n: s[f"optimizer/{n}/step"].item() for n in (first, last, projector)
+              if f"optimizer/{n}/step" in s} for s in states]
+    assert steps == [{last: 2, projector: 2}, {first: 2, projector: 4}, {first: 4, last: 2}]
+
+    # It goes on from any step, in whichever phase, bit for bit.
+    for kept in (2, 4):
+        for folder in CheckpointStore(run).committed():
+            if folder.name != f"step-{kept:08d}":
+                shutil.rmtree(folder)
+        assert raymm("train", config)[0] == 0
+        assert curve(run) == whole
+        again = checkpoint_tensors(run)
+        assert set(again) == set(stored)
+        assert all(again[name].equal(tensor) for name, tensor in stored.items())
+
+    # Other phases in the past are another run.
+    for folder in CheckpointStore(run).committed():
+        if folder.name != "step-00000004":
+            shutil.rmtree(folder)
+    code, text = raymm("train", make_config({**FROZEN, "at": {3: AT[2]}}, "other.yaml"))
+    assert code == 2 and "model.parameters" in text or "in the checkpoint" in text
+    model = build_model(load_config(config))
+    load_into_model(model, CheckpointStore(run).latest())
+
+
+def checkpoint_of(run, step) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors = {}
+    for file in sorted((run / f"checkpoints/step-{step:08d}").glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def test_planned_anew(ray_cluster, raymm, make_config, tmp_path):
+    """Without layouts, each phase has a plan of its own."""
+    config = make_config({
+        **FROZEN, "parallel": {}, "run.steps": 4, "at": {2: {"vision": "full"}},
+    })
+    code, text = raymm("train", config)
+    assert code == 0, text
+    assert "planning anew: the checkpoint's plan is of another model" in text
+    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"at": {2: {"audio": "full"}}}, "at names 'audio'; the model's are vision, llm"),
+    ({"at": {2: {"llm": "full"}}, "model.language_model.train": {"lora": {}}}, "has adapters"),
+    ({"at": {2: {"llm": "half"}}}, "at.2.llm"),
+    ({"at": {0: {"llm": "full"}}}, "at.0"),
+])  # fmt: skip
+def test_what_cannot_be(raymm, make_config, changes, says):
+    code, text = raymm("train", make_config({**FROZEN, **changes}))
+    assert code == 2 and says in " ".join(text.split()), text

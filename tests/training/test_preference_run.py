@@ -1,0 +1,56 @@
+"""A run on pairs of answers: it goes on bit for bit, and learns which answer is better."""
+
+import json
+import shutil
+
+import pytest
+from tiny_run import curve, heldout_rows
+
+from raymm.storage.checkpoint import CheckpointStore
+
+
+@pytest.fixture
+def changes(inputs, tmp_path):
+    """Adapters on a language model beside a frozen tower: the answer of every prompt is known."""
+    for name in ("train", "heldout"):
+        rows = [json.loads(line) for line in (inputs / f"{name}.jsonl").read_text().splitlines()]
+        for row in rows:
+            asked, answer = row.pop("messages")
+            wrong = {"role": "assistant", "content": "cat cat yes"}
+            row |= {"prompt": [asked], "chosen": [answer], "rejected": [wrong]}
+            row["images"] = [str(inputs / image) for image in row["images"]]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    llm, vision = "model.language_model", "model.encoders.vision"
+    return {
+        f"{llm}.config": None, f"{llm}.path": str(inputs / "llama"),
+        f"{llm}.train": {"lora": {"r": 2}}, f"{vision}.train": "frozen",
+        f"{vision}.projector_train": "frozen", "model.loss": {"dpo": {"beta": 0.5}},
+        "data.train": str(tmp_path / "train.jsonl"), "data.media_folders": [str(inputs)],
+        "data.heldout": str(tmp_path / "heldout.jsonl"),
+        "run.steps": 6, "run.eval_every": 3, "run.eval_shuffled": False, "run.keep_checkpoints": 4,
+    }
+
+
+def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
+    config, run = make_config(changes), tmp_path / "run"
+    code, text = raymm("train", config)
+    assert code == 0, text
+    whole, losses = curve(run), [row["heldout_loss"] for row in heldout_rows(run)]
+    # Adapters begin as nothing: the model is its reference, and log 2 the loss of a pair.
+    assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[-1] < losses[0]
+    assert [row[-1] for row in whole] == [4] * 6  # pairs
+    for folder in CheckpointStore(run).committed():
+        if folder.name != "step-00000002":
+            shutil.rmtree(folder)
+    assert raymm("train", config)[0] == 0
+    assert curve(run) == whole
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    ({"model.language_model.train": "full"}, "no adapters"),
+    ({"run.evaluate": {"every": 1}}, "data are pairs of answers"),
+    ({"data.preferences": False}, "data.preferences is False"),
+])  # fmt: skip
+def test_what_cannot_be(raymm, changes, make_config, more, says):
+    code, text = raymm("train", make_config({**changes, **more}))
+    assert code == 2 and says in " ".join(text.split()), text
