@@ -22,7 +22,8 @@ class SourceConfig(Section):
             ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
         name: samples carry it; by default the file's name without its suffix.
         columns: where columns have other names in this source: ``text``, ``messages``, ``prompt``,
-            ``chosen``, ``rejected``, ``id`` or a modality -> column; null says that this source lacks the modality.
+            ``chosen``, ``rejected``, ``id`` or a modality -> column; null says that this source
+            lacks the modality.
         repeat: how often each of its samples comes per epoch, which mixes sources in other
             proportions than their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
             them and half of them again: that part is drawn with ``data.seed`` and the same in
