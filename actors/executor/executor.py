@@ -264,11 +264,10 @@ class Executor:
         for sender in self._senders.values():
             sender.end_step(self._timeout)
         result = step.result
-        values = {place: loss.tolist() for place, loss in step.losses.items()}
         if step.meta.reference:
-            result.scores = values
+            result.scores = {place: scores.tolist() for place, scores in step.losses.items()}
         else:
-            result.losses = values
+            result.losses = {place: float(loss) for place, loss in step.losses.items()}
         result.labels = labels
         result.times = array("d", clock.seconds([*starts, *ends, now])[:-1]).tobytes()
         return result

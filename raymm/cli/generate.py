@@ -43,6 +43,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.generation import generate
+    from raymm.runtime.pipelined import MultimodalParallelModule
     from raymm.storage.checkpoint import CheckpointStore
     from raymm.storage.loading import restore
     from raymm.training.execution import Execution
@@ -70,6 +71,7 @@ def run_generate(args: argparse.Namespace) -> int:
             resources=resources, threads=config.resources.threads, seed=config.run.seed,
             timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,
         ) as parallel:
+            assert isinstance(parallel, MultimodalParallelModule)  # of parts
             if checkpoint is not None:
                 restore(parallel, checkpoint.folder)
             builder, prompts = _prompts(config.data, args.prompt, items)
@@ -88,9 +90,9 @@ def _nothing_beside() -> Any:
     return PlacementOptions()
 
 
-def _items(options: Sequence[str], modalities: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _items(options: Sequence[str], modalities: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """Files by modality."""
-    items: dict[str, tuple[str, ...]] = {}
+    items: dict[str, tuple[Any, ...]] = {}
     for item in options:
         name, _, file = item.partition("=")
         if name not in modalities or not Path(file).is_file():
@@ -103,7 +105,7 @@ def _items(options: Sequence[str], modalities: Sequence[str]) -> dict[str, tuple
 
 
 def _prompts(
-    data: Any, texts: Sequence[str], items: dict[str, tuple[str, ...]]
+    data: Any, texts: Sequence[str], items: dict[str, tuple[Any, ...]]
 ) -> tuple[Any, Iterator[Any]]:
     """What makes samples, and a prompt of each text: a user's turn, as the data have it, before an
     answer, which is left out."""
