@@ -172,13 +172,15 @@ def test_a_whole_models_processor_gets_frames_and_their_times(tmp_path):
 @pytest.mark.skipif(not is_torchvision_available(), reason="the processor needs torchvision")
 def test_a_step_of_videos_is_what_the_processor_makes_of_the_file(tmp_path):
     folder, _ = tiny.make("qwen3_vl", tmp_path / "model", 1)
+    processor = AutoProcessor.from_pretrained(folder)  # whose template knows pictures alone
+    processor.chat_template = processor.chat_template.replace("image_pad", "video_pad")
+    processor.save_pretrained(folder)
     settings = DataConfig(
         train=str(write(tmp_path, {"a.mp4": clip()}, "<video>what is this")), shuffle=False,
         processor=str(folder), batch_size=1, microbatches=1, max_length=4096,
         modalities={"video": {"column": "clips", "video": {"fps": 5}}},
     )
     microbatch = next(local_steps(settings, steps=1)).microbatches[0]
-    processor = AutoProcessor.from_pretrained(folder)
     text = processor.tokenizer.decode(microbatch["input_ids"][0])
     assert microbatch["video_grid_thw"].tolist()[0][0] == 4
     assert "<0.1 seconds>" in text and "<0.5 seconds>" in text and "<1.3 seconds>" in text
