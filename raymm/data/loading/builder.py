@@ -335,7 +335,11 @@ class StepBuilder:
             headers = [
                 check_media(frame, self.config.limits, sampling is not None) for frame in frames
             ]
-            if sampling is not None and headers[0].kind == VIDEO and frames[0] is item:
+            if (
+                sampling is not None
+                and not isinstance(item, tuple)
+                and headers[0].kind == VIDEO
+            ):
                 return make(read_video(item, sampling, self.config.limits))
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
