@@ -2,12 +2,18 @@
 
 A Llama of two stages trains on Ray actors, in turns of as many steps with and without snapshots
 (:class:`raymm.actors.recovery.snapshots.Snapshots`), two steps in flight as the trainer has it.
-`overhead` is what a turn with a snapshot every `--every` steps takes more, as a share of one
-without, the median over rounds; `every_step` the same of a snapshot per step. `copy_s` is the copy
-in host memory, the call included, which alone is in the steps' way, the least over rounds, and
-`copy_share` that of a step. Then a rank is
-killed: `recovery_s` is from the error until all have gone back to the snapshot, `renew_s` of it
-until all have met anew, medians.
+`overhead` is what a turn with a snapshot every `--every` steps takes more, as a share of the mean
+of the turns without before and after it, the median over rounds; `overhead_cpu` the same of CPU
+seconds of ranks and driver, which others at work on the machine disturb less; `every_step` and
+`every_step_cpu` of a snapshot per step. `copy_s` is the copy in host memory, the call included,
+which alone is in the steps' way, the least over rounds, and `copy_share` that of a step.
+`heartbeat_share` is what it takes to ask all ranks where they are, as a share of the second between
+two such questions.
+
+Then a rank is killed: `recovery_s` is from the error until all have gone back to the snapshot,
+`renew_s` of it until all have met anew, medians; `spare_recovery_s` and `spare_renew_s` with a
+process that waits, `fresh_recovery_s` with a new one that imports everything anew, as on a cluster
+(the others are forked from a process that has done so, as of every run with a Ray of its own).
 
     python -m benchmarks.fault_tolerance --json
 """
@@ -19,22 +25,39 @@ import signal
 import statistics
 import time
 from collections import deque
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import ray
 import torch
 from rich.table import Table
 from transformers import LlamaConfig
 
 from benchmarks import _common
+from raymm.actors.faults.heartbeats import BEAT_S
+from raymm.actors.faults.inquiry import inquire
+from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.recovery.snapshots import Snapshots
 from raymm.errors import RankFailedError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.embedded.embedded_ray import start_embedded_ray
+from raymm.runtime.embedded.forked_workers import OFF, start_servers
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
-MICROBATCHES, STAGES, IN_FLIGHT = 4, 2, 2
+MICROBATCHES, STAGES, IN_FLIGHT, HEARTBEATS = 4, 2, 2, 20
+CPUS = 4
+# Seconds that a spare may take until it waits.
+WARM_S = 120.0
 WARM_UP_STEPS = 3
+
+
+class Seconds(NamedTuple):
+    """What something takes: of time, and of CPU time of all that work at it."""
+
+    wall: float
+    cpu: float
 
 
 def build(hidden: int, layers: int, tokens: int) -> tuple[MultimodalModule, list[dict[str, Any]]]:
@@ -52,8 +75,8 @@ def build(hidden: int, layers: int, tokens: int) -> tuple[MultimodalModule, list
 def turn(
     parallel: MultimodalParallelModule, prepared: Any, steps: int, snapshots: Snapshots | None,
     every: int,
-) -> float:
-    """Seconds of so many steps, the last of which is waited for.
+) -> Seconds:
+    """What so many steps take, the last of which is waited for.
 
     Args:
         parallel: the model.
@@ -62,6 +85,7 @@ def turn(
         snapshots: are taken; None for none.
         every: so many steps.
     """
+    cpu = _cpu_seconds(parallel)
     start, pending = time.perf_counter(), deque()
     for number in range(1, steps + 1):
         pending.append(parallel.submit(prepared, update=True))
@@ -71,7 +95,28 @@ def turn(
             pending.popleft().result()
     while pending:
         pending.popleft().result()
-    return time.perf_counter() - start
+    wall = time.perf_counter() - start
+    return Seconds(wall, _cpu_seconds(parallel) - cpu)
+
+
+def _cpu_seconds(parallel: MultimodalParallelModule) -> float:
+    """Of the driver and of all ranks, so far."""
+    ticks = 0
+    for pid in [os.getpid(), *(place.pid for place in parallel.group.places)]:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def heartbeat(parallel: MultimodalParallelModule) -> float:
+    """Seconds of asking all ranks where they are, as a share of the second between two."""
+    actors = dict(enumerate(parallel.group._actors))
+    times = []
+    for _ in range(HEARTBEATS):
+        start = time.perf_counter()
+        inquire(actors)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / BEAT_S
 
 
 def copy(parallel: MultimodalParallelModule) -> float:
@@ -86,7 +131,12 @@ def copy(parallel: MultimodalParallelModule) -> float:
 def recovery(
     parallel: MultimodalParallelModule, prepared: Any, snapshots: Snapshots
 ) -> tuple[float, float]:
-    """Seconds from an error until ranks have met anew, and until they have gone back."""
+    """Seconds from an error until ranks have met anew, and until they have gone back. Waits for a
+    spare before, if there is to be one."""
+    deadline = time.monotonic() + WARM_S
+    while parallel.options.placement.spares and not parallel.group.has_spare():
+        assert time.monotonic() < deadline, "no spare is there"
+        time.sleep(0.05)
     snapshots.take(parallel.steps_taken)
     parallel.submit(prepared).result()
     step = snapshots.newest()
@@ -107,38 +157,84 @@ def recovery(
     return renewed, seconds
 
 
+def costs(
+    parallel: MultimodalParallelModule, prepared: Any, every: int, rounds: int
+) -> dict[str, Any]:
+    """What snapshots cost the steps.
+
+    Args:
+        parallel: the model.
+        prepared: a step's microbatches.
+        every: steps of a turn, with a snapshot at its end.
+        rounds: how many turns of each kind.
+    """
+    snapshots = Snapshots(parallel.group)
+    shares: dict[str, list[Seconds]] = {"every_step": [], "overhead": []}
+    turn(parallel, prepared, WARM_UP_STEPS, snapshots, 1)
+    plain = [turn(parallel, prepared, every, None, 1)]
+    for _ in range(rounds):
+        # Around each turn with snapshots one without: what drifts counts for neither.
+        for name, often in (("every_step", 1), ("overhead", every)):
+            taken = turn(parallel, prepared, every, snapshots, often)
+            plain.append(turn(parallel, prepared, every, None, 1))
+            around = [statistics.mean(times) for times in zip(*plain[-2:], strict=True)]
+            shares[name].append(Seconds(taken.wall / around[0] - 1, taken.cpu / around[1] - 1))
+    step_s = statistics.median(seconds.wall for seconds in plain) / every
+    copies = min(copy(parallel) for _ in range(rounds))
+    result: dict[str, Any] = {
+        "step_s": round(step_s, 4),
+        "step_cpu_s": round(statistics.median(seconds.cpu for seconds in plain) / every, 4),
+        "every": every, "copy_s": round(copies, 4), "copy_share": round(copies / step_s, 4),
+        "heartbeat_share": round(heartbeat(parallel), 4),
+        "parameters": sum(sum(stages.values()) for stages in parallel.group.num_parameters),
+    }
+    for name, values in shares.items():
+        result[name] = round(statistics.median(value.wall for value in values), 4)
+        result[f"{name}_cpu"] = round(statistics.median(value.cpu for value in values), 4)
+    result["overhead_of_rounds"] = [round(value.wall, 4) for value in shares["overhead"]]
+    return result
+
+
+def recoveries(
+    model: MultimodalModule, plan: Any, batch: Any, kills: int, spares: int, name: str
+) -> dict[str, float]:
+    """Medians of :func:`recovery`, under two names.
+
+    Args:
+        model, plan, batch: what runs.
+        kills: how many.
+        spares: processes that wait.
+        name: before those of the figures.
+    """
+    options = PlacementOptions(spares=spares)
+    with MultimodalParallelModule(model, plan, placement=options) as parallel:
+        parallel.group.keeps_survivors = True
+        snapshots, prepared = Snapshots(parallel.group), parallel.prepare(batch)
+        turn(parallel, prepared, WARM_UP_STEPS, snapshots, 1)
+        times = [recovery(parallel, prepared, snapshots) for _ in range(kills)]
+    return {
+        f"{name}renew_s": round(statistics.median(renewed for renewed, _ in times), 3),
+        f"{name}recovery_s": round(statistics.median(seconds for _, seconds in times), 3),
+    }
+
+
 def measure(args: Any) -> dict[str, Any]:
     """All figures."""
     model, batch = build(args.hidden, args.layers, args.tokens)
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), MICROBATCHES).plan(model)
-    shares: dict[str, list[float]] = {"every_step": [], "overhead": []}
-    plain, times = [], []
-    with _common.local_ray(4), MultimodalParallelModule(model, plan) as parallel:
-        parallel.group.keeps_survivors = True
-        snapshots, prepared = Snapshots(parallel.group), parallel.prepare(batch)
-        turn(parallel, prepared, WARM_UP_STEPS, snapshots, 1)
-        for _ in range(args.rounds):
-            # Around each turn with snapshots one without: what drifts counts for neither.
-            seconds = [turn(parallel, prepared, args.every, None, 1)]
-            for name, every in (("every_step", 1), ("overhead", args.every)):
-                taken = turn(parallel, prepared, args.every, snapshots, every)
-                seconds.append(turn(parallel, prepared, args.every, None, 1))
-                shares[name].append(taken / statistics.mean(seconds[-2:]) - 1)
-            plain += seconds
-        parameters = sum(sum(stages.values()) for stages in parallel.group.num_parameters)
-        copies = [copy(parallel) for _ in range(args.rounds)]
-        for _ in range(args.kills):
-            times.append(recovery(parallel, prepared, snapshots))
-    step_s = statistics.median(plain) / args.every
-    return {
-        "step_s": round(step_s, 4), "every": args.every,
-        "copy_s": round(min(copies), 4), "copy_share": round(min(copies) / step_s, 4),
-        "parameters": parameters,
-        **{name: round(statistics.median(values), 4) for name, values in shares.items()},
-        "overhead_of_rounds": [round(value, 4) for value in shares["overhead"]],
-        "renew_s": round(statistics.median(renewed for renewed, _ in times), 3),
-        "recovery_s": round(statistics.median(seconds for _, seconds in times), 3),
-    }
+    start_servers(2, ["transformers.models.llama.modeling_llama"])
+    start_embedded_ray(num_cpus=CPUS, log_to_driver=False, logging_level="error")
+    with MultimodalParallelModule(model, plan) as parallel:
+        prepared = parallel.prepare(batch)
+        result = costs(parallel, prepared, args.every, args.rounds)
+    for name, spares in (("", 0), ("spare_", 1)):
+        result |= recoveries(model, plan, batch, args.kills, spares, name)
+    ray.shutdown()
+    os.environ[OFF] = "1"
+    start_embedded_ray(num_cpus=CPUS, log_to_driver=False, logging_level="error")
+    result |= recoveries(model, plan, batch, args.kills, 0, "fresh_")
+    ray.shutdown()
+    return result
 
 
 def main() -> None:

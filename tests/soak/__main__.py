@@ -1,8 +1,11 @@
 """``python -m tests.soak --kills N --seed S``: a small real run in which things go wrong, one after
 the other, in every role and phase; and what became of each.
 
-Prints a table (seconds as median and worst) and, last, a line of JSON. Ends with 1 if anything is
-not as in an undisturbed run.
+Runs of their own: with new processes in place of lost ones, with a spare, with a driver (and its
+Ray) that is ended and started again, and on several nodes. Prints a table (seconds as median and
+worst) and, last, a line of JSON. Ends with 1 if anything is not as in an undisturbed run.
+``--part`` runs one of them only, with all of the trials, ``--kind`` has one kind of them only,
+``--every`` so many steps apart, and ``--draw`` draws losses and throughput over time.
 """
 
 from __future__ import annotations
@@ -10,19 +13,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = [HERE, HERE.parent / "training", HERE.parent]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["RAY_memory_monitor_refresh_ms"] = "0"
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+from soak_faults import FOLDER, NOT_FINITE_EVERY  # noqa: E402  of these folders
+from soaked_run import UNDISTURBED  # noqa: E402
+from trials import (  # noqa: E402
+    EVERY,
+    EVERY_VARIABLE,
+    HEADER,
+    PARTS,
+    Trial,
+    draw,
+    places,
+    rows,
 )
+
+# Steps that a trial may take, evaluations and checkpoints that are waited for included.
+MORE_STEPS = 7
+# Seconds that processes of a run may take to end after it.
+END_S = 20.0
 
 
 def main() -> int:
@@ -30,104 +50,184 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", choices=list(PARTS))
+    parser.add_argument("--kind", choices=sorted({kind for there in places().values()
+                                                  for _, _, kind in there}))
+    parser.add_argument("--every", type=int, default=EVERY, help="steps between two")
+    parser.add_argument("--draw", type=Path, metavar="FILE")
     options = parser.parse_args()
+    os.environ[EVERY_VARIABLE] = str(options.every)
+    trials = draw(options.kills, options.seed, options.part, options.kind)
     with tempfile.TemporaryDirectory(prefix="raymm-soak-", dir="/tmp") as folder:
-        return soak(Path(folder), options.kills, options.seed)
+        soak = SoakRun(Path(folder), trials, options.every + MORE_STEPS)
+        return soak.run(options.draw)
 
 
-def soak(folder: Path, kills: int, seed: int) -> int:
-    """Both runs, and the table.
+class SoakRun:
+    """All parts of a soak.
 
     Args:
         folder: for all of it.
-        kills: how many things go wrong.
-        seed: of the order.
+        trials: of all parts.
+        steps: that each may take.
     """
-    from soak_faults import FOLDER
 
-    os.environ[FOLDER] = str(folder)
+    def __init__(self, folder: Path, trials: Sequence[Trial], steps: int) -> None:
+        self._folder = folder
+        self._of_part = {
+            part: [trial for trial in trials if trial.part == part]
+            for part in PARTS if any(trial.part == part for trial in trials)
+        }
+        longest = max(map(len, self._of_part.values()))
+        self._steps = (longest + 1) * steps
+        self._notes: list[str] = []
 
-    import ray
-    from processes import descendants, titles  # pyright: ignore[reportMissingImports]
-    from rich.console import Console
-    from rich.table import Table
-    from tiny_run import curve, prepare  # pyright: ignore[reportMissingImports]
-    from trials import EVERY, HEADER, Soak, draw, noting_decisions, rows
+    def run(self, picture: Path | None = None) -> int:
+        """Run all of them and say what became of each; 0 if all is as it should.
 
-    from raymm.monitor.metrics import read_metrics
-    from raymm.runtime.embedded.embedded_ray import start_embedded_ray
-    from raymm.runtime.embedded.forked_workers import start_servers
+        Args:
+            picture: where to draw the first part beside the undisturbed run.
+        """
+        from tiny_run import curve, prepare  # pyright: ignore[reportMissingImports]
 
-    start_servers(2, ["transformers.models.llama.modeling_llama"])
-    start_embedded_ray(num_cpus=4, log_to_driver=False, object_store_memory=200 * 2**20)
-    inputs = folder / "inputs"
-    inputs.mkdir()
-    prepare(inputs)
-    trials = draw(kills, seed)
-    steps = (kills + 1) * (EVERY + 6)
-    whole = _run(inputs, folder / "whole", steps, [])
-    watch = Soak(trials, folder)
-    noting_decisions(watch)
-    error = None
-    try:
-        _run(inputs, folder / "soaked", steps, [watch])
-    except Exception as failure:  # the table says how far it came
-        error = failure
-    expected, losses = curve(whole), curve(folder / "soaked")
-    starts = [0, *(trial.last_step for trial in trials)]
-    for trial, start in zip(trials, starts, strict=False):
-        span = slice(start, trial.last_step)
-        trial.identical = trial.last_step > start and losses[span] == expected[span]
-    samples = [read_metrics(run / "samples.jsonl") for run in (whole, folder / "soaked")]
-    once = samples[0] == samples[1]
-    ray.shutdown()
-    left = titles(descendants(os.getpid())).values()
-    orphans = sum("ray" in title.partition(" ")[0] for title in left)
-    table = Table(*HEADER)
-    for row in rows(trials):
-        table.add_row(*row.cells())
-    Console(width=140).print(table)
-    over = [trial for trial in trials if trial.new_step is not None]
-    for trial in trials:
-        if trial.new_step is None or not trial.identical or not trial.named:
-            print(f"not as it should be: {trial}")
-    if error is not None:
-        print(f"the run ended: {type(error).__name__}: {error}", *getattr(error, "__notes__", ()))
-    summary = {
-        "kills": kills, "seed": seed, "over": len(over),
-        "bit_identical": sum(trial.identical for trial in over),
-        "whole_run_identical": losses == expected, "samples_once": once,
-        "named": sum(trial.named for trial in over),
-        "most_steps_redone": max((trial.redone for trial in over), default=0),
-        "processes_left": orphans,
-    }
-    print(json.dumps(summary))
-    good = len(over) == kills and losses == expected and once
-    return 0 if good and summary["named"] == kills else 1
+        (self._folder / "inputs").mkdir()
+        prepare(self._folder / "inputs")
+        whole = self._start(UNDISTURBED)
+        if whole.wait():
+            print(self._log(UNDISTURBED))
+            return 1
+        expected = curve(self._folder / UNDISTURBED / "run")
+        trials, alike = [], True
+        for part, there in self._of_part.items():
+            self._run_part(part, there)
+            done = self._done(part)
+            alike &= self._compare(part, done, expected)
+            trials += done
+        good = self._tell(trials, alike)
+        if picture is not None:
+            from soak_picture import draw_soak
 
+            part = next(iter(self._of_part))
+            draw_soak(self._folder / UNDISTURBED / "run", self._folder / part / "run",
+                      self._done(part), picture)
+        return 0 if good else 1
 
-def _run(inputs: Path, folder: Path, steps: int, callbacks: list[Any]) -> Path:
-    from tiny_run import change, settings  # pyright: ignore[reportMissingImports]
+    def _start(self, part: str) -> subprocess.Popen:
+        own = self._folder / part
+        own.mkdir(exist_ok=True)
+        with open(own / "log", "a") as log:
+            return subprocess.Popen(
+                [sys.executable, str(HERE / "soaked_run.py"), str(self._folder), part,
+                 str(self._steps)],
+                stdout=log, stderr=subprocess.STDOUT, env={**os.environ, FOLDER: str(own)},
+            )
 
-    from raymm.config.build import build_model, build_plan
-    from raymm.config.sections import parse_config
-    from raymm.training.trainer import Trainer
+    def _log(self, part: str) -> str:
+        return (self._folder / part / "log").read_text()[-6000:]
 
-    values = settings(inputs, folder, steps)
-    for path, value in {
-        "model.mask": "soak_faults:causal", "run.snapshot_every": 1, "run.max_recoveries": 10**6,
-        "run.max_failures": 0, "run.timeout_s": 5, "run.checkpoint_every": 4, "run.eval_every": 4,
-        "run.eval_shuffled": False, "run.eval_steps": 1, "run.log_samples": True,
-        "run.log_every": 50, "data.heldout": str(inputs / "heldout.jsonl"),
-    }.items():
-        change(values, path, value)
-    config = parse_config(values)
-    model = build_model(config)
-    Trainer(
-        model, build_plan(config, model), config.data, config.run, callbacks=callbacks,
-        optimizer=config.optimizer.build(steps), resources=config.resources.for_device,
-    ).fit()
-    return folder
+    def _run_part(self, part: str, trials: Sequence[Trial]) -> None:
+        (self._folder / part).mkdir()
+        self._write(part, trials)
+        ends = 1 + sum(trial.ends_process for trial in trials)
+        for _ in range(ends):
+            code = self._start(part).wait()
+            ended = time.time()
+            if code == 0:
+                return
+            done = self._done(part)
+            under_way = next((t for t in done if t.at is not None and t.new_step is None), None)
+            if under_way is None or not under_way.ends_process:
+                break
+            under_way.decided = under_way.decided or ended
+            self._write(part, done)
+        self._notes.append(f"{part}: the run ended\n{self._log(part)}")
+
+    def _write(self, part: str, trials: Sequence[Trial]) -> None:
+        text = json.dumps([asdict(trial) for trial in trials])
+        (self._folder / part / "trials.json").write_text(text)
+
+    def _done(self, part: str) -> list[Trial]:
+        text = (self._folder / part / "trials.json").read_text()
+        return [Trial(**values) for values in json.loads(text)]
+
+    def _compare(self, part: str, trials: Sequence[Trial], expected: list[Any]) -> bool:
+        """Whether losses and samples of a part are those of the undisturbed run."""
+        from tiny_run import curve  # pyright: ignore[reportMissingImports]
+
+        from raymm.monitor.metrics import read_metrics
+
+        run = self._folder / part / "run"
+        if not (run / "metrics.jsonl").exists():
+            return False
+        losses = curve(run)
+        starts = [0, *(trial.last_step for trial in trials)]
+        for trial, start in zip(trials, starts, strict=False):
+            span = slice(start, trial.last_step)
+            trial.identical = trial.last_step > start and losses[span] == expected[span]
+        self._write(part, trials)
+        samples = [
+            read_metrics(self._folder / each / "run" / "samples.jsonl")
+            for each in (UNDISTURBED, part)
+        ]
+        once = samples[1] == samples[0][: len(losses)]
+        same = bool(losses) and losses == expected[: len(losses)]
+        for what, holds in (("losses", same), ("samples", once)):
+            if not holds:
+                self._notes.append(f"{part}: {what} are others")
+        return once and same
+
+    def _tell(self, trials: Sequence[Trial], alike: bool) -> bool:
+        from rich.console import Console
+        from rich.table import Table
+
+        from raymm.monitor.metrics import read_metrics
+
+        table = Table(*HEADER)
+        for row in rows(trials):
+            table.add_row(*row.cells())
+        Console(width=140).print(table)
+        over = [trial for trial in trials if trial.new_step is not None]
+        for trial in trials:
+            if trial.new_step is None or not trial.identical or not trial.named:
+                print(f"not as it should be: {trial}")
+        print(*self._notes, sep="\n")
+        not_finite = [
+            row["step"] for part in self._of_part
+            for row in read_metrics(self._folder / part / "run" / "metrics.jsonl")
+            if "not_applied" in row
+        ]
+        summary = {
+            "kills": len(trials), "over": len(over),
+            "bit_identical": sum(trial.identical for trial in over),
+            "losses_and_samples_as_without": alike,
+            "named": sum(trial.named for trial in over),
+            "most_steps_redone": max(
+                (trial.redone for trial in over if not trial.ends_process), default=0
+            ),
+            "steps_not_finite": len(not_finite), "processes_left": self._processes_left(),
+        }
+        print(json.dumps(summary))
+        return (
+            len(over) == len(trials) == summary["bit_identical"] == summary["named"] and alike
+            and not summary["processes_left"] and not self._notes
+            and all(step % NOT_FINITE_EVERY == 0 for step in not_finite)
+        )
+
+    def _processes_left(self) -> int:
+        """Of the runs, which have all ended."""
+        deadline = time.monotonic() + END_S
+        while (left := self._of_runs()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return left
+
+    def _of_runs(self) -> int:
+        mark, count = f"{FOLDER}={self._folder}".encode(), 0
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                count += mark in environment.read_bytes()
+            except OSError:
+                continue
+        return count
 
 
 if __name__ == "__main__":

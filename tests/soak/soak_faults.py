@@ -1,6 +1,6 @@
 """What goes wrong in a rank, at a moment that a file names: imported by ranks with the run's mask.
 
-The rank looks for the file when a step begins, and takes it away when its moment has come, so that
+The rank looks for the file at every such moment, and takes it away when its own has come, so that
 the process that comes in its place does not meet with the same.
 """
 
@@ -9,16 +9,19 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from raymm.actors.executor.executor import Executor
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules import token_layout
-from raymm.actors.optimizer import snapshot
+from raymm.actors.optimizer import checkpoint_shards, snapshot
 from raymm.actors.optimizer.checkpoint_writer import HostCopy
 from raymm.actors.rank.connections import Connections
 from raymm.kernels.mask.mask import AttentionMask
@@ -26,6 +29,8 @@ from raymm.kernels.mask.spans import Span
 from raymm.scheduler.program.program import BACKWARDS, FORWARDS, Op
 
 FOLDER = "RAYMM_SOAK_FOLDER"
+# Inputs of so many-th steps are not finite, in the undisturbed run, too.
+NOT_FINITE_EVERY = 30
 # What instructions are called in a plan of faults.
 PHASES = {
     **dict.fromkeys(map(Op, FORWARDS), "forward"), **dict.fromkeys(map(Op, BACKWARDS), "backward"),
@@ -33,7 +38,10 @@ PHASES = {
     Op.CLIP_GRADS: "reduction", Op.STEP: "optimizer",
 }
 # Of tasks that are no instructions.
-TASKS = {"meeting the other ranks again": "recovery"}
+TASKS = {"meeting the other ranks again": "recovery", "building stages": "start"}
+SLOW_DISK_S = 3.0
+# Bytes that a file may have on the disk that is full.
+FULL = 100
 
 
 def causal(
@@ -64,16 +72,24 @@ class _Moment:
             file.rename(taken)  # by one process only
         except (OSError, ValueError):
             return
-        taken.write_text(json.dumps({**fault, "at": time.time(), "pid": os.getpid()}))
+        writing = self.folder / f".taken-{fault['number']}.json"
+        writing.write_text(json.dumps({**fault, "at": time.time(), "pid": os.getpid()}))
+        writing.rename(taken)
         _go_wrong(fault["kind"])
 
 
 def _go_wrong(kind: str) -> None:
     if kind == "MemoryError":
         raise MemoryError("no memory, says the soak")
-    if kind == "hang":
+    if kind == "slow disk":
+        time.sleep(SLOW_DISK_S)
+    elif kind == "full disk":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
+    elif kind == "hang":
         time.sleep(3600)
-    os.kill(os.getpid(), getattr(signal, kind.partition(",")[0]))
+    else:
+        os.kill(os.getpid(), getattr(signal, kind.partition(",")[0]))
 
 
 MOMENT = _Moment()
@@ -101,6 +117,22 @@ def _observed(function: Any, phase: str) -> Any:
     return called
 
 
+def _observed_write(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Writing a checkpoint; a disk that was full is not any more afterwards."""
+    @functools.wraps(write)
+    def called(*args: Any) -> Any:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            MOMENT.reached("checkpoint: create")
+            written = write(*args)
+            MOMENT.reached("checkpoint: written")
+            return written
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return called
+
+
 def _observed_connections(made: Any) -> Any:
     def connected(self: Connections, spec: Any, *args: Any) -> None:
         MOMENT.rank = spec.rank
@@ -113,9 +145,20 @@ def _observed_connections(made: Any) -> Any:
 def _observed_run(run: Any) -> Any:
     def started(self: Executor, prepared: Any, inputs: Any, meta: Any) -> Any:
         MOMENT.evaluating = not meta.training
+        if meta.training and meta.step % NOT_FINITE_EVERY == NOT_FINITE_EVERY - 1:
+            inputs = {stage: list(map(_not_finite, parts)) for stage, parts in inputs.items()}
         return run(self, prepared, inputs, meta)
 
     return started
+
+
+def _not_finite(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The same with pixels that are no numbers."""
+    return None if part is None else {
+        name: value * float("nan")
+        if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in part.items()
+    }
 
 
 def install() -> None:
@@ -127,13 +170,14 @@ def install() -> None:
     observed.soaked = True
     for owner, name, watch in (
         (Whereabouts, "enter", _observed_enter), (Connections, "__init__", _observed_connections),
-        (Executor, "run", _observed_run),
+        (Executor, "run", _observed_run), (HostCopy, "write", _observed_write),
     ):
         setattr(owner, name, watch(getattr(owner, name)))
     for owner, name, phase in (
-        (snapshot, "copy_of", "snapshot"), (snapshot, "packed", "snapshot"),
-        (snapshot, "restore", "recovery"), (HostCopy, "copy", "checkpoint"),
-        (HostCopy, "write", "checkpoint"),
+        (snapshot, "copy_of", "snapshot"), (snapshot, "packed", "snapshot: hand over"),
+        (snapshot, "restore", "recovery"), (HostCopy, "copy", "checkpoint: copy"),
+        (checkpoint_shards, "save_file", "checkpoint: write"),
+        (checkpoint_shards, "_checksum_of_source", "checkpoint: sync"),
     ):
         setattr(owner, name, _observed(getattr(owner, name), phase))
 

@@ -1,36 +1,34 @@
-"""What is to go wrong in a soak, and what has become of it."""
+"""What is to go wrong in a soak, and the table of what has become of it."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import random
-import signal
 import statistics
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import ray._private.state
-
-from raymm import Callback
-from raymm.recovery.run_controller import RunController
 
 RANKS = 2
+# Steps between what goes wrong and the next such thing.
+EVERY_VARIABLE = "RAYMM_SOAK_EVERY"
+EVERY = int(os.environ.get(EVERY_VARIABLE, "3"))
+STOPPED = "SIGSTOP, SIGCONT"
+# Parts of a soak, each a run of its own, and how many of a hundred things go wrong in it: with new
+# processes in place of the lost ones, with a spare, with a driver that is started anew, and on
+# several nodes.
+PARTS = {"in place": 70, "with a spare": 15, "the same command": 10, "several nodes": 5}
+WRITING = ("checkpoint: create", "checkpoint: write", "checkpoint: sync", "checkpoint: written")
 PHASES = (
-    "forward", "backward", "message", "reduction", "optimizer", "snapshot", "checkpoint",
-    "evaluation", "recovery",
+    "forward", "backward", "message", "reduction", "optimizer", "snapshot", "snapshot: hand over",
+    "checkpoint: copy", *WRITING, "evaluation", "recovery",
 )
-KINDS = ("SIGKILL", "MemoryError", "SIGSTOP", "SIGSTOP, SIGCONT")
 # Where an error is raised, and not where it is only noticed by who waits for the result.
 RAISES = ("forward", "backward", "message", "reduction", "optimizer", "evaluation")
-# Steps between what goes wrong and the next such thing; checkpoints and evaluations are as often.
-EVERY = 3
-# Seconds until a process that was stopped goes on.
-STOPPED_S = 1.5
+# Where code of the user's runs.
+USERS = ("forward", "backward", "evaluation")
+# Operations on files while the driver commits a checkpoint.
+OPERATIONS = 10
 
 
 @dataclass
@@ -39,18 +37,22 @@ class Trial:
 
     Attributes:
         number: of the trial.
-        rank: in which; None: in the data worker.
+        part: of the soak.
+        role: who: ``"rank 0"``, ``"spare"``, ``"data worker"``, ``"driver"``, ``"raylet"``,
+            ``"node"``, ``"GCS"``.
         phase: while it does what.
         kind: what goes wrong.
         at, decided, recovered, new_step: when it did, when the driver knew, when all had gone back,
             and when a step was taken that had not been taken before; seconds.
         redone: steps that were taken again.
         text: what the driver said of it.
+        last_step: that was taken when it was over.
         identical: whether all losses until the next trial are those of an undisturbed run.
     """
 
     number: int
-    rank: int | None
+    part: str
+    role: str
     phase: str
     kind: str
     at: float | None = None
@@ -63,126 +65,84 @@ class Trial:
     identical: bool = False
 
     @property
+    def rank(self) -> int | None:
+        """Of a rank, which."""
+        return int(self.role[-1]) if self.role.startswith("rank") else None
+
+    @property
     def survives(self) -> bool:
-        """Whether nothing is to be noticed of it."""
-        return self.kind == "SIGSTOP, SIGCONT"
+        """Whether the run is to go on as if nothing were."""
+        return self.kind in (STOPPED, "slow disk", "full disk") or self.role == "spare"
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether the run's own process ends by it, and the same command goes on."""
+        return self.part == "the same command" and not self.survives
 
     @property
     def named(self) -> bool:
-        """Whether the driver named the culprit."""
-        who = "data worker" if self.rank is None else f"rank {self.rank} "
+        """Whether the driver named the culprit. Of itself it cannot."""
+        who = {
+            "data worker": "data worker", "node": "node ", "raylet": "(raylet)",
+            "GCS": "server (GCS)", **{f"rank {n}": f"rank {n} " for n in range(RANKS)},
+        }.get(self.role, "")
         return self.survives or who in self.text
 
 
-def draw(kills: int, seed: int) -> list[Trial]:
-    """Trials of all roles, phases and kinds in a random order, none twice before all were there."""
-    places: list[tuple[int | None, str, str]] = [
-        (rank, phase, kind)
-        for rank in range(RANKS) for phase in PHASES for kind in KINDS
-        if kind != "MemoryError" or phase in RAISES
+Place = tuple[str, str, str]
+
+
+def places() -> dict[str, list[Place]]:
+    """Role, phase and kind of all that can go wrong, by part."""
+    ranks = [f"rank {number}" for number in range(RANKS)]
+    in_place = [
+        *itertools.product(ranks, PHASES, ("SIGKILL", "SIGSTOP", STOPPED)),
+        *itertools.product(ranks, RAISES, ("MemoryError",)),
+        *itertools.product(ranks, USERS, ("hang",)),
+        *itertools.product(ranks, ("checkpoint: write",), ("full disk", "slow disk")),
+        *itertools.product(ranks, ("start",), ("SIGSTOP", STOPPED)),
+        *[("data worker", "loading", "SIGKILL")] * 4,
     ]
-    places += [(None, "loading", "SIGKILL")] * 3
-    generator, drawn = random.Random(seed), []
-    while len(drawn) < kills:
-        generator.shuffle(places)
-        drawn += places
-    return [Trial(number, *place) for number, place in enumerate(drawn[:kills])]
+    spare = [
+        *itertools.product(ranks, ("forward", "backward", "optimizer", "message"), ("SIGKILL",)),
+        *itertools.product(ranks, ("forward",), ("SIGSTOP", "hang")),
+        *itertools.product(["spare"], ["waiting"], ("SIGKILL", "SIGSTOP")),
+    ]
+    command = [
+        ("driver", "between steps", "SIGKILL"), ("driver", "evaluation", "SIGKILL"),
+        *[("driver", f"checkpoint: file {n}", "SIGKILL") for n in range(OPERATIONS)],
+        ("raylet", "between steps", "SIGKILL"), ("GCS", "between steps", "SIGKILL"),
+        ("GCS", "between steps", STOPPED), ("raylet", "between steps", STOPPED),
+    ]
+    nodes = [("node", "between steps", "SIGKILL")]
+    return dict(zip(PARTS, (in_place, spare, command, nodes), strict=True))
 
 
-class Soak(Callback):
-    """Has things go wrong, one after the other, and notes what becomes of them.
+def draw(
+    kills: int, seed: int, part: str | None = None, kind: str | None = None
+) -> list[Trial]:
+    """Trials of all parts, in each of all its places in a random order, none twice before all were
+    there.
 
     Args:
-        trials: what; filled in.
-        folder: where ranks look for it.
+        kills: how many.
+        seed: of the order.
+        part: of which all are to be; None: of each its share.
+        kind: of which all are to be; None: of any.
     """
-
-    def __init__(self, trials: Sequence[Trial], folder: Path) -> None:
-        self._left = list(trials)
-        self._folder = folder
-        self._now: Trial | None = None
-        self._last = 0  # steps taken
-        self._due = EVERY
-        self.trials = list(trials)
-
-    def on_step(self, row: Mapping[str, Any]) -> None:
-        step = row["step"]
-        if step <= self._last:
-            return
-        now, self._last = self._now, step
-        if now is not None and self._is_over(now):
-            now.new_step, now.last_step = time.time(), step
-            self._now, self._due = None, step + EVERY
-        if self._now is None and self._left and step >= self._due:
-            self._begin(self._left.pop(0))
-
-    def on_restart(self, restart: Any) -> None:
-        now = self._now
-        if now is None:
-            return
-        now.redone = max(now.redone, self._last - restart.run.first_step)
-        now.recovered = time.time()
-
-    def _begin(self, trial: Trial) -> None:
-        self._now = trial
-        if trial.rank is None:
-            trial.at = time.time()
-            os.kill(_pids("DataWorker")[0], signal.SIGKILL)
-            return
-        fault = {"number": trial.number, "rank": trial.rank, "phase": trial.phase,
-                 "kind": trial.kind}
-        (self._folder / "new.json").write_text(json.dumps(fault))
-        (self._folder / "new.json").rename(self._folder / "fault.json")
-        if trial.phase == "recovery":  # there has to be one, of the other rank
-            os.kill(int((self._folder / f"rank-{1 - trial.rank}.pid").read_text()), signal.SIGKILL)
-        if trial.survives:
-            threading.Thread(target=self._wake, args=(trial,), daemon=True).start()
-
-    def _wake(self, trial: Trial) -> None:
-        while not self._taken(trial):
-            time.sleep(0.05)
-        time.sleep(STOPPED_S)
-        os.kill(self._taken(trial)["pid"], signal.SIGCONT)
-        trial.recovered = time.time()
-
-    def _taken(self, trial: Trial) -> dict[str, Any]:
-        file = self._folder / f"taken-{trial.number}.json"
-        try:
-            return json.loads(file.read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def _is_over(self, trial: Trial) -> bool:
-        if trial.rank is not None and trial.at is None:
-            trial.at = self._taken(trial).get("at")
-        return trial.at is not None and trial.recovered is not None and (
-            trial.recovered >= trial.at
-        )
-
-    def decided(self, text: str) -> None:
-        """The driver knows, and says who it was; of what happens within a recovery, too."""
-        if self._now is not None:
-            self._now.decided = time.time()
-            self._now.text += f"{text}\n"
-
-
-def noting_decisions(soak: Soak) -> None:
-    """Have the driver's controller say when it decides."""
-    controller: Any = RunController
-    decide = RunController.decide
-
-    def decided(self: RunController, cause: Any, text: str, *args: Any) -> Any:
-        soak.decided(text)
-        return decide(self, cause, text, *args)
-
-    controller.decide = decided
-
-
-def _pids(kind: str) -> list[int]:
-    return sorted(
-        actor["Pid"] for actor in ray._private.state.actors().values()
-        if actor["State"] == "ALIVE" and actor["ActorClassName"] == kind
-    )
+    generator, trials = random.Random(seed), []
+    counts = dict.fromkeys(PARTS, 0)
+    if part is None:
+        counts = {name: kills * share // 100 for name, share in PARTS.items()}
+    counts[part or "in place"] += kills - sum(counts.values())
+    for name, there in places().items():
+        there = [place for place in there if kind in (None, place[2])]
+        drawn: list[Place] = []
+        while len(drawn) < counts[name]:
+            generator.shuffle(there)
+            drawn += there
+        trials += [(name, *place) for place in drawn[: counts[name]]]
+    return [Trial(number, *trial) for number, trial in enumerate(trials)]
 
 
 @dataclass
@@ -223,11 +183,10 @@ def _seconds(values: Sequence[float]) -> str:
 
 
 def rows(trials: Sequence[Trial]) -> list[Row]:
-    """By role, phase and kind, and all."""
+    """By part, role, phase and kind, and all."""
     grouped: dict[str, Row] = {}
-    for trial in trials:
-        who = "data worker" if trial.rank is None else f"rank {trial.rank}"
-        for name in (who, trial.phase, trial.kind, "all"):
-            grouped.setdefault(name, Row(name)).trials.append(trial)
-    everything = grouped.pop("all")
-    return [*grouped.values(), everything]
+    for key in ("part", "role", "phase", "kind"):
+        for trial in trials:
+            name = getattr(trial, key)
+            grouped.setdefault(f"{key} {name}", Row(name)).trials.append(trial)
+    return [*grouped.values(), Row("all", list(trials))]

@@ -1,0 +1,120 @@
+"""``python tests/soak/soaked_run.py FOLDER PART STEPS``: a part of a soak, or the run without.
+
+Goes on with the run of the folder of that name, and with what ``trials.json`` there says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+FOLDERS = [HERE, HERE.parent / "training", HERE.parent, HERE.parents[1]]
+sys.path[:0] = [str(folder) for folder in FOLDERS]
+os.environ.update(
+    OMP_NUM_THREADS="1", RAY_memory_monitor_refresh_ms="0",
+    PYTHONPATH=os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]),
+)
+UNDISTURBED = "undisturbed"
+STORE_BYTES = 150 * 2**20
+
+
+def main(folder: Path, part: str, steps: int) -> None:
+    """Take the steps.
+
+    Args:
+        folder: of the soak; it has ``inputs``.
+        part: of :data:`trials.PARTS`, or :data:`UNDISTURBED`.
+        steps: in all.
+    """
+    from raymm.runtime.embedded.embedded_ray import start_embedded_ray
+    from raymm.runtime.embedded.forked_workers import start_servers
+
+    start_servers(2, ["transformers.models.llama.modeling_llama"])
+    kill_node = None
+    if part == "several nodes":
+        kill_node = _nodes()
+    else:
+        start_embedded_ray(num_cpus=4, log_to_driver=False, object_store_memory=STORE_BYTES)
+    from soaking import Soak, Times
+    from trials import Trial
+
+    own = folder / part
+    trainer = _trainer(folder / "inputs", own / "run", part, steps)
+    trainer.callbacks = (*trainer.callbacks, Times(own / "times.txt"))
+    if part != UNDISTURBED:
+        from raymm.training.stop_request import StopReason
+
+        trials = [Trial(**values) for values in json.loads((own / "trials.json").read_text())]
+        soak = Soak(
+            trials, own, lambda: trainer.stop.ask(StopReason("the soak is over")),
+            kill_node or (lambda: None),
+        )
+        trainer.callbacks = (*trainer.callbacks, soak)
+    try:
+        trainer.fit()
+    finally:
+        if part != UNDISTURBED:
+            soak.write()
+
+
+def _trainer(inputs: Path, run: Path, part: str, steps: int) -> Any:
+    from tiny_run import change, settings  # pyright: ignore[reportMissingImports]
+
+    from raymm.config.build import build_model, build_plan
+    from raymm.config.sections import parse_config
+    from raymm.training.trainer import Trainer
+
+    values = settings(inputs, run, steps)
+    several = part == "several nodes"
+    for path, value in {
+        "model.mask": "soak_faults:causal", "run.snapshot_every": 1, "run.max_recoveries": 10**6,
+        "run.max_failures": 0, "run.timeout_s": 60, "run.checkpoint_every": 4, "run.eval_every": 4,
+        "run.eval_shuffled": False, "run.eval_steps": 1, "run.log_samples": True,
+        "run.log_every": 50, "run.max_skipped_steps": 100, "run.spares": int("spare" in part),
+        "data.heldout": str(inputs / "heldout.jsonl"), "resources.cpus": 1 if several else 0.25,
+        "data.worker_cpus": 0,
+    }.items():
+        change(values, path, value)
+    config = parse_config(values)
+    model = build_model(config)
+    return Trainer(
+        model, build_plan(config, model), config.data, config.run, callbacks=[],
+        optimizer=config.optimizer.build(steps), resources=config.resources.for_device,
+    )
+
+
+def _nodes() -> Callable[[], None]:
+    """A cluster of three nodes of one rank each; returns what kills one of them that is not this
+    process's own, and adds another one."""
+    import ray
+    import ray._private.state
+    from ray.cluster_utils import Cluster
+
+    options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"include_dashboard": False, **options}
+    )
+    nodes = {node.node_id: node for node in (cluster.add_node(**options) for _ in range(2))}
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def kill() -> None:
+        ranks = [
+            actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()
+            if actor["State"] == "ALIVE" and actor["ActorClassName"] == "RankActor"
+        ]
+        victim = nodes.pop(next(node for node in ranks if node in nodes))
+        os.kill(victim.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        node = cluster.add_node(wait=False, **options)
+        nodes[node.node_id] = node
+
+    return kill
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
