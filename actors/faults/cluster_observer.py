@@ -12,7 +12,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import ray
@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 
 # Seconds between two looks.
 INTERVAL_S = 1.0
-# Seconds between the two looks at the node of a process that has died: one that is killed as a
-# whole loses it first, or last.
+# Seconds between the two looks at a node that refuses, or whose process has died: one that is
+# killed as a whole loses it first, or last.
 BOTH_LOOKS_S = 0.2
 # Seconds that a connection, or the GCS's answer, may take.
 ANSWER_TIMEOUT_S = 5.0
@@ -48,12 +48,14 @@ class ClusterObserver:
         nodes: Ray's ids of the nodes.
 
     Attributes:
+        nodes: as given.
         lost: what is gone, in a sentence; None as long as nothing is.
         lost_nodes: ids of nodes that are.
         gcs_is_lost: whether calls that change the cluster would never return.
     """
 
     def __init__(self, nodes: Collection[str]) -> None:
+        self.nodes = frozenset(nodes)
         self.lost: str | None = None
         self.lost_nodes: frozenset[str] = frozenset()
         self.gcs_is_lost = False
@@ -78,7 +80,7 @@ class ClusterObserver:
         while self.lost is None and not self._ended.is_set():
             self._look_at_nodes()
             self._look_at_gcs()
-            self._ended.wait(INTERVAL_S)
+            self._ended.wait(BOTH_LOOKS_S if any(self._refused.values()) else INTERVAL_S)
 
     def _look_at_nodes(self) -> None:
         for node, server in self._servers.items():
@@ -98,10 +100,15 @@ class ClusterObserver:
         )
         self.lost = f"node {names} is gone: {sign}; it was killed, or the machine ended"
 
-    def look_at_node(self, node: str) -> None:
-        """Look whether the node of a process that has died is gone, too; :attr:`lost` says so."""
+    def look_at_node(self, node: str, pauses: Sequence[float] = (0.0, BOTH_LOOKS_S)) -> None:
+        """Look whether the node of a process that has died is gone, too; :attr:`lost` says so.
+
+        Args:
+            node: its id.
+            pauses: before each look, in seconds.
+        """
         server = self._servers.get(node)
-        for pause in (0.0, BOTH_LOOKS_S):
+        for pause in pauses:
             if server is None or self.lost is not None:
                 return
             time.sleep(pause)

@@ -125,6 +125,6 @@ class Heartbeats:
             if state == STOPPED:
                 limit = LEAST_S
             limit = min(limit, self._most)
-            if seconds >= limit:
+            if seconds + BEAT_S >= limit:
                 late.append((seconds / limit, Overdue(number, f"silent for {seconds:.0f} s")))
         return late

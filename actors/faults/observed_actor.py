@@ -16,6 +16,7 @@ from raymm.actors.storage.seen import problem_seeing
 OBSERVE = "watch"
 WRITE = "write"
 HAND_OVER = "hand over"
+KEEP = "keep"
 
 
 @cache
@@ -25,8 +26,9 @@ def remote_class(actor_class: type[ObservedActor]) -> Any:
     import ray
 
     groups = {
-        OBSERVE: actor_class.answers, WRITE: actor_class.writes, HAND_OVER: actor_class.hands_over
-    }  # fmt: skip
+        OBSERVE: actor_class.answers, WRITE: actor_class.writes,
+        HAND_OVER: actor_class.hands_over, KEEP: actor_class.keeps,
+    }
     for group, methods in groups.items():
         for name in methods:
             ray.method(concurrency_group=group)(getattr(actor_class, name))
@@ -44,11 +46,13 @@ class ObservedActor:
         answers: methods that answer while it does it.
         writes: those that write files meanwhile.
         hands_over: those that hand over what was copied in memory.
+        keeps: those that keep what others have handed over.
     """
 
     answers: tuple[str, ...] = ("describe", "where")
     writes: tuple[str, ...] = ()
     hands_over: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
 
     def __init__(self, device: str, describe: Callable[[Any], str] = str) -> None:
         self.whereabouts = Whereabouts(describe)

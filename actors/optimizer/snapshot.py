@@ -7,7 +7,7 @@ changes in one process, whoever else has the same, and is read by a process with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -119,6 +119,7 @@ class SnapshotActor:
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._copies: SimpleQueue[Snapshot | None] = SimpleQueue()
+        self._of_others: dict[tuple[int, int], Snapshot] = {}
 
     def copy_snapshot(self) -> None:
         """Copy what trains, for :meth:`hand_over_snapshot`; nothing after a step that failed."""
@@ -129,6 +130,27 @@ class SnapshotActor:
         this process had taken then. None where a step has failed."""
         copied = self._copies.get()
         return (None, None) if copied is None else (copied.progress.steps, packed(copied))
+
+    def keep_snapshot(self, rank: int, step: int, part: Sequence[Any], newest: int) -> int:
+        """Keep what a process of another node hands over, in the object store of this one, for as
+        long as this process holds it; in a thread of its own.
+
+        Args:
+            rank: that process's number.
+            step: of the snapshot.
+            part: Ray's reference to it, alone: what is waited for holds up no other call.
+            newest: older ones nobody asks for any more.
+
+        Returns:
+            The step.
+        """
+        import ray
+
+        for old in [kept for kept in self._of_others if kept[1] < newest]:
+            del self._of_others[old]
+        # Its tensors are views of the object store.
+        self._of_others[rank, step] = ray.get(part[0])
+        return step
 
     def restore_snapshot(self, snapshot: Snapshot) -> None:
         """Go on from what this process, or the one in whose place it is, had then."""

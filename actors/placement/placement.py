@@ -37,6 +37,9 @@ PLACEMENT_TIMEOUT_S = 120.0
 WAIT_FOR_NODES_S = 1800.0
 # Seconds between two lines about it.
 LINE_EVERY_S = 10.0
+# Seconds that Ray may take to find other places for those of a node that is gone, where no
+# autoscaler brings some, and between two looks. It finds out by itself after some 15 s.
+MOVE_TIMEOUT_S, MOVE_LOOK_S = 40.0, 0.1
 # Looks, a second apart, at what this process holds, before that is refused: what was let go of a
 # moment ago is free a moment later.
 LOOKS = 2
@@ -174,6 +177,30 @@ class Placement:
         """Ray's ids of the nodes that have the places; known once they are there."""
         table: Any = placement_group_table(self._group)
         return frozenset(table["bundles_to_node_id"].values())
+
+    def leave(self, nodes: frozenset[str]) -> None:
+        """Until Ray has found other places for those that were on nodes which are gone.
+
+        Args:
+            nodes: Ray's ids.
+
+        Raises:
+            ClusterError: there are none in time.
+        """
+        deadline = time.monotonic() + (self._waits or MOVE_TIMEOUT_S)
+        while True:
+            table: Any = placement_group_table(self._group)
+            if table["state"] == "CREATED" and not nodes & set(
+                table["bundles_to_node_id"].values()
+            ):
+                return
+            self._options.check()
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"the places that were there have no others: {_there()}, and "
+                    f"{_counted(self._bundles)} are needed in all"
+                )
+            time.sleep(MOVE_LOOK_S)
 
     def held(self) -> dict[str, dict[str, float]]:
         """What they reserve, by Ray's id of the node."""

@@ -14,14 +14,21 @@ from raymm.actors.faults.cluster_observer import ClusterObserver
 from raymm.actors.faults.inquiry import kill_from_outside
 from raymm.actors.faults.observed_actor import remote_class
 from raymm.actors.optimizer.progress import Progress
-from raymm.actors.placement.placement import ONLY_RANKS, Placement, PlacementOptions
+from raymm.actors.placement.placement import (
+    ONLY_RANKS,
+    ClusterError,
+    Placement,
+    PlacementOptions,
+)
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.actors.rank.rank_spec import ProcessSpec, RankPlace
 from raymm.actors.rank.step_calls import CallOrder, StepHandle, pack_calls, remember, unpack_result
 from raymm.actors.recovery.leaving import end, leave
 from raymm.actors.recovery.observed_ranks import ObservedRanks
+from raymm.actors.recovery.snapshots import keepers
 from raymm.actors.recovery.spares import Spares
+from raymm.errors import NodeLostError
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Op, Program
@@ -73,7 +80,7 @@ class RankGroup(ObservedRanks):
             self._rank_places = [self.placement.place(rank) for rank in range(len(specs))]
             self._actors = list(map(self._create, specs, self._rank_places))
             self._describe()
-            self._observer = ClusterObserver(self.nodes)
+            self._observe(self.nodes)
             refs = [actor.connect.remote({n: self._actors[n] for n in spec.peers})
                     for actor, spec in zip(self._actors, specs, strict=True)]
             self.wait(refs, timeout=START_TIMEOUT_S)
@@ -126,6 +133,10 @@ class RankGroup(ObservedRanks):
         # Before others tell it what they tell that rank.
         self.wait([self._actors[rank].become.remote(self._specs[rank]) for rank in taken], taken,
                   START_TIMEOUT_S)
+
+    def has_spare(self) -> bool:
+        """Whether a process waits that can take a place at once."""
+        return self._spares.has_warm()
 
     @property
     def places_beside(self) -> tuple[Any, ...]:
@@ -266,6 +277,7 @@ class RankGroup(ObservedRanks):
         Raises:
             RankFailedError: another rank was lost meanwhile; it may be tried again.
         """
+        self._leave_nodes()
         failure, ranks = self._interrupted, dict(enumerate(self._actors))
         lost = frozenset() if failure is None or failure.lost is None else failure.lost
         staying = {rank: actor for rank, actor in ranks.items() if rank not in lost}
@@ -287,10 +299,55 @@ class RankGroup(ObservedRanks):
         self.wait(refs, timeout=START_TIMEOUT_S)
         self.wait([self._actors[rank].build.remote() for rank in gone], gone, START_TIMEOUT_S)
         self._describe()
+        if self._observer is not None and self.nodes != self._observer.nodes:
+            self._observe(self.nodes)  # where what is lost now is of no account any more
         self._programs.clear()
         self._interrupted = None
         self._spares.restock(self._start_spare)
         return [left.get(rank) for rank in ranks]
+
+    def _leave_nodes(self) -> None:
+        """Where nodes are lost: have Ray find other places for what was there.
+
+        Raises:
+            NodeLostError: there are none; the processes have ended.
+        """
+        lost = frozenset() if self._observer is None else self._observer.lost_nodes
+        if not lost:
+            return
+        for rank in [rank for rank, at in self._addresses.items() if at.node in lost]:
+            del self._addresses[rank]  # nobody is there to be asked
+        try:
+            self.placement.leave(lost)
+        except ClusterError as error:
+            self._ended = str(error)
+            self.shutdown()
+            raise NodeLostError(f"a node is lost, and {error}", lost) from error
+        self._observe(self.nodes)
+
+    def _observe(self, nodes: frozenset[str]) -> None:
+        if self._observer is not None:
+            self._observer.stop()
+        self._observer = ClusterObserver(nodes)
+
+    def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
+        """Have a rank on another node keep each rank's part of a snapshot; those on one node have
+        none to keep it. Does not wait.
+
+        Args:
+            step: of the snapshot.
+            parts: references to them, by rank.
+            newest: older ones are not kept any more.
+
+        Returns:
+            References to the step, once they have it.
+        """
+        nodes = {rank: address.node for rank, address in self._addresses.items()}
+        refs = []
+        for rank, keeper in keepers(nodes).items():
+            actor = self._actors[keeper]
+            refs.append(actor.keep_snapshot.remote(rank, step, parts[rank : rank + 1], newest))
+        return refs
 
     def shutdown(self) -> None:
         """End all ranks and give their resources back."""

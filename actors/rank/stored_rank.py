@@ -42,6 +42,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     _optimizer: RankOptimizer
 
     hands_over = ("hand_over_snapshot",)
+    keeps = ("keep_snapshot",)
 
     def __init__(self, spec: RankSpec) -> None:
         timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)

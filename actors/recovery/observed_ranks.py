@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raymm.actors.faults.cluster_observer import ClusterObserver
+from raymm.actors.faults.cluster_observer import BOTH_LOOKS_S, ClusterObserver
 from raymm.actors.faults.diagnosis import Failure, blamed, death, raised
 from raymm.actors.faults.failure import first_line
 from raymm.actors.faults.fault_folder import keep
@@ -159,7 +159,9 @@ class ObservedRanks(ABC):
         ranks = [rank for rank, process in self._addresses.items() if process.node in lost_nodes]
         had = f". It had {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
         kind = lost_node_error(lost_nodes, error is not None and error.preempted)
-        self._fail(Failure(f"{self._observer.lost}{had}", kind), error)
+        others = kind is not ClusterLostError  # there are nodes to go on
+        lost = frozenset(ranks) if others else None
+        self._fail(Failure(f"{self._observer.lost}{had}", kind, lost), error)
 
     def look_at_nodes(self) -> None:
         """Look at once at all nodes with processes of the run: one of these has died.
@@ -187,6 +189,18 @@ class ObservedRanks(ABC):
         self.check_running()
         self.check_cluster()
         self._beat()
+
+    def give_up(self, rank: int, why: str) -> NoReturn:
+        """Another process is to take the place of one that goes on, but not as it should.
+
+        Args:
+            rank: which.
+            why: in words that continue its name.
+
+        Raises:
+            RankFailedError: always.
+        """
+        self._fail(Failure(f"{self._name(rank)} {why}", lost=frozenset({rank})), None)
 
     def _beat(self) -> None:
         """
@@ -225,10 +239,15 @@ class ObservedRanks(ABC):
         self._blame(inquiry, reason)
 
     def _died(self, rank: int, error: RayActorError) -> NoReturn:
+        self._look_at_node_of(rank, error, 0.0)
+        failure = death(rank, error, self._names, self._addresses)
+        self._look_at_node_of(rank, error, BOTH_LOOKS_S)  # which ends after its processes, perhaps
+        self._fail(failure, error)
+
+    def _look_at_node_of(self, rank: int, error: RayActorError, pause: float) -> None:
         if self._observer is not None and rank in self._addresses:
-            self._observer.look_at_node(self._addresses[rank].node)
+            self._observer.look_at_node(self._addresses[rank].node, (pause,))
             self.check_cluster(error)
-        self._fail(death(rank, error, self._names, self._addresses), error)
 
     def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> NoReturn:
         if isinstance(error.cause, ChannelError):

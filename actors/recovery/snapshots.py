@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ObjectLostError, RayError
+
+from raymm.errors import RankFailedError
 
 
 class Ranks(Protocol):
@@ -32,6 +34,16 @@ class Ranks(Protocol):
         """
         ...
 
+    def keep(self, step: int, parts: Sequence[Any], newest: int) -> list[Any]:
+        """Have a process of another node keep each rank's part, where there is one. Does not wait.
+
+        Args:
+            step: of the snapshot.
+            parts: by rank.
+            newest: older ones are not kept any more.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class TakenSnapshot:
@@ -39,7 +51,8 @@ class TakenSnapshot:
 
     Attributes:
         step: steps that the ranks have taken by then.
-        steps: what each says of that, once it has handed over its part.
+        steps: what each says of that, once it has handed over its part; and those that keep one of
+            a process on another node, once they have it.
         parts: of each rank, in Ray's object store. The process that asked for them owns them, so
             they outlive the ranks.
         kept: what goes with it.
@@ -70,10 +83,11 @@ class Snapshots:
             step: steps that they have taken by then.
             kept: what goes with it.
         """
-        self.newest()
+        newest = self.newest()
         self._ranks.start("copy_snapshot")
         handed = self._ranks.start("hand_over_snapshot", returns=2)
         steps, parts = map(list, zip(*handed, strict=True))
+        steps += self._ranks.keep(step, parts, step if newest is None else newest.step)
         self._under_way.append(TakenSnapshot(step, steps, parts, kept))
 
     def newest(self) -> TakenSnapshot | None:
@@ -90,15 +104,41 @@ class Snapshots:
         """Have ranks, which have met anew, go back to the newest one; returns it.
 
         Raises:
-            RankFailedError: a rank was lost meanwhile; it may be tried again.
+            RankFailedError: a rank was lost meanwhile; it may be tried again. Or nobody has a part
+                of it any more: then there is none from now on.
             LookupError: there is none.
         """
         newest = self.newest()
         self._under_way.clear()
         if newest is None:
             raise LookupError("no snapshot was taken")
-        self._ranks.call_each("restore_snapshot", newest.parts)
+        try:
+            self._ranks.call_each("restore_snapshot", newest.parts)
+        except RankFailedError as error:
+            if not isinstance(getattr(error.__cause__, "cause", error.__cause__), ObjectLostError):
+                raise
+            self._newest = None
+            raise RankFailedError(
+                f"a part of the snapshot of step {newest.step} is lost with the node that it was on"
+            ) from error
         return newest
+
+
+def keepers(nodes: Mapping[int, str]) -> dict[int, int]:
+    """For each rank the next one, after the last comes the first, that is on another node; those
+    without such a rank are left out.
+
+    Args:
+        nodes: by rank.
+    """
+    ranks = sorted(nodes)
+    keeper_of: dict[int, int] = {}
+    for at, rank in enumerate(ranks):
+        others = (*ranks[at + 1 :], *ranks[:at])
+        keeper = next((other for other in others if nodes[other] != nodes[rank]), None)
+        if keeper is not None:
+            keeper_of[rank] = keeper
+    return keeper_of
 
 
 def _is_there(snapshot: TakenSnapshot) -> bool:

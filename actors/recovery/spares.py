@@ -61,6 +61,10 @@ class Spares:
             self._waiting.remove(spare)
         return taken
 
+    def has_warm(self) -> bool:
+        """Whether one of them can be taken; one that has died, too, until somebody asks it."""
+        return any(_is_there(spare.warm) for spare in self._waiting)
+
     def give(self, place: Any) -> None:
         """A place that nobody has any more.
 

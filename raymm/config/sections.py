@@ -161,6 +161,8 @@ class RunConfig(Section):
         max_recoveries: times within an hour that it does; null for any number.
         spares: processes that wait, each with the resources of a rank, to take the place of one
             that is lost.
+        replace_stragglers: a spare also takes the place of a rank that is slow for 20 steps on end;
+            needs ``spares`` and ``snapshot_every``.
         wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
         max_seconds: after so many, the wait for nodes included, the run is saved and ends.
         timeout_s: seconds a rank may wait for another, and one instruction (a forward) may take.
@@ -194,6 +196,7 @@ class RunConfig(Section):
     snapshot_every: Count | None = None
     max_recoveries: NonNegative | None = 20
     spares: NonNegative = 0
+    replace_stragglers: bool = False
     wait_for_nodes_s: Seconds | None = None
     max_seconds: Seconds | None = None
     timeout_s: Seconds = 300.0
@@ -204,6 +207,15 @@ class RunConfig(Section):
     allow_changes: list[Text] = Field(default_factory=list)
     callbacks: list[Text | dict[Text, dict[Text, Any]]] = Field(default_factory=list)
     evaluate: EvaluateSection | None = None
+
+    @model_validator(mode="after")
+    def _stragglers_have_successors(self) -> RunConfig:
+        if self.replace_stragglers and not (self.spares and self.snapshot_every):
+            raise ValueError(
+                f"replace_stragglers is true, spares is {self.spares} and snapshot_every is "
+                f"{self.snapshot_every}; it needs at least 1 of both"
+            )
+        return self
 
 
 class TrainConfig(Section):

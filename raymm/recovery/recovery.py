@@ -9,7 +9,7 @@ from typing import Any
 
 from raymm.actors.recovery.snapshots import Snapshots, TakenSnapshot
 from raymm.data import DataWorkerError
-from raymm.errors import RunFailedError
+from raymm.errors import NodeLostError, RunFailedError
 from raymm.recovery.failure_policy import Action, Decision
 from raymm.recovery.run_controller import RunController, first_line
 from raymm.recovery.run_state import RunState
@@ -27,6 +27,7 @@ class Recovery:
 
     Attributes:
         count: recoveries so far.
+        lost_node: whether the last one was of a lost node, and what was loaded there is lost, too.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Recovery:
         self._parallel, self._controller, self._say = parallel, controller, say
         self._every = every if isinstance(parallel, PlannedModule) else None
         self._snapshots = Snapshots(parallel.group)
-        self.count = 0
+        self.count, self.lost_node = 0, False
         if self.enabled:
             parallel.group.keeps_survivors = True
 
@@ -86,8 +87,9 @@ class Recovery:
         Raises:
             RunFailedError: that, or what happened meanwhile: it does not go on in these processes.
         """
-        start = time.perf_counter()
+        start, self.lost_node = time.perf_counter(), False
         while True:
+            self.lost_node |= isinstance(error, NodeLostError)
             decision = self.goes_on(error)
             if decision is None or decision.action is not Action.RECOVER:
                 raise error
@@ -120,6 +122,8 @@ class Recovery:
         self._parallel.renew()
         snapshot = self._snapshots.restore()
         self._parallel.restore_step(snapshot.step)
+        # Parts of it may have lain with a process that is gone.
+        self._snapshots.take(snapshot.step, snapshot.kept)
         return snapshot
 
 

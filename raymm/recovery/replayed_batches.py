@@ -59,15 +59,18 @@ class ReplayedBatches(Generic[Batch]):
         while self._kept and self._kept[0][0] <= step:
             self._kept.popleft()
 
-    def rewind(self, step: int, position: Any) -> None:
+    def rewind(self, step: int, position: Any, anew: bool = False) -> None:
         """Go on after a step.
 
         Args:
             step: its number.
             position: in the data after it.
+            anew: what is kept was lost, too.
         """
-        again = [kept for kept in (*self._kept, *self._again) if kept[0] > step]
-        there = self._step == step or (bool(again) and again[0][0] == step + 1)
+        again = [kept for kept in (*self._kept, *self._again) if kept[0] > step and not anew]
+        there = not anew and (
+            self._step == step or (bool(again) and again[0][0] == step + 1)
+        )
         self._kept.clear()
         self._again = deque(again if there else ())
         self._step, self._position = step, position

@@ -33,11 +33,11 @@ from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
 from raymm.training.execution import Execution
 from raymm.training.restarts import Attempted
-from raymm.training.result import Result
+from raymm.training.result import Result, last_step, steps_not_applied
 from raymm.training.run_batches import Batches
 from raymm.training.run_start import data_position
 from raymm.training.stop_request import StopReason, StopRequest
-from raymm.training.training_loop import TrainingLoop, last_step, steps_not_applied
+from raymm.training.training_loop import TrainingLoop
 
 
 @dataclass

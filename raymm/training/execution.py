@@ -17,6 +17,7 @@ from raymm.monitor.drift_observer import DriftObserver
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
 from raymm.monitor.rebalancing import rebalancing
 from raymm.monitor.report import RunReport
+from raymm.monitor.stragglers import StragglerObserver
 from raymm.monitor.throughput import TOTAL
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.whole.pipelined import WholeParallelModule
@@ -133,6 +134,9 @@ class StepObserver:
     Args:
         run: that has started.
         plan: of it.
+
+    Attributes:
+        stragglers: looks for ranks that are slow.
     """
 
     def __init__(self, run: ObservedRun, plan: Plan) -> None:
@@ -143,9 +147,11 @@ class StepObserver:
             run.parallel.steps_taken, run.say,
         )
         self._drift = DriftObserver(plan, run.folder, run.say)
+        self.stragglers = StragglerObserver(plan, run.say)
 
     def after_step(self, step: ObservedStep) -> dict[str, Any]:
-        """``balance``, and ``plan_drift`` where the plan has a profile."""
+        """``balance``, ``straggler`` where there is one, and ``plan_drift`` where the plan has a
+        profile."""
         run, timeline = self._run, step.timeline
         program = run.parallel.step_program(step.meta)
         self._report.add(step.number, program, timeline)
@@ -158,6 +164,7 @@ class StepObserver:
                 self._plan, timeline,
             ) | (fitted or {}),
             **self._drift.after_step(step.number, step.meta, timeline),
+            **self.stragglers.after_step(step.number, timeline),
         }
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,16 @@ class Result:
             name: path for name, path in self.files.items() if name in ("loss curve", "schedule")
         }
         return pictures_html("\n".join(lines), pictures)
+
+
+def steps_not_applied(rows: Sequence[dict[str, Any]], at_the_end: bool = False) -> int:
+    """How many steps were not applied; ``at_the_end``: since the last one that was."""
+    steps = ["not_applied" in row for row in rows if "loss" in row]
+    if at_the_end:
+        return len(list(takewhile(bool, reversed(steps))))
+    return sum(steps)
+
+
+def last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last row of a step that was taken; empty if there is none."""
+    return next((row for row in reversed(rows) if "loss" in row), {})

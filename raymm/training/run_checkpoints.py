@@ -10,9 +10,14 @@ from raymm.actors.recovery.observed_ranks import LISTEN_S
 from raymm.callbacks.callback import SavedCheckpoint
 from raymm.callbacks.handler import CallbackHandler
 from raymm.errors import RankFailedError
+from raymm.files.run_files import RunFileError
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.storage.background_save import Saved
 from raymm.storage.checkpoint import CheckpointStore
+
+# Checkpoints in a row that could not be written behind the steps, until a run ends: a disk that is
+# full is emptied, one that is gone does not come back by itself.
+MOST_UNWRITTEN = 3
 
 
 class RunCheckpoints:
@@ -38,6 +43,7 @@ class RunCheckpoints:
         self.saved = parallel.steps_taken
         self._stood_still = 0.0
         self._committed = False
+        self._unwritten = 0
 
     def take(self, position: Any) -> None:
         """Save the state of now, with nothing under way; steps may go on when this returns.
@@ -46,7 +52,8 @@ class RunCheckpoints:
             position: in the data.
 
         Raises:
-            RunFileError: it cannot be written, or the one before it could not.
+            RunFileError: it cannot be written, or those before it could not
+                (:data:`MOST_UNWRITTEN`).
             NotFiniteError: it is not finite, or the one before it was not.
         """
         self.finish()
@@ -104,6 +111,12 @@ class RunCheckpoints:
     def _asked(self, ask: Callable[[], Saved | None]) -> Saved | None:
         try:
             return ask()
+        except RunFileError as error:
+            self._unwritten += 1
+            if self._unwritten >= MOST_UNWRITTEN:
+                raise
+            self._say(f"{error}. The run goes on, and saves when the next checkpoint is due")
+            return None
         except RankFailedError:
             self._parallel.group.pids()  # raises who died, and why
             raise
@@ -111,7 +124,7 @@ class RunCheckpoints:
     def _tell(self, saved: Saved | None) -> None:
         if saved is None:
             return
-        self._committed = True
+        self._committed, self._unwritten = True, 0
         self.saved = saved.step
         self._callbacks.checkpoint(
             SavedCheckpoint(saved.step, saved.folder, self._stood_still, saved.seconds)

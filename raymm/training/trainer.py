@@ -49,7 +49,7 @@ from raymm.training.execution import Execution
 from raymm.training.kept_features import KeptFeatures
 from raymm.training.phases import Phases
 from raymm.training.restarts import Attempted, Restarts, what_is_left
-from raymm.training.result import Result
+from raymm.training.result import Result, last_step, steps_not_applied
 from raymm.training.run_plan import RunPlanner
 from raymm.training.run_start import (
     check_updates,
@@ -59,7 +59,7 @@ from raymm.training.run_start import (
     with_vocabulary,
 )
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
-from raymm.training.training_loop import TrainingLoop, last_step, steps_not_applied
+from raymm.training.training_loop import TrainingLoop
 
 
 class Trainer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any
 
 from raymm.callbacks.handler import CallbackHandler
@@ -30,6 +29,7 @@ from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOut
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStep
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.execution import StepObserver
+from raymm.training.result import steps_not_applied
 from raymm.training.run_batches import Batch, Batches, timed
 from raymm.training.run_checkpoints import RunCheckpoints
 from raymm.training.stop_request import StopRequest
@@ -154,14 +154,17 @@ class TrainingLoop:
 
     def _recover(self, error: RunFailedError, source: ReplayedBatches[Batch]) -> None:
         if isinstance(error, DataWorkerError):
-            self._parallel.group.look_at_nodes()
+            try:
+                self._parallel.group.look_at_nodes()
+            except RunFailedError as lost_node:
+                error = lost_node
         snapshot = self._recovery.recover(error)
         if isinstance(error, DataWorkerError):
             source.load_anew()
         if snapshot is None:
             return self._recovered(self._read, error)
         step, self._position = snapshot.step, snapshot.kept
-        source.rewind(step, self._position)
+        source.rewind(step, self._position, anew=self._recovery.lost_node)
         self._recovery.forget([pending for _, _, pending, _ in self._pending])
         self._pending.clear()
         self._checkpoints.drop()
@@ -269,6 +272,19 @@ class TrainingLoop:
             self._report_skipped(step, batch.skipped)
             if step % self._run.log_every == 0 or step == self._run.steps:
                 self._progress.line(step_line(row, self._run.steps))
+            self._replace_straggler()
+
+    def _replace_straggler(self) -> None:
+        """
+        Raises:
+            RankFailedError: a rank is slow, and a spare waits to take its place.
+        """
+        stragglers, group = self._observer.stragglers, self._parallel.group
+        if not self._run.replace_stragglers or (slow := stragglers.replaceable()) is None:
+            return
+        if group.has_spare():
+            stragglers.replaced()
+            group.give_up(*slow)
 
     def _count_skipped(self, skipped: SkippedStep | None) -> None:
         if skipped is None:
@@ -382,16 +398,3 @@ class TrainingLoop:
         while pending:
             read()
         return total / max(tokens, 1), skipped
-
-
-def steps_not_applied(rows: Sequence[dict[str, Any]], at_the_end: bool = False) -> int:
-    """How many steps were not applied; ``at_the_end``: since the last one that was."""
-    steps = ["not_applied" in row for row in rows if "loss" in row]
-    if at_the_end:
-        return len(list(takewhile(bool, reversed(steps))))
-    return sum(steps)
-
-
-def last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last row of a step that was taken; empty if there is none."""
-    return next((row for row in reversed(rows) if "loss" in row), {})

@@ -28,7 +28,7 @@ def source(keep=True, loads=None):
 
 
 @given(st.lists(st.tuples(
-    st.sampled_from(["take", "back", "forget", "lost"]), st.integers(0, KEPT_BATCHES + 8)
+    st.sampled_from(["take", "back", "forget", "lost", "node"]), st.integers(0, KEPT_BATCHES + 8)
 ), max_size=30))
 def test_any_order_of_failures_gives_the_same_batches(events) -> None:
     """A snapshot is never newer than what was taken, nor older than the one before it."""
@@ -44,7 +44,7 @@ def test_any_order_of_failures_gives_the_same_batches(events) -> None:
         elif what == "lost":
             batches.load_anew()
         else:
-            batches.rewind(snapshot, snapshot)
+            batches.rewind(snapshot, snapshot, anew=what == "node")
             taken = snapshot
     assert [batch.number for batch in batches] == list(range(taken, STEPS))
 

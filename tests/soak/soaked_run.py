@@ -6,6 +6,7 @@ Goes on with the run of the folder of that name, and with what ``trials.json`` t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -101,7 +102,7 @@ def _nodes() -> Callable[[], None]:
         initialize_head=True, head_node_args={"include_dashboard": False, **options}
     )
     nodes = {node.node_id: node for node in (cluster.add_node(**options) for _ in range(2))}
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
 
     def kill() -> None:
         ranks = [

@@ -148,7 +148,8 @@ class Soak(Callback):
 
     def _spare(self) -> int:
         (spare,) = self.group._spares._waiting
-        return ray.get(spare.actor.describe.remote(), timeout=WARM_S)["pid"]
+        place: Any = ray.get(spare.actor.describe.remote(), timeout=WARM_S)
+        return place["pid"]
 
     def _node(self, trial: Trial) -> None:
         trial.at = time.time()

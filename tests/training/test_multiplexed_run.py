@@ -109,7 +109,7 @@ def test_styles_go_on_from_each_others_checkpoints(
 
 def test_a_killed_run_goes_on_with_the_same_numbers(inputs, raymm, tmp_path, mapping, ray_cluster):
     """A GPU's process is killed: the run says so by name, and goes on to what a run without
-    interruption gives, to the last bit."""
+    interruption gives, to the last bit; from a checkpoint, and in place from a snapshot."""
     values = settings(inputs, tmp_path / "run", STEPS)
     change(values, "parallel", {"plan": mapping})
     config = write_config(values, tmp_path / "whole.yaml")
@@ -122,6 +122,11 @@ def test_a_killed_run_goes_on_with_the_same_numbers(inputs, raymm, tmp_path, map
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     mine, due = checkpoint_tensors(tmp_path / "run"), checkpoint_tensors(tmp_path / "whole")
     assert mine.keys() == due.keys() and all(torch.equal(mine[n], due[n]) for n in mine)
+    change(values, "run.snapshot_every", 1)
+    change(values, "run.storage_path", str(tmp_path / "in place"))
+    code, text = raymm("train", write_config(values, tmp_path / "in_place.yaml"))
+    assert code == 0 and text.count("so the run goes on in place") == 1, text
+    assert curve(tmp_path / "in place") == curve(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("stages", "gpus", "text"), [

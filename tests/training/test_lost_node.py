@@ -1,0 +1,30 @@
+"""A node is lost: its ranks go on elsewhere, from the copy that a neighbour has of their part of
+the snapshot, and the others stay."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Three nodes' servers, and the 15 s in which Ray finds out that one is dead.
+PATIENCE_S = 300
+
+
+@pytest.mark.ray
+@pytest.mark.system
+@pytest.mark.timeout(PATIENCE_S + 10)
+def test_a_node_is_lost_and_the_run_goes_on_in_place(tmp_path):
+    script = Path(__file__).with_name("lost_node.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    assert "as without: True" in said, said + done.stderr
+    # Of the node, or of the rank, which may be noticed first.
+    assert said.count("so the run goes on in place") >= 1, said
+    steps = ast.literal_eval(said.partition("steps: ")[2].splitlines()[0])
+    assert steps[:4] == [1, 2, 3, 4] and steps[-1] == 8 and len(steps) <= 8 + 2, said

@@ -1,0 +1,68 @@
+"""A rank that becomes slow is named, and a spare takes its place: losses are as without."""
+
+import re
+
+from tiny_run import STEPS, curve
+
+from raymm import Callback
+from raymm.cli.main import EXIT_USER_ERROR
+from raymm.monitor import stragglers
+from raymm.monitor.metrics import read_metrics
+
+SLOW_AFTER = 4
+
+
+def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
+    finished, make_config, raymm, tmp_path, monkeypatch
+):
+    for name in ("STEPS", "BASELINE_STEPS"):
+        monkeypatch.setattr(stragglers, name, 2)
+    monkeypatch.setattr(stragglers, "TIMES", 5.0)  # the machine may be busy
+    run, file = tmp_path / "slow", tmp_path / "slow.pid"
+    code, text = raymm("train", make_config({
+        "run.storage_path": str(run), "run.snapshot_every": 1, "run.spares": 1,
+        "run.replace_stragglers": True, "run.steps_in_flight": 1,
+        "model.mask": "slowed_rank:causal",
+        "resources.env": {"RAYMM_SLOWED_FILE": str(file)},
+        "run.callbacks": [{"test_stragglers_run:SlowRank": {"file": str(file)}}],
+    }))
+    assert code == 0, text
+    slow = re.search(r"straggler: rank (\d) takes", text)
+    assert slow is not None and f"rank {slow[1]} (stages " in text, text
+    assert text.count("so the run goes on in place") == 1, text
+    assert curve(run) == curve(finished.path)
+    rows = read_metrics(run / "metrics.jsonl")
+    (row,) = [row for row in rows if "recovered_after" in row]
+    assert "is a straggler" in row["recovered_after"] and row["step"] < STEPS
+    ranks = {row["straggler"]["rank"] for row in rows if "straggler" in row}
+    assert ranks == {int(slow[1])}
+
+
+def test_it_needs_a_spare_and_snapshots(make_config, raymm):
+    code, text = raymm("train", make_config({"run.replace_stragglers": True}))
+    assert code == EXIT_USER_ERROR and "spares is 0 and snapshot_every is None" in text
+
+
+class SlowRank(Callback):
+    """Has a rank become slow.
+
+    Args:
+        file: that ranks look at.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.begun = False
+
+    def on_step(self, row):
+        import ray._private.state
+
+        if row["step"] == SLOW_AFTER and not self.begun:
+            self.begun = True
+            ranks = sorted(
+                (actor["StartTime"], actor["Pid"])
+                for actor in ray._private.state.actors().values()
+                if actor["State"] == "ALIVE" and actor["ActorClassName"] == "RankActor"
+            )
+            with open(self.file, "w") as file:
+                file.write(str(ranks[1][1]))  # of two ranks and the spare after them
