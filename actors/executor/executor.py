@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
 from raymm.actors.executor.step_state import StepState
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.message import Message, StageModule
-from raymm.actors.modules.message_samples import Tensors, summed
+from raymm.actors.modules.message_samples import summed_gradients
 from raymm.actors.modules.module_state import evaluating
 from raymm.actors.modules.precision import ComputeCopies
 from raymm.actors.optimizer.finite import FiniteObserver
@@ -330,9 +330,9 @@ def _receive_for(places: Sequence[int], recv: Callable[[], Message], step: StepS
 
 def _send_sum(task: Task, send: Callable[[Message], None], step: StepState) -> None:
     """The gradients that several stages have made of one output."""
-    parts = [step.take(place).tensors for place in (task.message, *task.further)]
+    parts = [step.take(place) for place in (task.message, *task.further)]
     offsets = step.meta.offsets_of(task.microbatch, task.peer.module)
-    send(Message(cast(Tensors, summed(parts, task.parts, task.samples, offsets)), {}))
+    send(summed_gradients(parts, task.parts, task.samples, offsets))
 
 
 def _send(place: int, send: Callable[[Message], None], step: StepState) -> None:

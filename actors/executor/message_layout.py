@@ -10,6 +10,7 @@ import torch
 
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
+from raymm.actors.modules.message_samples import USED
 from raymm.kernels.host_copies import on_host
 
 
@@ -37,6 +38,12 @@ class Layout(NamedTuple):
             if tensor.shape != shape or tensor.dtype is not dtype:
                 return False
         return not (message.side or self.side) or self == Layout.of(message)
+
+    def of_gradients(self) -> Layout:
+        """That of its tensors' gradients: of those with names, with a byte each
+        (:func:`raymm.actors.modules.message_samples.used_tensors`)."""
+        count = len(self.names)
+        return Layout(self.tensors, ((USED, (count,), torch.uint8),) if count else ())
 
     @property
     def side_bytes(self) -> int:

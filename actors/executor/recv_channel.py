@@ -146,7 +146,7 @@ class RecvChannel:
         if self._outputs is None:
             return self._layouts.described(key)
         layout = self._outputs.layout(key)
-        return None if layout is None else self._gradient_route(Layout(layout.tensors))
+        return None if layout is None else self._gradient_route(layout.of_gradients())
 
     def _post_ahead(self) -> None:
         while len(self._posted) < self._most_posted and self._due and self._post_next():

@@ -19,10 +19,13 @@ from raymm.actors.executor.step_state import Leaves, Received, StepState
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.message_samples import (
+    Gradients,
     cut_message,
+    gradients_of,
     joined,
     of_all_ports,
     summed,
+    used_tensors,
     with_ports,
 )
 from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
@@ -34,6 +37,8 @@ from raymm.scheduler.program.program import Op
 Action = Callable[[StepState], None]
 """A task, carried out."""
 Forward = Callable[[StepState, Received], tuple[Leaves, Message]]
+HandBack = Callable[[StepState, list[torch.Tensor], Gradients, Leaves], None]
+"""Given the gradients of all that was received, in full, and as far as there are any."""
 
 
 _ALL = (None, 0)  # what :func:`_rows` says of all samples
@@ -156,8 +161,8 @@ class StageActions:
                     if needs_gradient:
                         # A detached alias: local messages must not join two stages' graphs.
                         own = tuple([t.detach().requires_grad_() for t in message.tensors])
-                        leaves.append(own)
                         message = Message(own, message.side, message.names)
+                        leaves.append(message)
                     named[name] = message
             meta, rows = step.meta, step.inputs.get(stage)
             inputs = rows[microbatch] if rows else None
@@ -244,7 +249,11 @@ class StageActions:
             tensors: tuple[torch.Tensor, ...] = output.tensors
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
             if sources:
-                taken = [step.take(source).tensors for source in sources]
+                taken: list[Gradients]
+                if output.names:
+                    taken = [gradients_of(step.take(source)) for source in sources]
+                else:
+                    taken = [step.take(source).tensors for source in sources]
                 if not plain:
                     taken = [
                         own if carried is None else of_all_ports(own, output, carried)
@@ -255,42 +264,46 @@ class StageActions:
                 else:
                     offsets = step.meta.offsets_of(task.microbatch, task.stage.module)
                     gradients = summed(taken, parts, task.samples, offsets)
-                if not plain:  # what the stage has of ports that nobody reads after it
+                if output.names:  # some of which nobody after it has used, or reads
                     pairs = zip(tensors, gradients, strict=True)
                     pairs = [(t, g) for t, g in pairs if g is not None]
                     tensors, gradients = tuple(t for t, _ in pairs), tuple(g for _, g in pairs)
             if output.loss is not None:
                 tensors, gradients = (*tensors, output.loss), (*gradients, None)
-            flat = [leaf for own in leaves for leaf in own]
+            flat = [leaf for own in leaves for leaf in own.tensors]
             if in_two:
                 received, step.deferred[place] = backward_input(tensors, gradients, flat)
             else:
                 _accumulate(tensors, gradients)
-                received = [leaf.grad for leaf in flat]
+                received = tuple([leaf.grad for leaf in flat])
             hand_back(step, [
                 torch.zeros_like(leaf) if gradient is None
                 # A part of a larger one (of what was merged) would keep all of it until it arrives.
                 else gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes
                 else gradient
                 for leaf, gradient in zip(flat, received, strict=True)
-            ], leaves)
+            ], received, leaves)
 
         return backward
 
-    def _hand_back(self, task: Task) -> Callable[[StepState, list[torch.Tensor], Leaves], None]:
+    def _hand_back(self, task: Task) -> HandBack:
         observer, whole = self._around.observer, self._around.sum_gradient
+        local, shared = self._around.local, whole is not None
         producers = [
-            (p, p.gradient,
-             whole if p.stage in self._around.local and between_modules(p.stage, task.stage)
-             else None)
+            (p, p.gradient, p.stage not in local,
+             whole if p.stage in local and between_modules(p.stage, task.stage) else None)
             for p in task.producers if p.needs_gradient
-        ]  # fmt: skip
+        ]
 
-        def hand_back(step: StepState, gradients: list[torch.Tensor], leaves: Leaves) -> None:
+        def hand_back(
+            step: StepState, gradients: list[torch.Tensor], received: Gradients, leaves: Leaves
+        ) -> None:
             start = 0
-            for (producer, target, sum_up), own in zip(producers, leaves, strict=True):
-                handed = tuple(gradients[start : start + len(own)])
-                start += len(own)
+            for (producer, target, sent, sum_up), own in zip(producers, leaves, strict=True):
+                end = start + len(own.tensors)
+                handed = tuple(gradients[start:end])
+                side = used_tensors(received[start:end], sent, shared) if own.names else {}
+                start = end
                 if sum_up is not None:
                     # Copies: a gradient may be what pass two of a split backward starts from.
                     handed = tuple(
@@ -302,7 +315,7 @@ class StageActions:
                 observer.saw(
                     "gradient", task.stage, task.microbatch, handed, producer.stage, *rows
                 )
-                step.messages[target] = Message(handed, {})
+                step.messages[target] = Message(handed, side)
 
         return hand_back
 
@@ -337,8 +350,8 @@ def _received_parts(
         message = cut_message(message, producer.samples, producer.reads, offsets)
         if with_grad and producer.needs_gradient:
             own = tuple([t.detach().requires_grad_() for t in message.tensors])
-            leaves.append(own)
             message = message._replace(tensors=own)
+            leaves.append(message)
         parts.setdefault(producer.name, []).append((producer.reads, message))
     return leaves, {
         name: joined(name, [message for _, message in sorted(of, key=_first)])
@@ -354,7 +367,7 @@ def _accumulate(
     tensors: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
     """Gradients of leaves and parameters, of the outputs that have any."""
-    if all([t.requires_grad for t in tensors]):
+    if tensors and all([t.requires_grad for t in tensors]):
         torch.autograd.backward(tensors, gradients)
         return
     pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]

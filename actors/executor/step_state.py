@@ -14,8 +14,8 @@ from raymm.scheduler.plan.stage import StageId
 
 Received = list[Message]
 """What a stage gets of a microbatch, a message per producer."""
-Leaves = list[tuple[torch.Tensor, ...]]
-"""Tensors that a stage received and computes gradients of, per producer that gets one."""
+Leaves = list[Message]
+"""What a stage received and computes gradients of, per producer that gets one."""
 
 
 class StepState:

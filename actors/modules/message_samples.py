@@ -8,6 +8,7 @@ the first row and behind the last one their number.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -24,6 +25,8 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 # Side tensors "shape/float32/name" hold the shape of a floating-point tensor that does not travel.
 SHAPE = "shape/"
+# The side tensor of gradients that says of which tensors there are any.
+USED = "used"
 
 
 def shape_entry(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -50,7 +53,7 @@ def with_ports(message: Message, ports: EdgePorts) -> Message:
     )
 
 
-def of_all_ports(gradients: Tensors, message: Message, ports: EdgePorts) -> Gradients:
+def of_all_ports(gradients: Gradients, message: Message, ports: EdgePorts) -> Gradients:
     """Gradients of what an edge carries as gradients of all that the stage has for others.
 
     Args:
@@ -65,6 +68,42 @@ def of_all_ports(gradients: Tensors, message: Message, ports: EdgePorts) -> Grad
     for number, gradient in zip(_carried(message, ports), gradients, strict=True):
         every[number] = gradient
     return tuple(every)
+
+
+def used_tensors(
+    gradients: Sequence[torch.Tensor | None], sent: bool, everywhere: bool
+) -> dict[str, torch.Tensor]:
+    """What goes beside a stage's gradients of tensors with names, which it may have left alone: a
+    byte each says whether there is one, or zeros in its place. Then what only such a tensor
+    depends on gets no gradient of zeros, which AdamW would take for one.
+
+    Args:
+        gradients: per tensor; None where there is none.
+        sent: to another rank, and so in any case, as both ends of an edge expect it.
+        everywhere: other processes may have used what this one has not.
+    """
+    used = [everywhere or gradient is not None for gradient in gradients]
+    if not sent and all(used):
+        return {}
+    return {USED: torch.tensor(used, dtype=torch.uint8, device="cpu")}
+
+
+def gradients_of(message: Message) -> Gradients:
+    """Of a message from a reader of tensors with names: None of those that it did not use."""
+    if (used := message.side.get(USED)) is None:
+        return message.tensors
+    return tuple([t if u else None for t, u in zip(message.tensors, used.tolist(), strict=True)])
+
+
+def summed_gradients(
+    messages: Sequence[Message], of: Sequence[Samples], samples: Samples,
+    offsets: Sequence[int] | None,
+) -> Message:
+    """The gradients that several stages have handed back of one message, as one message. Arguments
+    as of :func:`summed`."""
+    tensors = cast(Tensors, summed([m.tensors for m in messages], of, samples, offsets))
+    used = [m.side[USED] for m in messages if USED in m.side]
+    return Message(tensors, {USED: torch.stack(used).amax(0)} if used else {})
 
 
 def _carried(message: Message, ports: EdgePorts) -> list[int]:
