@@ -60,8 +60,6 @@ _PUBLIC = {
     "ContrastiveLoss": "raymm.model.contrastive",
     "DagParallelModule": "raymm.runtime.parallel_dag",
     "dag_plan": "raymm.runtime.specs",
-    "MultiplexedModule": "raymm.runtime.multiplexed",
-    "MultiplexedParallelModule": "raymm.runtime.multiplexed",
     "plan_of_mapping": "raymm.layout.mapping_plan",
     "PlannedMultiplexed": "raymm.planning.multiplexed",
     "PlanRequest": "raymm.planning.request",
@@ -97,7 +95,6 @@ if TYPE_CHECKING:
     from raymm.planning.plan import Planned, plan
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connect
-    from raymm.runtime.multiplexed import MultiplexedModule, MultiplexedParallelModule
     from raymm.runtime.parallel_dag import DagParallelModule
     from raymm.runtime.parallel_module import StepOutput
     from raymm.runtime.pipelined import MultimodalParallelModule

@@ -15,7 +15,6 @@ from rich.table import Table
 from raymm.actors.storage.location import is_bucket
 from raymm.cli.option_arguments import add_option_arguments, read_options
 from raymm.cli.plan_styles import (
-    add_style_arguments,
     check_style,
     given_plan,
     plan_files,
@@ -49,7 +48,6 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
         help="also plan as others do, and print how long their step would take")
     add("--measure", type=int, metavar="K", help="run the best K plans and pick by measurement")
     add("--out", help="folder for plan.json and pictures (default: run.storage_path)")
-    add_style_arguments(command)
     add("--svg", action="store_true", help="pictures as SVG instead of PNG")
 
 

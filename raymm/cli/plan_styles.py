@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from raymm.scheduler.plan.plan import Plan
 
 
-def add_style_arguments(command: argparse.ArgumentParser) -> None:
-    """Options of ``raymm plan`` for execution styles that are no fields of a request."""
-    command.add_argument(
-        "--multiplex", action="store_true", help="deprecated: the same as --style multiplexed"
-    )
-
-
 def _pipelined_only(args: argparse.Namespace) -> list[str]:
     """Options that only a search for pipelines has, of those given."""
     names = [*given_options(args, PipelineOptions), "degrees", "measure"]
@@ -48,9 +41,7 @@ def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
     Raises:
         ConfigError: options that contradict each other.
     """
-    if args.multiplex and args.style not in (None, MULTIPLEXED):
-        raise ConfigError(f"--multiplex is --style multiplexed, but --style is {args.style}")
-    style = MULTIPLEXED if args.multiplex else args.style or configured or PIPELINED
+    style = args.style or configured or PIPELINED
     if style == PIPELINED:
         if multiplexed_options := given_options(args, MultiplexOptions):
             raise ConfigError(
@@ -142,8 +133,6 @@ def run_style(
     from raymm.scheduler.plan.rank_quotas import SLOTS
     from raymm.scheduler.progress.search_control import SearchControl
 
-    if args.multiplex:
-        console.print("note: --multiplex goes away; use --style multiplexed", highlight=False)
     request = _with_surfaces(args, request)
     request.check(model)
     workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
@@ -211,13 +200,11 @@ def _say_what_is_mapped(
 
 
 def _with_surfaces(args: argparse.Namespace, request: PlanRequest) -> PlanRequest:
-    """``--profile`` may be of surfaces, and ``--multiplex`` is a style."""
+    """``--profile`` may be of surfaces."""
     from raymm.scheduler.graph.strict_json import whole
 
     if args.quota_steps is not None:
         whole(args.quota_steps, "--quota-steps", 1)
-    if args.multiplex:
-        request = replace(request, style=MULTIPLEXED)
     if request.profile is not None and has_surfaces(request.profile):
         return replace(request, profile=None, surfaces=request.profile)
     return request

@@ -36,7 +36,7 @@ def add_profile_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--multiplex", action="store_true",
-        help="measure modules' scaling surfaces (GPUs x quota) for raymm plan --multiplex, and on "
+        help="measure modules' scaling surfaces (GPUs x quota) for multiplexed plans, and on "
         "GPUs what they cost each other side by side",
     )
     command.add_argument(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,15 +29,13 @@ from raymm.config.whole_model import build_whole_model, whole_layouts
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.run_files import write_whole
 from raymm.kernels.preference import PreferenceLoss
-from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.layout.plan_check import check_fits, differences
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.graph.strict_json import MultiplexError, read_file
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.search.options import LAYERS
 
@@ -224,18 +221,6 @@ def _plan_of_file(
         text = read_file(file)
     except MultiplexError as error:
         raise ConfigError(f"parallel.plan: {error}") from None
-    if has_placements(text) and config.parallel.has_layouts:
-        raise ConfigError(
-            f"parallel.plan is {path!r}, a mapping, which says what runs where, but layouts "
-            "(parallel.language_model, parallel.encoders) are given too; give one of them, as with "
-            f"--set 'parallel={{plan: {path}}}'"
-        )
-    if has_placements(text):
-        if isinstance(model, WholeModel):
-            raise ConfigError(
-                f"parallel.plan is {path!r}, a mapping; accepted of a whole model: a pipelined plan"
-            )
-        return _plan_of_mapping(path, text, config, model)
     try:
         plan = Plan.from_json(text)
         check_fits(plan)
@@ -259,31 +244,6 @@ def _refuse_pipelined_only(section: ParallelSection, why: str) -> None:
             raise ConfigError(
                 f"parallel.{name} is {getattr(section, name)!r}, but {why}; give one of them"
             )
-
-
-def has_placements(text: str) -> bool:
-    """Whether a file's text is of a multiplexed mapping, not of a plan. What is neither is for
-    their readers to refuse."""
-    try:
-        data = json_value(text, "plan")
-        return "placements" in data["stages"][0]
-    except (ValueError, TypeError, LookupError):
-        return False
-
-
-def _plan_of_mapping(
-    path: str, text: str, config: TrainConfig, model: MultimodalModule
-) -> Plan:
-    warnings.warn(
-        f"parallel.plan {path!r} is a mapping; such files go away: `raymm plan --style "
-        "multiplexed` writes plan.json",
-        FutureWarning, stacklevel=2,
-    )
-    try:
-        mapping = StageMapping.from_json(text)
-        return plan_of_mapping(model, mapping, config.data.microbatches)
-    except MultiplexError as error:
-        raise MultiplexError(f"parallel.plan {path!r}: {error}") from None
 
 
 def _spec(where: str, layout: LayoutSection) -> ParallelSpec:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from raymm.scheduler.graph.strict_json import (
     MOST_GPUS,
     MOST_STEPS,
     MultiplexError,
-    items,
-    members,
     number,
-    parsed,
     text,
     whole,
 )
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 
-MAPPING_FORMAT = 1
 # Predicted seconds that a file has may differ this much from the model's, relatively.
 SECONDS_TOLERANCE = 1e-9
 
@@ -210,35 +204,6 @@ class Mapping:
                     f"stages[{s}] needs {total} bytes on GPU {g}; accepted: at most memory_bytes, "
                     f"{problem.memory_bytes}"
                 )
-
-    def to_json(self) -> str:
-        """As a file's text."""
-        return json.dumps({"format": MAPPING_FORMAT, **asdict(self)}, indent=2)
-
-    @classmethod
-    def from_json(cls, source: str) -> Mapping:
-        """From such a text. Whether it fits a problem is for :meth:`check`.
-
-        Raises:
-            MultiplexError: naming the field that does not fit.
-        """
-        names = [field.name for field in fields(cls)]
-        data = parsed(source, "mapping file", MAPPING_FORMAT, names)
-        stages = tuple(
-            _stage(entry, f"stages[{s}]") for s, entry in enumerate(items(data["stages"], "stages"))
-        )
-        return cls(**{name: data[name] for name in names if name != "stages"}, stages=stages)
-
-
-def _stage(data: Any, where: str) -> MultiplexStage:
-    data = members(data, where, ("placements", "seconds"))
-    placements = []
-    for p, entry in enumerate(items(data["placements"], f"{where}.placements")):
-        names = [field.name for field in fields(Placement)]
-        entry = members(entry, f"{where}.placements[{p}]", names)
-        gpus = tuple(items(entry["gpus"], f"{where}.placements[{p}].gpus"))
-        placements.append(Placement(entry["module"], gpus, entry["quota"], entry["slices"]))
-    return MultiplexStage(tuple(placements), number(data["seconds"], f"{where}.seconds", 0.0))
 
 
 def module_seconds(

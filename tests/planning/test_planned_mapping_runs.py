@@ -39,10 +39,6 @@ def test_a_planned_mapping_gives_the_loss_of_one_process(ray_cluster):
     plan = raymm.plan_of_mapping(dag, planned.mapping)
     with raymm.DagParallelModule(dag, plan, timeout_s=120) as running:
         assert running.execute(batch).loss == pytest.approx(expected, rel=1e-5)
-    with pytest.warns(DeprecationWarning, match="use raymm.DagParallelModule"):
-        running = raymm.MultiplexedModule(dag, planned.mapping, timeout_s=120)
-    with running:
-        assert running.evaluate(batch).loss == pytest.approx(expected, rel=1e-5)
 
 
 class Answer(torch.nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 PLAN = ("--ranks", "2", "--set", "parallel={}")
-MULTIPLEX = ("--multiplex", "--device", "H100", *PLAN)
+MULTIPLEX = ("--style", "multiplexed", "--device", "H100", *PLAN)
 # What reads a file, by what it is told.
 READERS = {
     "profile": lambda config, file: ["plan", config, *PLAN, "--profile", file],
@@ -30,7 +30,7 @@ READERS = {
 CONTENTS = [
     None, ..., b"", '{"a": "é"}'.encode("latin-1"), b'{"a": [1, 2', b"[" * 100_000, b"null", b"1",
     b'"x"', b"[]", b"{}", b"[1]", b'{"stages": 3}', b'{"modules": 1}', b'{"surfaces": 1}',
-    b'{"traceEvents": 1}', b'{"stages": [{"placements": 1}]}',
+    b'{"traceEvents": 1}',
 ]
 WRITERS = {
     "profile": lambda config, out: ["profile", config, "--out", out],

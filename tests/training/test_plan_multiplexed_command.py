@@ -33,6 +33,9 @@ def surfaces(seconds: dict[str, float], memory: int = 10**6) -> str:
     ])
 
 
+MULTIPLEXED = "--style", "multiplexed"
+
+
 def printed_seconds(text: str) -> float:
     """Of "predicted ... per iteration"."""
     number, unit = re.search(r"predicted ([\d.]+) (s|ms|µs) per iteration", text).groups()
@@ -42,8 +45,8 @@ def printed_seconds(text: str) -> float:
 def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no_ray):
     out = tmp_path / "out"
     code, text = raymm(
-        "plan", "--multiplex", make_config(), "--ranks", "4", "--device", "H100", "--out", str(out),
-        "--compare",
+        "plan", "--style", "multiplexed", make_config(), "--ranks", "4", "--device", "H100",
+        "--out", str(out), "--compare",
     )
     assert code == 0, text
     plan = Plan.from_json((out / "plan.json").read_text())
@@ -51,7 +54,6 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
     assert plan.replicas("vision")[0][0].slot < plan.replicas("llm")[0][0].slot
     # What it is predicted by is in the file, and gives what is printed.
     assert step_timeline(plan, Network()).makespan <= printed_seconds(text) * 1.01
-    assert "--multiplex goes away; use --style multiplexed" in text
     # The standard run has two microbatches; what `raymm train` says of that, this says before.
     assert "train it with data.microbatches: 1" in text
     for part in ("multiplexed (estimates)", "stage ms", "quota", "found by auto", "not measured",
@@ -146,19 +148,18 @@ def test_styles_are_compared_on_the_devices_of_the_layouts(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--multiplex", "--style", "auto"), "--multiplex is --style multiplexed"),
-        (("--multiplex", "--quota-steps", "30"), "steps is 30"),
-        (("--multiplex", "--quota-steps", "0"), "--quota-steps is 0"),
-        (("--multiplex", "--measure", "2"), "--measure is of pipelined plans"),
-        (("--multiplex", "--layouts", "colocated"), "--layouts is of pipelined plans"),
+        ((*MULTIPLEXED, "--quota-steps", "30"), "steps is 30"),
+        ((*MULTIPLEXED, "--quota-steps", "0"), "--quota-steps is 0"),
+        ((*MULTIPLEXED, "--measure", "2"), "--measure is of pipelined plans"),
+        ((*MULTIPLEXED, "--layouts", "colocated"), "--layouts is of pipelined plans"),
         (("--interference", "blind"), "--interference is of multiplexed plans"),
         (("--quota-steps", "0"), "--quota-steps is of multiplexed plans"),
         (("--solver", ""), "--solver is of multiplexed plans"),
-        (("--multiplex", "--solver", ""), "strategy is ''"),
-        (("--multiplex", "--interference", "no.json"),
+        ((*MULTIPLEXED, "--solver", ""), "strategy is ''"),
+        ((*MULTIPLEXED, "--interference", "no.json"),
          "'no.json', and there is no such file; accepted: bandwidth, blind, or a file"),
-        (("--multiplex", "--solver", "best"), "strategy is 'best'"),
-        (("--multiplex", "--memory-gib", "0.0001"), "fits nowhere"),
+        ((*MULTIPLEXED, "--solver", "best"), "strategy is 'best'"),
+        ((*MULTIPLEXED, "--memory-gib", "0.0001"), "fits nowhere"),
     ],
 )
 def test_refusals(raymm, make_config, wide, tmp_path, no_ray, options, text):

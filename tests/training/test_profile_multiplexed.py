@@ -58,7 +58,7 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
     assert sorted(p.name for p in target.parent.iterdir()) == ["surfaces.json"]
 
     code, text = raymm(
-        "plan", "--multiplex", config, "--ranks", "2", "--profile", str(target),
+        "plan", "--style", "multiplexed", config, "--ranks", "2", "--profile", str(target),
         "--out", str(tmp_path / "plan"),
     )
     assert code == 0, text
@@ -67,7 +67,7 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
     assert "no quotas below a whole device" in text and "blind: the surfaces say nothing" in text
     assert f"per iteration of {batch} samples" in text and "is not known" not in text
     code, text = raymm(
-        "plan", "--multiplex", config, "--ranks", "2", "--profile", str(target),
+        "plan", "--style", "multiplexed", config, "--ranks", "2", "--profile", str(target),
         "--out", str(tmp_path / "plan"), "--microbatches", "64",
     )
     assert code == 2 and f"the surfaces were measured with {batch} and say nothing" in text

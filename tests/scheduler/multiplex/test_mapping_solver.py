@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from benchmarks._mapping_instances import KINDS, random_problem
 from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
 from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver import solve as solving
 from raymm.scheduler.multiplex.solver.greedy import merge_greedily, mergeable
@@ -144,7 +143,6 @@ def test_strategies_are_ordered_and_reproducible(kind: str, gpus: int) -> None:
     found = {s: solve(problem, s, seed=3) for s in ("greedy", "local_search", "auto")}
     for mapping in found.values():
         mapping.check(problem)
-        assert Mapping.from_json(mapping.to_json()) == mapping
     assert found["auto"].seconds <= found["local_search"].seconds * (1 + 1e-12)
     assert found["local_search"].seconds <= found["greedy"].seconds * (1 + 1e-12)
     assert found["auto"].optimal
