@@ -99,8 +99,12 @@ def summed_gradients(
     messages: Sequence[Message], of: Sequence[Samples], samples: Samples,
     offsets: Sequence[int] | None,
 ) -> Message:
-    """The gradients that several stages have handed back of one message, as one message. Arguments
-    as of :func:`summed`."""
+    """The gradients that several stages have handed back of one message, as one message.
+
+    Args:
+        messages: with gradients (rows, ...).
+        of, samples, offsets: as of :func:`summed`.
+    """
     tensors = cast(Tensors, summed([m.tensors for m in messages], of, samples, offsets))
     used = [m.side[USED] for m in messages if USED in m.side]
     return Message(tensors, {USED: torch.stack(used).amax(0)} if used else {})
