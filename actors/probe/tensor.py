@@ -66,9 +66,21 @@ class Comparison(NamedTuple):
     partial: frozenset[str] = frozenset()
 
 
+class Trial(NamedTuple):
+    """How a module is tried that is called otherwise than :func:`example_run` does.
+
+    Attributes:
+        source: of which small copies are made.
+        of: of a small copy, the module's own model, how it is called, and with what.
+    """
+
+    source: ModuleSource
+    of: Callable[[nn.Module], tuple[nn.Module, Run, Tensors]]
+
+
 def probe_tensor(
     source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None,
-    read: Read = first_tensor,
+    read: Read = first_tensor, trial: Trial | None = None,
 ) -> TensorPlan:  # fmt: skip
     """The fastest plan under which a shrunk replica of the module gives the whole's numbers.
 
@@ -78,6 +90,7 @@ def probe_tensor(
         name: of the module, for errors.
         inputs: example keyword arguments of an encoder; guessed from the config if not given.
         read: what others read of what an encoder's forward returns.
+        trial: in place of inputs and read.
 
     Raises:
         PlanError: as :func:`~raymm.actors.sharding.tensor_plan.tensor_plan`.
@@ -86,13 +99,15 @@ def probe_tensor(
     plan = tensor_plan(source, tp, name)  # before anything runs: sizes that do not fit
     if not plan.styles:
         return plan
-    return of_one_that_runs(source, lambda model: _probe(source, model, tp, name, inputs, read))
+    if trial is None:
+        trial = Trial(source, lambda model: (model, *example_run(model, inputs, read)))
+    own = trial
+    return of_one_that_runs(own.source, lambda model: _probe(source, tp, name, *own.of(model)))
 
 
 def _probe(
-    source: ModuleSource, model: nn.Module, tp: int, name: str, inputs: Tensors | None, read: Read
+    source: ModuleSource, tp: int, name: str, model: nn.Module, run: Run, inputs: Tensors
 ) -> TensorPlan:
-    run, inputs = example_run(model, inputs, read)
     expected = run_whole(model, run, inputs)
     first_failure, tried = None, []
     for choices in _CHOICES:

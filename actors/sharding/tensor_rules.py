@@ -54,7 +54,9 @@ def generic(name: str) -> str:
 
 
 def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
-    head, modules = head_name(module), dict(module.named_modules())
+    head = head_name(module)
+    # Of a part of a model, those of its own.
+    modules = {n: m for n, m in module.named_modules() if any(True for _ in m.parameters())}
     styles = {n: plan[generic(n)] for n in modules if generic(n) in plan and n != head}
     bare = {
         n: plan[generic(n)]

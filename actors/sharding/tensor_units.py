@@ -79,8 +79,9 @@ class Rules:
 def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is one whose matrix product can be sharded: exactly ``nn.Linear`` or
     Hugging Face's ``Conv1D``, or one of these with an adapter, as another subclass may do something
-    else."""
-    return type(module) in (nn.Linear, Conv1D) or isinstance(module, AdaptedLayer)
+    else; with a weight that the part of a model has."""
+    kinds = type(module) in (nn.Linear, Conv1D) or isinstance(module, AdaptedLayer)
+    return kinds and "weight" in cast(nn.Module, module)._parameters
 
 
 def widths(module: nn.Module) -> tuple[int, int]:

@@ -7,7 +7,7 @@ what is read travels; the rest is None there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,14 +112,13 @@ class Form:
         Args:
             tensors, side: what :meth:`packed` returned.
         """
-        ready = iter(tensors)
+        travelling = dict(self._travelling(tensors, side))
         values: list[Any] = []
         for n, leaf in enumerate(self.leaves):
-            if leaf.kind == "value" or not leaf.read:
+            if n not in travelling:
                 values.append(leaf.value)
                 continue
-            tensor = side.get(str(n))
-            tensor = next(ready) if tensor is None else tensor
+            tensor = travelling[n]
             if tensor.device.type == "cpu" and tensors:
                 tensor = to_device(tensor, tensors[0].device)
             if leaf.kind == "tensor":
@@ -128,6 +127,72 @@ class Form:
             entries = tensor.split(on_host(side[f"{_ROWS}{n}"]).tolist())
             values.append(list(entries) if leaf.kind == "list" else tuple(entries))
         return tree_unflatten(values, self.tree)
+
+    def parts(
+        self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor],
+        layers: Collection[int] = (),
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """What travels of an output, so that parts of several outputs, put together along their
+        first dimension, are those of all of their items.
+
+        Args:
+            tensors, side: what :meth:`packed` returned.
+            layers: leaves that are lists with an entry of all items (a layer's features), where
+                others have one of each.
+
+        Raises:
+            FeaturesError: entries of all items that differ in length.
+        """
+        parts = []
+        for n, tensor in self._travelling(tensors, side):
+            if self.leaves[n].kind == "tensor":
+                parts.append(tensor)
+                continue
+            rows = on_host(side[f"{_ROWS}{n}"])
+            if n not in layers:
+                parts += [tensor, rows]
+                continue
+            if len(set(rows.tolist())) > 1:
+                raise FeaturesError(f"features of one batch's items have {rows.tolist()} rows")
+            parts.append(tensor.unflatten(0, (len(rows), -1)).transpose(0, 1))
+        return parts
+
+    def of_parts(
+        self, parts: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor],
+        layers: Collection[int] = (),
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:  # fmt: skip
+        """What travels of an output, from :meth:`parts`.
+
+        Args:
+            parts: of all items.
+            side: of some of them.
+            layers: as of :meth:`parts`.
+        """
+        ready, tensors, whole = iter(parts), [], dict(side)
+        for n, leaf in enumerate(self.leaves):
+            if leaf.kind == "value" or not leaf.read:
+                continue
+            tensor, name = next(ready), f"{_ROWS}{n}"
+            if n in layers:
+                whole[name] = torch.full_like(side[name], len(tensor))
+                tensor = tensor.transpose(0, 1).flatten(0, 1)
+            elif leaf.kind != "tensor":
+                whole[name] = next(ready)
+            if str(n) in side:
+                whole[str(n)] = tensor
+            else:
+                tensors.append(tensor)
+        return tuple(tensors), whole
+
+    def _travelling(
+        self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Leaves that travel, by their number."""
+        ready = iter(tensors)
+        for n, leaf in enumerate(self.leaves):
+            if leaf.kind != "value" and leaf.read:
+                tensor = side.get(str(n))
+                yield n, next(ready) if tensor is None else tensor
 
     def shapes(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Shapes of the floating-point tensors, for stages that do not read them."""

@@ -31,9 +31,19 @@ class ItemShares:
         self._module, self._exchange = module, exchange
 
     @property
+    def exchange(self) -> Exchange:
+        """The processes."""
+        return self._exchange
+
+    @property
     def rank(self) -> int:
         """The process's place."""
         return self._exchange.rank
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self._exchange.size
 
     def own_inputs(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The process's items (the first one if it has none), and how many there are in all.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.sharding.whole.item_rows import gather_parts, items_of_share
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.features import Form
+from raymm.actors.stages.item_shares import ITEMS
 from raymm.actors.stages.stage_inputs import from_side, to_side
+from raymm.kernels.collectives.gather_tokens import contribute_once
+from raymm.kernels.host_copies import on_host
 
 
 @dataclass(frozen=True)
@@ -20,10 +27,13 @@ class TowerSpec(EncoderSpec):
     Attributes:
         constants: arguments of the call that are the same for all microbatches.
         form: structure of what the call returns.
+        layers: which of it are lists with an entry of all items, where others have one of each;
+            known where processes are to share items.
     """
 
     constants: tuple[tuple[str, Any], ...] = ()
     form: Form | None = None
+    layers: frozenset[int] = frozenset()
 
 
 class TowerStage(EncoderStage):
@@ -57,13 +67,37 @@ class TowerStage(EncoderStage):
         hidden, relays = None, ()
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
+            items = None
+            if self._items is not None:
+                inputs, items = items_of_share(
+                    spec.name, inputs, self._items.rank, self._items.processes
+                )
             side = to_side(inputs, spec.travels, spec.name) if self._cut else {}
+            if items is not None:
+                side[ITEMS] = torch.tensor(items, device="cpu")
         else:
             (message,) = received.values()
-            (hidden, *relays), side = message.tensors, message.side
-            inputs = from_side(side, hidden.device)
+            (hidden, *relays), side = message.tensors, dict(message.side)
+            shown = {name: value for name, value in side.items() if name != ITEMS}
+            inputs = from_side(shown, hidden.device)
         try:
-            output = self._forward(hidden, context, relays, **inputs, **dict(spec.constants))
+            with self._sharing or nullcontext():
+                output = self._forward(hidden, context, relays, **inputs, **dict(spec.constants))
         except CutReached as cut:
             return Message((cut.hidden, *cut.relays), side)
-        return Message(*spec.form.packed(output))
+        return self._features(output, side)
+
+    def _features(self, output: Any, side: dict[str, torch.Tensor]) -> Message:
+        """What the language model is handed, of all items."""
+        form = self.spec.form
+        assert form is not None  # see run
+        tensors, own = form.packed(output)
+        if self._exchange is not None:
+            tensors = tuple(contribute_once(tensor, self._exchange) for tensor in tensors)
+        if self._items is None:
+            return Message(tensors, own)
+        parts = form.parts(tensors, own, self.spec.layers)
+        if not int(on_host(side[ITEMS])):  # another's item, in vain
+            parts = [part[:0] for part in parts]
+        whole = gather_parts(parts, self._items.exchange)
+        return Message(*form.of_parts(whole, own, self.spec.layers))

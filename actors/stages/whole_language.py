@@ -7,6 +7,7 @@ that are no floats (grids, sizes) and of the others the shapes.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,10 +19,14 @@ from torch import nn
 from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.sharding.sample_rows import shares
+from raymm.actors.sharding.whole.text_entry import TextEntry
+from raymm.actors.sharding.whole.token_share import TokenShare
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.language import Labelled, LanguageSpec, LanguageStage
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.weights.model_part import Call
+from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import on_host
 
 _TARGETS, _FEATURES = "targets", "features/"
@@ -86,6 +91,34 @@ class WholeLanguageStage(LanguageStage):
         for port in spec.towers:
             port.call.replace(module, self._features[port.name])
         self._relayed_blocks = len(spec.cut.relayed_before(lo)) if spec.cut else 0
+        self._entry: TextEntry | None = None
+
+    def share_samples(self, exchange: Exchange) -> None:
+        """As of :class:`LanguageStage`. The forward runs on all rows up to its text model."""
+        super().share_samples(exchange)
+        self._use_entry()
+
+    def _use_entry(self) -> None:
+        if self._entry is None:
+            assert self._forward.blocks is not None  # a probe has looked
+            self._entry = TextEntry(self.module, self._forward.blocks)
+
+    def _share(self, shape: tuple[int, int]) -> TokenShare | None:
+        """Which tokens of a batch (B, T) are this process's; None for all."""
+        if self._samples is None:
+            return None
+        rows = shares(shape[0], self._samples.size)[self._samples.rank]
+        return TokenShare(shape, rows or range(1))
+
+    def _own_targets(self, targets: torch.Tensor, share: TokenShare | None) -> torch.Tensor:
+        """Of the targets (B, T) those of the process's tokens; none of a row that is computed in
+        vain."""
+        if share is None:
+            return targets
+        own, samples = share.of_tokens(targets), self._samples
+        if samples is not None and not shares(len(targets), samples.size)[samples.rank]:
+            own = torch.full_like(own, IGNORE_INDEX)
+        return own
 
     def run(
         self,
@@ -116,12 +149,15 @@ class WholeLanguageStage(LanguageStage):
             relays, features = list(islice(rest, self._relayed_blocks)), list(rest)
         self._show(side, features, device)
         arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
-        labelled = Labelled(on_host(side[_TARGETS]), device) if self.last else None
+        targets = on_host(side[_TARGETS])
+        share = self._share(tuple(targets.shape))
+        labelled = Labelled(self._own_targets(targets, share), device) if self.last else None
         try:
             self._labelled = labelled
-            logits = self._forward(
-                hidden, context, relays, **from_side(arguments, device), use_cache=False
-            ).logits
+            with nullcontext() if self._entry is None else self._entry.sharing(share):
+                logits = self._forward(
+                    hidden, context, relays, **from_side(arguments, device), use_cache=False
+                ).logits
         except CutReached as cut:
             handed = features if self.spec.relays else []
             return Message((cut.hidden, *cut.relays, *handed), side)

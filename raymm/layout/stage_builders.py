@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.modules.cut import own_buffers
 from raymm.actors.probe.attention import probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
@@ -26,7 +27,7 @@ from raymm.actors.sharding.fully_sharded import (
 )
 from raymm.actors.sharding.parameter_shards import ShardPlan, ShardSpec
 from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items
-from raymm.actors.sharding.tensor_plan import tensor_plan
+from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.feature_stage import FeatureStage
 from raymm.actors.stages.language import (
@@ -47,6 +48,14 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 
 # What to do about norms over samples that replicas deal out.
 _SPLIT_NORMS = "{!r} has replicas that deal samples out (give it one, or freeze it), and it"
+SHARDED_NORMS = (
+    "sharding of {!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); fsdp deals samples out over "
+    "processes, and it"
+)
+LAYER_DROP = (
+    "{!r} leaves out layers at random in training; with cp above 1 or sharding 'fsdp' it must not: "
+    "set the probability in its config to 0 (layerdrop)"
+)
 
 Retry = Callable[[Mapping[str, Any]], None]
 AnySpec = EncoderSpec | LanguageSpec
@@ -188,12 +197,13 @@ def _shared(
     if first.cp > 1:
         _check_tokens(module, spec, example, first.cp)
     if first.split == SAMPLES and len(plan.replicas(module)) > 1:
-        _check_norms(spec, _SPLIT_NORMS.format(module))
+        check_norms(spec, _SPLIT_NORMS.format(module))
     if first.fsdp > 1:
         _check_samples(module, spec, example)
     if first.cp > 1 or first.fsdp > 1:
         _check_layer_drop(module, spec, example)
-    return _shard_spec(module, spec, first, example)
+    tensors = partial(probe_tensor, spec.source, first.tp, module, example, read_of(spec))
+    return shard_spec(spec, first, tensors)
 
 
 def _try_inputs(
@@ -246,10 +256,7 @@ def _check_layer_drop(
     """
     language = isinstance(spec, LanguageSpec)
     if trains_without_blocks(spec.source, language, example, read_of(spec)):
-        raise PlanError(
-            f"{module!r} leaves out layers at random in training; with cp above 1 or sharding "
-            "'fsdp' it must not: set the probability in its config to 0 (layerdrop)"
-        )
+        raise PlanError(LAYER_DROP.format(module))
 
 
 def _check_tokens(
@@ -268,9 +275,10 @@ def _check_tokens(
         raise ProbeError(f"cp of {module!r} is {cp}; accepted: 1. {error}") from error
 
 
-def _check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
+def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     """
     Args:
+        spec: of the module.
         planned: how samples are dealt out, as an error says it.
 
     Raises:
@@ -279,7 +287,9 @@ def _check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     if any(
         isinstance(child, _BatchNorm) and skeleton.training
         for skeleton in (set_mode(part) for part in _skeletons(spec).values())
-        for child in skeleton.modules()
+        for own in [own_buffers(skeleton)]
+        for name, child in skeleton.named_modules()
+        if not child._buffers or f"{name}.{next(iter(child._buffers))}".lstrip(".") in own
     ):
         raise PlanError(f"{planned} has norms over all samples (batch norm)")
 
@@ -291,10 +301,7 @@ def _check_samples(
     Raises:
         PlanError: if a module's samples cannot be split over processes.
     """
-    _check_norms(
-        spec, f"sharding of {module!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); "
-        "fsdp deals samples out over processes, and it",
-    )
+    check_norms(spec, SHARDED_NORMS.format(module))
     if isinstance(spec, EncoderSpec) and example is not None:
         try:
             count_items(example, module)
@@ -302,10 +309,15 @@ def _check_samples(
             raise PlanError(f"sharding of {module!r}: {error}") from None
 
 
-def _shard_spec(
-    module: str, spec: EncoderSpec | LanguageSpec, stage: Stage, example: dict[str, Any] | None
+def shard_spec(
+    spec: EncoderSpec | LanguageSpec, stage: Stage, tensors: Callable[[], TensorPlan]
 ) -> ShardSpec:
     """Which shards of a module's parameters each process of a rank holds.
+
+    Args:
+        spec: of the module.
+        stage: one of its.
+        tensors: its plan of tensor parallelism.
 
     Raises:
         PlanError: if they cannot be shared out as planned.
@@ -315,7 +327,7 @@ def _shard_spec(
         blocks = spec.cut.blocks if spec.cut else find_blocks(skeleton)
         if blocks is None:
             raise PlanError(
-                f"sharding of {module!r} is 'fsdp', and no list of blocks was found in it, whose "
+                f"sharding of {spec.name!r} is 'fsdp', and no list of blocks was found in it, whose "
                 "parameters it shares out; use none or zero1"
             )
         units = language_units if isinstance(spec, LanguageSpec) else block_units
@@ -324,12 +336,10 @@ def _shard_spec(
     tp = stage.tp
     if tp == 1:
         return ShardSpec()
-    plans: dict[str, ShardPlan] = {
-        "module": probe_tensor(spec.source, tp, module, example, read_of(spec))
-    }
+    plans: dict[str, ShardPlan] = {"module": tensors()}
     projector = getattr(spec, "projector", None)
     if projector is not None:
-        plans["projector"] = tensor_plan(projector, tp, f"{module} projector")
+        plans["projector"] = tensor_plan(projector, tp, f"{spec.name} projector")
     return ShardSpec(plans)
 
 

@@ -3,45 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
+from raymm.actors.probe.whole.shares import (
+    leaves_out_blocks,
+    probe_items,
+    probe_rows,
+    probe_whole_tensor,
+)
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.actors.stages.encoder import EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.language import LanguageStage
 from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.tower import TowerSpec, TowerStage
 from raymm.actors.stages.whole_language import WholeLanguageSpec, WholeLanguageStage
-from raymm.layout.stage_builders import StageBuilders, recomputing
+from raymm.layout.stage_builders import (
+    LAYER_DROP,
+    SHARDED_NORMS,
+    StageBuilders,
+    check_norms,
+    recomputing,
+    shard_spec,
+)
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan, PlanError
+
+AnySpec = TowerSpec | WholeLanguageSpec
 
 
 @plain_torch()
 def whole_stage_builders(model: WholeModel, plan: Plan) -> StageBuilders:
     """
     Raises:
-        ProbeError: if a module cannot be cut as planned.
-        PlanError: if processes are to share samples, tokens or parameters of a module.
+        ProbeError: if a module cannot be cut, or its samples, tokens or parameters shared out, as
+            planned.
+        PlanError: if the model's sizes do not fit the plan's degrees.
     """
     builders = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
         first = plan.replicas(node.name)[0][0]
-        for what, degree in first.degrees._asdict().items():
-            if degree > 1:
-                raise PlanError(
-                    f"{what} of {node.name!r} is {degree}; accepted of a module of a whole model: 1"
-                )
         is_cut = first.layers[1] < node.num_blocks
-        builders.shard_specs[node.name] = ShardSpec()
         spec: Any = cut_module(model, node.name) if is_cut else model.spec(node.name)
+        spec, builders.shard_specs[node.name] = _shared(model, plan, spec)
         if node.name == LANGUAGE_MODEL:
             builders.add(plan, node.name, spec, language_stage_parameters, _build_language)
             continue
         builders.add(plan, node.name, spec, encoder_stage_parameters, _build_tower)
     return builders
+
+
+def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, ShardSpec]:
+    """A module's spec with how its items are shared out, and which shards of its parameters each
+    process of a rank holds.
+
+    Raises:
+        ProbeError, PlanError: as of :func:`whole_stage_builders`.
+    """
+    first, name = plan.replicas(spec.name)[0][0], spec.name
+    towers, inputs = model.towers, model.example
+    if name != LANGUAGE_MODEL:
+        towers, inputs = (), model.tower(name).inputs(model.example) or {}
+    if first.cp > 1:
+        raise PlanError(
+            f"cp of {name!r} is {first.cp}; accepted of a module of a whole model: 1"
+        )
+    if first.fsdp > 1:
+        check_norms(spec, SHARDED_NORMS.format(name))
+        try:
+            if isinstance(spec, WholeLanguageSpec):
+                probe_rows(spec, towers, inputs)
+            else:
+                spec = replace(spec, layers=probe_items(spec, inputs))
+        except ProbeError as error:
+            raise ProbeError(
+                f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'. {error}"
+            ) from error
+        if leaves_out_blocks(spec, towers, inputs):
+            raise PlanError(LAYER_DROP.format(name))
+    tensors = partial(probe_whole_tensor, spec, first.tp, towers, inputs)
+    return spec, shard_spec(spec, first, tensors)
 
 
 @plain_torch()

@@ -6,68 +6,38 @@ Legend: ``B`` rows of text, ``N`` items, ``R`` rows of items (patches, frames).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from raymm.actors.sharding.sample_rows import SplitSamplesError
+from raymm.actors.sharding.whole.item_rows import rows_per_item, take_items
 from raymm.model.batch_rules import BatchError
 
 Entries = Mapping[str, torch.Tensor]
 
 
-def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Tensor]:
-    """Per tensor, how many of its rows are of each item: one, or what the sizes of an item (a row
-    of integers, such as a grid of patches, or one number) multiply to.
-
+def check_rows(name: str, entries: Entries) -> None:
+    """
     Args:
         name: of whose items, for errors.
         entries: tensors (N, ...) or (R, ...).
-        items: N.
-
-    Returns:
-        By name, (N,) int64.
 
     Raises:
-        BatchError: rows that do not add up.
+        BatchError: rows of items that do not add up to what their sizes say.
     """
-    sizes = {
-        key: value.reshape(items, -1).prod(dim=1) for key, value in entries.items()
-        if len(value) == items and value.dim() <= 2 and not value.is_floating_point()
-        and value.dtype is not torch.bool
-    }  # fmt: skip
-    rows = {}
-    for key, value in entries.items():
-        if len(value) == items:
-            rows[key] = torch.ones(items, dtype=torch.int64)
-            continue
-        fits = [size for size in sizes.values() if int(size.sum()) == len(value)]
-        if not fits:
-            said = ", ".join(f"{size} says {int(n.sum())}" for size, n in sizes.items())
-            raise BatchError(
-                f"{key!r} of {name!r} has {len(value)} rows for {items} items "
-                f"({said or 'no sizes'}); accepted: a row per item, or as many as the items' sizes "
-                "multiply to"
-            )
-        rows[key] = fits[0].long()
-    return rows
+    with _of_batches():
+        rows_per_item(name, entries, min(map(len, entries.values())))
 
 
-def take_items(name: str, entries: Entries, own: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Some items, whole, with all of their rows.
-
-    Args:
-        name: of whose items, for errors.
-        entries: tensors (N, ...) or (R, ...).
-        own: (N,) bool, which.
-
-    Raises:
-        BatchError: rows that do not add up.
-    """
-    rows = rows_per_item(name, entries, len(own))
-    return {
-        key: value[torch.repeat_interleave(own, rows[key])] for key, value in entries.items()
-    }
+@contextmanager
+def _of_batches() -> Iterator[None]:
+    try:
+        yield
+    except SplitSamplesError as error:
+        raise BatchError(str(error)) from None
 
 
 def split_rows(
@@ -99,6 +69,7 @@ def split_rows(
                 rows = index.get(name, torch.arange(total))
                 chosen = (rows >= lo) & (rows < lo + size)
                 if chosen.any():
-                    part |= take_items(name, own, chosen)
+                    with _of_batches():
+                        part |= take_items(name, own, chosen)
         parts.append(part)
     return parts

@@ -11,7 +11,7 @@ import torch
 from raymm.actors.stages.whole_language import language_inputs
 from raymm.model.batch_rules import IDS, LABELS, BatchError, check_tensor
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.ragged import rows_per_item
+from raymm.model.ragged import check_rows
 
 Batch = Mapping[str, torch.Tensor]
 # By tower, for each argument of its call which entry of a batch it is.
@@ -102,7 +102,7 @@ class WholeBatchCheck:
                 )
         for tower in self.sized:
             if own := _entries(tower, self.towers, microbatch):
-                rows_per_item(tower, own, min(map(len, own.values())))
+                check_rows(tower, own)
 
 
 def _entries(tower: str, towers: TowerInputs, batch: Batch) -> dict[str, torch.Tensor]:
@@ -113,7 +113,7 @@ def _adds_up(tower: str, towers: TowerInputs, example: Batch) -> bool:
     """Whether sizes of items, in the example, say how many rows an item has."""
     shown = _entries(tower, towers, example)
     try:
-        rows_per_item(tower, shown, min(map(len, shown.values())))
+        check_rows(tower, shown)
     except BatchError:
         return False  # they say something else
     return True

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymm.actors.sharding.whole.item_rows import rows_per_item
 from raymm.model.batch_rules import BatchError
-from raymm.model.ragged import rows_per_item, split_rows
+from raymm.model.ragged import check_rows, split_rows
 
 
 @st.composite
@@ -51,6 +52,6 @@ def test_grids_that_contradict_patches_are_refused():
     grid = torch.tensor([[1, 2, 2], [1, 2, 3]])
     entries = {"pixel_values": torch.zeros(11, 4), "image_grid_thw": grid}
     with pytest.raises(BatchError, match="11 rows for 2 items .image_grid_thw says 10"):
-        rows_per_item("vision", entries, 2)
+        check_rows("vision", entries)
     rows = rows_per_item("vision", {**entries, "pixel_values": torch.zeros(10, 4)}, 2)
     assert rows["pixel_values"].tolist() == [4, 6]

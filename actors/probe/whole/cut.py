@@ -25,7 +25,7 @@ from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
 from raymm.actors.probe.whole.relays import read_outputs
 from raymm.actors.probe.whole.towers import Tower, as_copied
-from raymm.actors.stages.features import Form, ReceivedFeatures
+from raymm.actors.probe.whole.trials import LanguageTrial, TowerTrial
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import TowerPort, WholeLanguageSpec
 from raymm.actors.weights.model_part import PartSource
@@ -98,16 +98,11 @@ def cut_tower(spec: TowerSpec, inputs: Inputs) -> TowerSpec:
     Raises:
         ProbeError: it cannot be cut.
     """
-    constants = dict(spec.constants)
-
     def run_with(travels: frozenset[str]) -> Run:
         def run(stage: nn.Module, first: bool) -> torch.Tensor:
-            shown = as_copied(spec.source, stage, inputs)
-            shown = shown if first else ghost_inputs(shown, travels)
-            assert spec.form is not None
-            output = stage(**shown, **constants)
-            tensors, _ = spec.form.like(output).packed(output)
-            return torch.cat([tensor.flatten() for tensor in tensors])
+            trial = TowerTrial(spec, stage, inputs)
+            shown = trial.inputs if first else ghost_inputs(trial.inputs, travels)
+            return trial.read(stage, shown)
 
         return run
 
@@ -145,35 +140,25 @@ def cut_language_model(
     source = cast(PartSource, spec.source)
 
     def probe(whole: nn.Module) -> tuple[CutInfo, bool]:
-        shown = as_copied(source.whole, whole, inputs)
-        outputs = {tower.name: _features(whole, tower, shown) for tower in towers}
-        model = source.as_made(copy.deepcopy(whole))
-        for port in spec.towers:
-            port.call.replace(model, ReceivedFeatures(port.name))
+        trial = LanguageTrial(spec, towers, whole, inputs)
 
         def run_with(relays: bool) -> Run:
             def run(stage: nn.Module, first: bool) -> torch.Tensor:
-                for port in spec.towers:
-                    form, tensors, side = outputs[port.name]
-                    if not first and not relays:
-                        tensors = tuple(torch.zeros_like(t) for t in tensors)
-                    received = cast(ReceivedFeatures, port.call.of(stage))
-                    received.output = form.unpacked(tensors, side)
-                entries = {entry for tower in towers for _, entry in tower.arguments}
-                floats = {n: v for n, v in shown.items() if n in entries}
-                rest = {n: v for n, v in shown.items() if n not in entries}
-                return stage(**rest, **ghost_inputs(floats), use_cache=False).logits
+                own = trial.features
+                if not first and not relays:
+                    own = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+                return trial.logits(stage, own)
 
             return run
 
         try:
-            return _compare(model, source, run_with(False)), False
+            return _compare(trial.model, source, run_with(False)), False
         except NotRunError:
             raise
         except ProbeError:
             if not towers:
                 raise
-        return _compare(model, source, run_with(True)), True
+        return _compare(trial.model, source, run_with(True)), True
 
     cut, relays = of_one_that_runs(source.whole, probe)
     if cut.relayed:
@@ -242,23 +227,6 @@ def _of_zeros(source: PartSource) -> nn.Module:
         zero = torch.zeros((), dtype=parameter.dtype)
         set_tensor(model, name, zero.expand(parameter.shape))
     return model.eval()
-
-
-def _features(
-    whole: nn.Module, tower: Tower, inputs: Inputs
-) -> tuple[Form, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    model = copy.deepcopy(whole)
-    try:
-        with torch.no_grad():
-            output = tower.call.of(model)(**(tower.inputs(inputs) or {}), **dict(tower.constants))
-        form = tower.form.like(output)
-        if len(form.leaves) != len(tower.form.leaves):
-            raise ValueError("its features are of fewer blocks than the model's")
-        return form, *form.packed(output)
-    except USER_CODE_RAISES as error:  # whatever a model may raise
-        raise NotRunError(
-            f"{tower.call} of {type(whole).__name__} does not run on the example: {brief(error)}"
-        ) from error
 
 
 def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:

@@ -1,0 +1,220 @@
+"""May processes each have a part of a whole model's rows, items, tokens or parameters? Tried on
+small copies, on one process: every share of an example must give what it is of the whole's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.stage_comparison import skips_blocks
+from raymm.actors.probe.tensor import Trial, probe_tensor
+from raymm.actors.probe.whole.towers import Tower
+from raymm.actors.probe.whole.trials import LanguageTrial, TowerTrial
+from raymm.actors.sharding.sample_rows import shares
+from raymm.actors.sharding.tensor_plan import TensorPlan
+from raymm.actors.sharding.whole.item_rows import items_of_share
+from raymm.actors.sharding.whole.text_entry import TextEntry
+from raymm.actors.sharding.whole.token_share import TokenShare
+from raymm.actors.stages.tower import TowerSpec
+from raymm.actors.stages.whole_language import WholeLanguageSpec
+from raymm.actors.weights.model_part import PartSource
+from raymm.actors.weights.source import set_mode
+from raymm.errors import USER_CODE_RAISES
+
+_PROCESSES = 2
+# Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
+_NOISE = 1e-5
+Inputs = Mapping[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+
+def probe_rows(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs) -> None:
+    """Check that processes may each have a part of the rows of a whole model's text.
+
+    Args:
+        spec: of its language model.
+        towers: that it reads.
+        inputs: of the whole model.
+
+    Raises:
+        ProbeError: rows by themselves give another result than among others.
+    """
+    rows = twice(inputs, towers)
+
+    def probe(whole: nn.Module) -> None:
+        trial = LanguageTrial(spec, towers, whole, rows)
+        shape = tuple(rows["input_ids"].shape[:2])
+        parts = [TokenShare(shape, own) for own in shares(shape[0], _PROCESSES)]
+        _compare_tokens(trial, parts, "rows by themselves give another result than among others")
+
+    of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+
+
+def _compare_tokens(trial: LanguageTrial, parts: list[TokenShare], why: str) -> None:
+    """
+    Raises:
+        ProbeError: a share's logits are not what the whole's are of its tokens.
+    """
+    name = type(trial.model).__name__
+    blocks = find_blocks(trial.model)
+    if blocks is None:
+        raise ProbeError(f"{name} has no list of blocks")
+    with torch.no_grad():
+        expected = trial.logits(copy.deepcopy(trial.model), trial.features)
+        for part in parts:
+            model = copy.deepcopy(trial.model)
+            entry = TextEntry(model, blocks)
+            try:
+                with entry.sharing(part):
+                    logits = trial.logits(model, trial.features)
+            except USER_CODE_RAISES as error:  # whatever a model may raise
+                raise ProbeError(f"{name} does not run on a part of them: {brief(error)}") from error
+            _compare(name, logits, part.of_tokens(expected), why)
+
+
+def _compare(name: str, found: torch.Tensor, expected: torch.Tensor, why: str) -> None:
+    if found.shape != expected.shape:
+        raise ProbeError(
+            f"{name}: {why} (shape {tuple(found.shape)}, not {tuple(expected.shape)})"
+        )
+    change = (found - expected).norm() / expected.norm()
+    if not bool(change <= _NOISE):
+        raise ProbeError(f"{name}: {why} (relative difference {float(change):.1e})")
+
+
+def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
+    """Check that processes may each have a part of a tower's items.
+
+    Args:
+        spec: of the tower.
+        inputs: of it.
+
+    Returns:
+        Which of what it hands over are lists with an entry of all items, as ``TowerSpec.layers``.
+
+    Raises:
+        ProbeError: items by themselves give other features than among others.
+    """
+    several = {name: _doubled(value, 0) for name, value in inputs.items()}
+
+    def probe(model: nn.Module) -> frozenset[int]:
+        trial = TowerTrial(spec, model, several)
+        name = type(model).__name__
+        with torch.no_grad():
+            try:
+                form, expected, side = trial.packed(copy.deepcopy(model), trial.inputs)
+            except USER_CODE_RAISES as error:  # whatever a model may raise
+                raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
+            try:
+                own = [items_of_share(spec.name, trial.inputs, place, _PROCESSES)[0]
+                       for place in range(_PROCESSES)]  # fmt: skip
+                parts = [trial.packed(copy.deepcopy(model), each) for each in own]
+            except USER_CODE_RAISES as error:  # whatever a model may raise
+                raise ProbeError(f"{name} does not run on some of the items: {brief(error)}") from error
+        counts = [_list_lengths(made) for made in (side, *(part[2] for part in parts))]
+        layers = frozenset(n for n, count in counts[0].items()
+                           if all(other[n] == count for other in counts))  # fmt: skip
+        why = "items by themselves give other features than among others"
+        pieces = [form.parts(tensors, made, layers) for _, tensors, made in parts]
+        whole = [torch.cat(each) for each in zip(*pieces, strict=True)]
+        found, _ = form.of_parts(whole, side, layers)
+        for tensor, due in zip(found, expected, strict=True):
+            _compare(name, tensor, due, why)
+        return layers
+
+    return of_one_that_runs(spec.source, probe)
+
+
+def _list_lengths(side: Tensors) -> dict[int, int]:
+    """By leaf that is a list, how many entries it has."""
+    return {
+        int(name.removeprefix("rows/")): len(rows)
+        for name, rows in side.items() if name.startswith("rows/")
+    }  # fmt: skip
+
+
+def twice(inputs: Inputs, towers: tuple[Tower, ...]) -> dict[str, Any]:
+    """A batch whose rows come twice, with their items.
+
+    Args:
+        inputs: of the whole model.
+        towers: whose items they have.
+    """
+    entries = {entry for tower in towers for _, entry in tower.arguments}
+    rows, length = inputs["input_ids"].shape[:2]
+    found = {}
+    for name, value in inputs.items():
+        dim: int | None = 0
+        if name not in entries:
+            pairs = range(value.dim() - 1)
+            dim = next((d for d in pairs if value.shape[d : d + 2] == (rows, length)), None)
+        found[name] = value if dim is None else _doubled(value, dim)
+    return found
+
+
+def _doubled(value: Any, dim: int) -> Any:
+    return torch.cat([value, value], dim) if isinstance(value, torch.Tensor) else value
+
+
+def leaves_out_blocks(
+    spec: WholeLanguageSpec | TowerSpec, towers: tuple[Tower, ...], inputs: Inputs
+) -> bool:
+    """Whether a training forward may leave out blocks.
+
+    Args:
+        spec: of a module.
+        towers: that it reads, of the language model.
+        inputs: of the whole model, or of the tower.
+    """
+    if not set_mode(spec.source.skeleton()).training:
+        return False
+    trial = _trial(spec, towers, inputs)
+
+    def probe(small: nn.Module) -> bool:
+        model, run, shown = trial.of(small)
+        blocks = find_blocks(model)
+        if blocks is None:
+            return False
+        return skips_blocks(model.train(), blocks, lambda stage, _: run(stage, shown))
+
+    return of_one_that_runs(trial.source, probe)
+
+
+def probe_whole_tensor(
+    spec: WholeLanguageSpec | TowerSpec, tp: int, towers: tuple[Tower, ...], inputs: Inputs
+) -> TensorPlan:
+    """:func:`raymm.actors.probe.tensor.probe_tensor` of a module of a whole model.
+
+    Args:
+        spec: of the module.
+        tp: processes that share it.
+        towers: that it reads, of the language model.
+        inputs: of the whole model, or of the tower.
+    """
+    return probe_tensor(spec.source, tp, spec.name, trial=_trial(spec, towers, inputs))
+
+
+def _trial(
+    spec: WholeLanguageSpec | TowerSpec, towers: tuple[Tower, ...], inputs: Inputs
+) -> Trial:
+    def of_language(whole: nn.Module) -> tuple[nn.Module, Callable[..., torch.Tensor], Tensors]:
+        assert isinstance(spec, WholeLanguageSpec)
+        trial = LanguageTrial(spec, towers, whole, inputs)
+        return trial.model.eval(), trial.logits, trial.features
+
+    def of_tower(model: nn.Module) -> tuple[nn.Module, Callable[..., torch.Tensor], Tensors]:
+        assert isinstance(spec, TowerSpec)
+        trial = TowerTrial(spec, model, inputs)
+        return model, trial.read, trial.inputs
+
+    if isinstance(spec, WholeLanguageSpec):
+        return Trial(cast(PartSource, spec.source).whole, of_language)
+    return Trial(spec.source, of_tower)

@@ -1,0 +1,1 @@
+"""Whole models on several processes: whose tokens, rows and items are whose."""

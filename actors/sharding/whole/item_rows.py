@@ -1,0 +1,121 @@
+"""Items of different sizes in one flat tensor: rows of all items, one after another, and for each
+item how many are its own; and which of them each of several processes has.
+
+Legend: ``N`` items, ``R`` rows of items (patches, frames).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from raymm.actors.sharding.sample_rows import SplitSamplesError, shares
+from raymm.kernels.collectives.gather_items import gather_items
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.host_copies import on_host
+
+Entries = Mapping[str, torch.Tensor]
+
+
+def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Tensor]:
+    """Per tensor, how many of its rows are of each item: one, or what the sizes of an item (a row
+    of integers, such as a grid of patches, or one number) multiply to.
+
+    Args:
+        name: of whose items, for errors.
+        entries: tensors (N, ...) or (R, ...).
+        items: N.
+
+    Returns:
+        By name, (N,) int64.
+
+    Raises:
+        SplitSamplesError: rows that do not add up.
+    """
+    sizes = {
+        key: value.reshape(items, -1).prod(dim=1) for key, value in entries.items()
+        if len(value) == items and value.dim() <= 2 and not value.is_floating_point()
+        and value.dtype is not torch.bool
+    }  # fmt: skip
+    rows = {}
+    for key, value in entries.items():
+        if len(value) == items:
+            rows[key] = torch.ones(items, dtype=torch.int64)
+            continue
+        fits = [size for size in sizes.values() if int(size.sum()) == len(value)]
+        if not fits:
+            said = ", ".join(f"{size} says {int(n.sum())}" for size, n in sizes.items())
+            raise SplitSamplesError(
+                f"{key!r} of {name!r} has {len(value)} rows for {items} items "
+                f"({said or 'no sizes'}); accepted: a row per item, or as many as the items' sizes "
+                "multiply to"
+            )
+        rows[key] = fits[0].long()
+    return rows
+
+
+def take_items(name: str, entries: Entries, own: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Some items, whole, with all of their rows.
+
+    Args:
+        name: of whose items, for errors.
+        entries: tensors (N, ...) or (R, ...).
+        own: (N,) bool, which.
+
+    Raises:
+        SplitSamplesError: rows that do not add up.
+    """
+    rows = rows_per_item(name, entries, len(own))
+    return {
+        key: value[torch.repeat_interleave(own, rows[key]).to(value.device)]
+        for key, value in entries.items()
+    }
+
+
+def items_of_share(
+    name: str, entries: Entries, place: int, processes: int
+) -> tuple[dict[str, torch.Tensor], int]:
+    """A process's items, the first one if it has none; and how many are really its own.
+
+    Args:
+        name: of whose items, for errors.
+        entries: tensors (N, ...) or (R, ...).
+        place: of the process among those that share them.
+        processes: how many do.
+
+    Raises:
+        SplitSamplesError: rows that do not add up.
+    """
+    hosts = {key: on_host(value) if value.dim() <= 2 and not value.is_floating_point() else value
+             for key, value in entries.items()}  # fmt: skip
+    count = min(map(len, entries.values()))
+    share = shares(count, processes)[place]
+    own = torch.zeros(count, dtype=torch.bool)
+    own[list(share or range(1))] = True
+    taken = take_items(name, hosts, own)
+    return {key: value.to(entries[key].device) for key, value in taken.items()}, len(share)
+
+
+def gather_parts(parts: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
+    """What processes have each, along the first dimension, of all of them. How much that is, they
+    tell one another before. Backward as of
+    :func:`raymm.kernels.collectives.gather_items.gather_items`.
+
+    Args:
+        parts: of this process, as many as the others have; the first is where all are to be.
+        exchange: the processes.
+    """
+    device = parts[0].device
+    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64).to(device)
+    others = [rank for rank in range(exchange.size) if rank != exchange.rank]
+    shape = (tuple(lengths.shape), lengths.dtype)
+    pending = exchange.start(
+        [(rank, lengths) for rank in others], [(rank, shape) for rank in others], device
+    )
+    of_rank = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: lengths}
+    sizes = torch.stack([of_rank[rank] for rank in range(exchange.size)]).tolist()
+    return [
+        gather_items(part.to(device), [own[n] for own in sizes], exchange).to(part.device)
+        for n, part in enumerate(parts)
+    ]

@@ -1,0 +1,79 @@
+"""Where a whole model's text model begins: it is called with a process's tokens only.
+
+The model's own forward runs on the whole batch up to there, on every process alike, so that
+features find their places, and positions are those of all tokens. What is called with the
+share's tokens is the innermost module around the blocks whose forward runs them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.sharding.whole.token_share import TokenShare, TokenShareError
+
+_POSITIONS = "position_ids"
+ShareOf = Callable[[tuple[int, int]], TokenShare]
+
+
+class TextEntry:
+    """The call of a text model, of whose tokens a process has a share.
+
+    Args:
+        module: a whole model, or a stage's part of it.
+        blocks: dotted name of its list of blocks.
+    """
+
+    def __init__(self, module: nn.Module, blocks: str) -> None:
+        where = blocks.rpartition(".")[0]
+        while isinstance(module.get_submodule(where), nn.ModuleList | nn.ModuleDict):
+            where = where.rpartition(".")[0]
+        self._text = module.get_submodule(where)
+        self._signature = inspect.signature(self._text.forward)
+        self._share: TokenShare | None = None
+        self._entered = False
+        self._text.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+
+    @contextmanager
+    def sharing(self, share: TokenShare | None) -> Iterator[None]:
+        """For one forward of the model.
+
+        Args:
+            share: which tokens; None for all.
+        """
+        self._share, self._entered = share, False
+        try:
+            yield
+        finally:
+            self._share = None
+
+    def _enter(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        share = self._share
+        if share is None:
+            return None
+        if self._entered:
+            raise TokenShareError(f"its {type(text).__name__} is called twice in a forward")
+        self._entered = True
+        bound = self._signature.bind(*args, **kwargs)
+        arguments: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            variable = self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            arguments |= value if variable else {name: value}
+        start = arguments.get("inputs_embeds")
+        start = arguments.get("input_ids") if start is None else start
+        if not isinstance(start, torch.Tensor) or tuple(start.shape[:2]) != share.shape:
+            found = tuple(start.shape) if isinstance(start, torch.Tensor) else type(start).__name__
+            raise TokenShareError(
+                f"its {type(text).__name__} is called with embeddings {found}, not "
+                f"{(*share.shape, 'width')}"
+            )
+        if share.rows is None and arguments.get(_POSITIONS) is None:
+            # What it would count by itself, it would count among the share's.
+            positions = torch.arange(share.shape[1], device=start.device)
+            arguments[_POSITIONS] = positions.expand(share.shape)
+        return (), share.of_arguments(arguments)
