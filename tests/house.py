@@ -93,12 +93,13 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/sharding": (
         "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/weights",
     ),
+    "actors/sharding/whole": ("kernels", "actors/sharding"),
     "actors/optimizer": (
         "kernels", "scheduler", "actors/modules", "actors/storage", "actors/sharding",
     ),
     "actors/stages": (
         "kernels", "scheduler/graph", "actors/features", "actors/modules", "actors/weights",
-        "actors/sharding",
+        "actors/sharding", "actors/sharding/whole",
     ),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
@@ -110,7 +111,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/recovery": ("actors/faults", "actors/placement", "actors/optimizer"),
     "actors/probe/whole": (
-        "actors/modules", "actors/weights", "actors/stages", "actors/probe",
+        "kernels", "actors/modules", "actors/weights", "actors/sharding", "actors/sharding/whole",
+        "actors/stages", "actors/probe",
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",

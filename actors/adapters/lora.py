@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -127,8 +127,11 @@ _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
 _PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
 
 
-def adapt(module: nn.Module, targets: Iterable[str], config: LoraConfig, seed: int) -> nn.Module:
-    """Freeze a module and put adapters into its linear layers, in place.
+def adapt(
+    module: nn.Module, targets: Iterable[str], config: LoraConfig, seed: int,
+    among: Callable[[str], bool] = lambda _: True,
+) -> nn.Module:  # fmt: skip
+    """Freeze a module, or a part of it, and put adapters into its linear layers, in place.
 
     Args:
         module: whole, pruned to a stage, or a skeleton. Layers that a stage does not have, or has
@@ -137,9 +140,11 @@ def adapt(module: nn.Module, targets: Iterable[str], config: LoraConfig, seed: i
         config: of all adapters.
         seed: initial values follow from it and the layer's name: A uniform as ``peft`` has it
             (Kaiming with a = √5), B zeros, magnitudes the weights' norms.
+        among: whether a parameter, by its name, is of the part that is frozen.
     """
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        if among(name):
+            parameter.requires_grad_(False)
     for name in targets:
         layer = _find(module, name)
         if layer is not None and layer._parameters.get("weight") is not None:

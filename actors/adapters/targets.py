@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -13,17 +14,20 @@ from raymm.actors.adapters.lora_config import ALL_LINEAR, AdapterError, LoraConf
 _SHOWN = 6
 
 
-def find_targets(module: nn.Module, config: LoraConfig) -> tuple[str, ...]:
+def find_targets(
+    module: nn.Module, config: LoraConfig, among: Callable[[str], bool] = lambda _: True
+) -> tuple[str, ...]:
     """Names of the linear layers that get adapters, in the module's order.
 
     Args:
         module: the whole module, or its skeleton, without adapters.
         config: says which.
+        among: whether a layer, by its name, is of the part that gets some.
 
     Raises:
         AdapterError: something of ``targets`` is no layer, or one that is not linear.
     """
-    names = {name: child for name, child in module.named_modules() if name}
+    names = {name: child for name, child in module.named_modules() if name and among(name)}
     linear = [name for name, child in names.items() if is_adaptable(child)]
     if config.targets == ALL_LINEAR:
         get = getattr(module, "get_output_embeddings", None)

@@ -8,7 +8,7 @@ that are no floats (grids, sizes) and of the others the shapes.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -19,17 +19,20 @@ from torch import nn
 from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.whole.text_entry import TextEntry
-from raymm.actors.sharding.whole.token_share import TokenShare
+from raymm.actors.sharding.whole.token_share import TokenShare, packed_tokens, zigzag
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.language import Labelled, LanguageSpec, LanguageStage
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.weights.model_part import Call
 from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.host_copies import on_host
 
-_TARGETS, _FEATURES = "targets", "features/"
+_TARGETS, _FEATURES, _REAL = "targets", "features/", "attention_mask"
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,32 @@ class WholeLanguageStage(LanguageStage):
     spec: WholeLanguageSpec
 
     def __init__(self, spec: WholeLanguageSpec, lo: int, hi: int, module: nn.Module) -> None:
-        super().__init__(spec, lo, hi, module)
+        # Packed rows are this class's, whose masks are the model's own.
+        super().__init__(replace(spec, packing=False), lo, hi, module)
+        self.spec = spec
         self._features = {port.name: ReceivedFeatures(port.name) for port in spec.towers}
         for port in spec.towers:
             port.call.replace(module, self._features[port.name])
         self._relayed_blocks = len(spec.cut.relayed_before(lo)) if spec.cut else 0
         self._entry: TextEntry | None = None
+        if spec.packing:
+            self._use_own_masks()
 
     def share_samples(self, exchange: Exchange) -> None:
         """As of :class:`LanguageStage`. The forward runs on all rows up to its text model."""
         super().share_samples(exchange)
+        self._use_entry()
+
+    def share_tokens(self, exchange: Exchange) -> None:
+        """As of :class:`LanguageStage`. The forward runs on all tokens up to its text model, and
+        the model's own masks are of all tokens."""
+        self._exchange = exchange
+        self._use_own_masks()
+
+    def _use_own_masks(self) -> None:
+        """Attention by raymm, under the masks that the model makes."""
+        hf_attention.register()
+        self.module.set_attn_implementation(hf_attention.NAME)
         self._use_entry()
 
     def _use_entry(self) -> None:
@@ -103,12 +122,28 @@ class WholeLanguageStage(LanguageStage):
             assert self._forward.blocks is not None  # a probe has looked
             self._entry = TextEntry(self.module, self._forward.blocks)
 
-    def _share(self, shape: tuple[int, int]) -> TokenShare | None:
-        """Which tokens of a batch (B, T) are this process's; None for all."""
-        if self._samples is None:
-            return None
-        rows = shares(shape[0], self._samples.size)[self._samples.rank]
-        return TokenShare(shape, rows or range(1))
+    def _share(
+        self, shape: tuple[int, int], real: torch.Tensor | None
+    ) -> tuple[TokenShare | None, Any]:
+        """Which tokens of a batch (B, T) are this process's, None for all; and what attends.
+
+        Args:
+            shape: (B, T).
+            real: (B, T) on the host, 0 for padding; None if there is none.
+        """
+        rows = attend = columns = None
+        if self._samples is not None:
+            rows = shares(shape[0], self._samples.size)[self._samples.rank] or range(1)
+        documents = packed_tokens(shape, real, rows) if self.spec.packing else None
+        if self._exchange is not None:
+            length = shape[1] if documents is None else len(documents)
+            layout = zigzag(length, self._exchange.size)
+            columns = layout.positions(self._exchange.rank)
+            attend = attend_over(ContextGroup(self._exchange, layout, layout))
+        if documents is not None:
+            own = documents if columns is None else documents[columns]
+            return TokenShare(shape, packed=own, documents=documents), attend
+        return (None if rows is columns is None else TokenShare(shape, rows, columns)), attend
 
     def _own_targets(self, targets: torch.Tensor, share: TokenShare | None) -> torch.Tensor:
         """Of the targets (B, T) those of the process's tokens; none of a row that is computed in
@@ -150,11 +185,13 @@ class WholeLanguageStage(LanguageStage):
         self._show(side, features, device)
         arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
         targets = on_host(side[_TARGETS])
-        share = self._share(tuple(targets.shape))
+        real = on_host(side[_REAL]) if _REAL in side else None
+        share, attend = self._share(tuple(targets.shape), real)
         labelled = Labelled(self._own_targets(targets, share), device) if self.last else None
         try:
             self._labelled = labelled
-            with nullcontext() if self._entry is None else self._entry.sharing(share):
+            sharing = None if self._entry is None else self._entry.sharing(share, real, attend)
+            with sharing or nullcontext():
                 logits = self._forward(
                     hidden, context, relays, **from_side(arguments, device), use_cache=False
                 ).logits

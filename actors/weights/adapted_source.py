@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from raymm.actors.adapters.lora import adapt, is_adapter
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.adapters.targets import find_targets
+from raymm.actors.weights.model_part import is_within
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource, set_mode
 
@@ -25,27 +26,39 @@ class AdaptedSource(ModuleSource):
         lora: what they are.
         seed: of their initial values.
         targets: names of the layers that have one.
+        places, outside: the part of the module that is frozen and gets some, as of
+            :class:`raymm.actors.weights.model_part.PartSource`; all of it by default.
     """
 
     base: ModuleSource
     lora: LoraConfig
     seed: int = 0
     targets: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    outside: bool = True
     frozen: Any = None
 
     @classmethod
-    def of(cls, base: ModuleSource, lora: LoraConfig, seed: int) -> AdaptedSource:
+    def of(
+        cls, base: ModuleSource, lora: LoraConfig, seed: int, places: tuple[str, ...] = (),
+        outside: bool = True,
+    ) -> AdaptedSource:  # fmt: skip
         """Adapters of a source's module.
 
         Args:
             base: of the module without them.
             lora: what they are.
             seed: of their initial values.
+            places, outside: as of the class.
 
         Raises:
             AdapterError: the module has no such layers.
         """
-        return cls(base, lora, seed, find_targets(base.skeleton(), lora))
+        adapted = cls(base, lora, seed, (), places, outside)
+        return replace(adapted, targets=find_targets(base.skeleton(), lora, adapted._is_of))
+
+    def _is_of(self, name: str) -> bool:
+        return is_within(name, self.places) != self.outside
 
     def skeleton(self) -> nn.Module:
         return self._adapted(self.base.skeleton())
@@ -54,7 +67,7 @@ class AdaptedSource(ModuleSource):
         return self._adapted(self.base.build(part))
 
     def _adapted(self, module: nn.Module) -> nn.Module:
-        return set_mode(adapt(module, self.targets, self.lora, self.seed))
+        return set_mode(adapt(module, self.targets, self.lora, self.seed, self._is_of))
 
     def check(self) -> list[str]:
         return self.base.check()
@@ -65,7 +78,7 @@ class AdaptedSource(ModuleSource):
 
     @property
     def origin(self) -> ModuleSource:
-        return self.base
+        return self.base.origin
 
     @property
     def config(self) -> PretrainedConfig | None:

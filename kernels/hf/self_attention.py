@@ -33,6 +33,7 @@ from transformers.masking_utils import (
 )
 
 from raymm.kernels.attention import attention
+from raymm.kernels.hf.text_masks import tokens_of_all
 from raymm.kernels.host_copies import on_host
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.convert import from_dense
@@ -144,8 +145,22 @@ def raymm_model_mask(
         mask_function: the model's: which pairs are visible.
         attention_mask: (B, Tk) bool, False for padding.
         kwargs: what else ``sdpa_mask`` takes.
+
+    Raises:
+        MaskError: rows that are put together under a mask function of the model's own.
     """
     window = _sliding_window(mask_function)
+    if (tokens := tokens_of_all()) is not None:
+        batch_size, attention_mask = tokens.rows, tokens.padding
+        q_length = kv_length = tokens.length
+        if tokens.documents is not None:
+            if mask_function is not causal_mask_function and window is None:
+                raise MaskError(
+                    "rows are put together, and a model makes a mask of its own (not causal, no "
+                    "plain window) of them"
+                )
+            packed = tokens
+            return ModelMask(lambda: (packed.packed_mask(window),), window)
     padded = attention_mask is not None and not bool(on_host(attention_mask).all())
     if not padded and q_offset == kv_offset == 0:
         if mask_function is bidirectional_mask_function:

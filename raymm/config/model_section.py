@@ -147,7 +147,8 @@ class ModelSection(Section):
             is exported as one folder again. Its processor makes the data (``data.processor``, by
             default of the same folder).
         train: of a whole model by part (``language_model``, ``projector``, and its towers, such as
-            ``vision``), ``"full"`` (what is not named) or ``"frozen"``.
+            ``vision``), ``"full"`` (what is not named), ``"frozen"``, or adapters, as of a part:
+            ``{language_model: {lora: {r: 8}}}``.
         language_model: the language model.
         encoders: by modality name, as in ``data.modalities``.
         merge: ``"prepend"``, or a placeholder token per encoder
@@ -167,7 +168,7 @@ class ModelSection(Section):
     """
 
     path: Text | None = None
-    train: dict[Text, Literal["frozen", "full"]] = Field(default_factory=dict)
+    train: dict[Text, Train] = Field(default_factory=dict)
     language_model: SourceSection | None = None
     encoders: dict[str, EncoderSection] = Field(default_factory=dict)
     merge: Text | dict[str, Text] = "prepend"
@@ -185,7 +186,7 @@ class ModelSection(Section):
             )
         if self.path is None and self.train:
             raise ValueError("train is of a whole model; give it each of the parts")
-        parts = {"encoders", "merge", "mask", "packing", "router_loss", "loss"}
+        parts = {"encoders", "merge", "mask", "router_loss", "loss"}
         own = self.model_fields_set & parts
         if self.path is not None and own:
             raise ValueError(

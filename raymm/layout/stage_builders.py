@@ -327,8 +327,8 @@ def shard_spec(
         blocks = spec.cut.blocks if spec.cut else find_blocks(skeleton)
         if blocks is None:
             raise PlanError(
-                f"sharding of {spec.name!r} is 'fsdp', and no list of blocks was found in it, whose "
-                "parameters it shares out; use none or zero1"
+                f"sharding of {spec.name!r} is 'fsdp', and no list of blocks was found in it, "
+                "whose parameters it shares out; use none or zero1"
             )
         units = language_units if isinstance(spec, LanguageSpec) else block_units
         plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +13,11 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
 from raymm.actors.probe.whole.shares import (
     leaves_out_blocks,
+    probe_item_tokens,
     probe_items,
+    probe_packing,
     probe_rows,
+    probe_tokens,
     probe_whole_tensor,
 )
 from raymm.actors.sharding.parameter_shards import ShardSpec
@@ -69,25 +73,34 @@ def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, Shar
     towers, inputs = model.towers, model.example
     if name != LANGUAGE_MODEL:
         towers, inputs = (), model.tower(name).inputs(model.example) or {}
+    if isinstance(spec, WholeLanguageSpec) and spec.packing:
+        with _refused("packing is true; accepted: false"):
+            probe_packing(spec, towers, inputs)
     if first.cp > 1:
-        raise PlanError(
-            f"cp of {name!r} is {first.cp}; accepted of a module of a whole model: 1"
-        )
+        with _refused(f"cp of {name!r} is {first.cp}; accepted: 1"):
+            if isinstance(spec, WholeLanguageSpec):
+                probe_tokens(spec, towers, inputs)
+            else:
+                probe_item_tokens(spec, inputs)
     if first.fsdp > 1:
         check_norms(spec, SHARDED_NORMS.format(name))
-        try:
+        with _refused(f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'"):
             if isinstance(spec, WholeLanguageSpec):
                 probe_rows(spec, towers, inputs)
             else:
                 spec = replace(spec, layers=probe_items(spec, inputs))
-        except ProbeError as error:
-            raise ProbeError(
-                f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'. {error}"
-            ) from error
-        if leaves_out_blocks(spec, towers, inputs):
-            raise PlanError(LAYER_DROP.format(name))
+    if max(first.cp, first.fsdp) > 1 and leaves_out_blocks(spec, towers, inputs):
+        raise PlanError(LAYER_DROP.format(name))
     tensors = partial(probe_whole_tensor, spec, first.tp, towers, inputs)
     return spec, shard_spec(spec, first, tensors)
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ProbeError as error:
+        raise ProbeError(f"{what}. {error}") from error
 
 
 @plain_torch()

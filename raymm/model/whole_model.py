@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.probe.cut import of_one_that_runs
@@ -32,6 +33,7 @@ from raymm.actors.probe.whole.cut import (
 from raymm.actors.probe.whole.towers import Tower, as_copied, check_kind, find_towers
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
+from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.model_part import is_within
 from raymm.actors.weights.pretrained_source import PretrainedSource
@@ -47,11 +49,14 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 FULL, FROZEN = "full", "frozen"
 PROJECTOR, LANGUAGE = "projector", "language_model"
 Batch = Mapping[str, torch.Tensor]
+# How a part is trained: full, frozen, or by adapters.
+How = str | LoraConfig
 
 
 def from_pretrained(
     model: str | os.PathLike[str] | PretrainedConfig, example: Batch,
-    train: Mapping[str, str] | None = None, *, seed: int = 0, trust_remote_code: bool = False,
+    train: Mapping[str, How] | None = None, *, seed: int = 0, trust_remote_code: bool = False,
+    packing: bool = False,
 ) -> WholeModel:  # fmt: skip
     """A whole model of a folder that ``save_pretrained`` wrote, or with random weights of a
     configuration. Nothing of its weights is read here: each rank reads its own tensors.
@@ -60,11 +65,14 @@ def from_pretrained(
         model: the folder, or the configuration, which names its architecture.
         example: inputs as its processor returns them (a batch with items of every modality that
             is trained on), by which its towers are found.
-        train: by part, ``"full"`` or ``"frozen"``: ``"language_model"``, ``"projector"`` (what
-            is between the towers and the language model), and the towers, ``"vision"``,
+        train: by part, ``"full"``, ``"frozen"``, or adapters, under which its weights stay as they
+            are (:class:`raymm.LoraConfig`): of ``"language_model"``, ``"projector"`` (what is
+            between the towers and the language model), and the towers, ``"vision"``,
             ``"audio"``. Full where not said.
         seed: of random weights.
         trust_remote_code: as of :class:`raymm.ModalityModule`.
+        packing: let a microbatch's rows go through the text model as one, without padding, each a
+            document by itself.
 
     Raises:
         SourceError: the folder lacks something.
@@ -72,10 +80,11 @@ def from_pretrained(
         ModelError: ``train`` names what it has not.
     """
     if isinstance(model, PretrainedConfig):
-        return WholeModel(ConfigSource(_class_of(model), model, seed), example, train)
-    folder = os.fspath(model)
-    source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
-    return WholeModel(source, example, train)
+        source: ModuleSource = ConfigSource(_class_of(model), model, seed)
+    else:
+        folder = os.fspath(model)
+        source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
+    return WholeModel(source, example, train, packing, seed)
 
 
 def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModule:
@@ -124,24 +133,22 @@ class WholeModel:
 
     Args:
         source: of the model.
-        example: as of :func:`from_pretrained`.
-        train: as of :func:`from_pretrained`.
+        example, train, packing, seed: as of :func:`from_pretrained`.
 
     Attributes:
         towers: as its forward calls them.
         train: by part, how it is trained; what is not there, in full.
-        packing: never: rows are padded.
+        packing: whether a microbatch's rows go through the text model as one.
 
     Raises:
         ProbeError, ModelError: as of :func:`from_pretrained`.
     """
 
-    packing = False
-
     def __init__(
-        self, source: ModuleSource, example: Batch, train: Mapping[str, str] | None = None
-    ) -> None:
-        self.source = source
+        self, source: ModuleSource, example: Batch, train: Mapping[str, How] | None = None,
+        packing: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.source, self.packing = source, packing
         self.example = {name: value for name, value in example.items() if name != LABELS}
         check_weights("the model", source)
         check_kind(source.skeleton())
@@ -151,14 +158,39 @@ class WholeModel:
         )
         self.train = dict(train or {})
         parts = (*self.tower_names, PROJECTOR, LANGUAGE)
-        for name, value in (train or {}).items():
-            if name not in parts or value not in (FULL, FROZEN):
+        for name, value in self.train.items():
+            known = isinstance(value, LoraConfig) or value in (FULL, FROZEN)
+            if name not in parts or not known:
                 raise ModelError(
-                    f"train has {name!r}: {value!r}; accepted: {FULL!r} or {FROZEN!r} of "
-                    f"{', '.join(parts)}"
+                    f"train has {name!r}: {value!r}; accepted: {FULL!r}, {FROZEN!r} or a "
+                    f"LoraConfig, of {', '.join(parts)}"
                 )
-        self._frozen = _Frozen(frozenset(n for n, v in (train or {}).items() if v == FROZEN))
+        self._frozen = _Frozen(frozenset(n for n, how in self.train.items() if how == FROZEN))
+        self._adapted = self._with_adapters(seed)
         self._whole: nn.Module | None = None
+
+    def _with_adapters(self, seed: int) -> ModuleSource:
+        """The source, with the adapters of its parts.
+
+        Raises:
+            AdapterError: a part has no such layers.
+            ModelError: adapters that ``peft`` has no common file for.
+        """
+        roots = {tower.name: (tower.root,) for tower in self.towers}
+        places = tuple(place for tower in self.towers for place in tower.places)
+        between = tuple(place for place in places if (place,) not in roots.values())
+        source = self.source
+        for name, lora in self.adapters.items():
+            own = (places, True) if name == LANGUAGE else (roots.get(name, between), False)
+            source = AdaptedSource.of(source, lora, seed, *own)
+        if len({lora.dora for lora in self.adapters.values()}) > 1:
+            raise ModelError("train has adapters with dora and without; accepted: all alike")
+        return source
+
+    @property
+    def adapters(self) -> dict[str, LoraConfig]:
+        """By part that has some."""
+        return {name: how for name, how in self.train.items() if isinstance(how, LoraConfig)}
 
     def _find(self, model: nn.Module) -> tuple[Tower, ...]:
         inputs = as_copied(self.source, model, self.example)
@@ -191,7 +223,7 @@ class WholeModel:
     def tower_spec(self, name: str) -> TowerSpec:
         """A tower as data for the ranks."""
         tower = self.tower(name)
-        source = tower_source(self.source, tower, self._frozen.places(tower))
+        source = tower_source(self._adapted, tower, self._frozen.places(tower))
         return tower_spec(source, tower, num_blocks(source.skeleton()))
 
     def spec(self, name: str) -> TowerSpec | WholeLanguageSpec:
@@ -200,10 +232,12 @@ class WholeModel:
 
     def language_spec(self) -> WholeLanguageSpec:
         """All but the towers as data for the ranks."""
-        source = language_source(self.source, self.towers)
+        source = language_source(self._adapted, self.towers)
         if LANGUAGE in self._frozen.names:
             source = replace(source, frozen=True)
-        return language_spec(LANGUAGE_MODEL, source, self.towers, num_blocks(source.skeleton()))
+        blocks = num_blocks(source.skeleton())
+        spec = language_spec(LANGUAGE_MODEL, source, self.towers, blocks)
+        return replace(spec, packing=self.packing)
 
     @cached_property
     def graph(self) -> ModuleGraph:
@@ -247,7 +281,7 @@ class WholeModel:
     def materialize(self) -> nn.Module:
         """The whole model in this process, for :meth:`loss`, with what is frozen."""
         if self._whole is None:
-            model = self._with_frozen(self.source.build())
+            model = self._with_frozen(self._adapted.build())
             self._whole = model.train(any(self.trained.values()))
             for module, training in self._modes().items():
                 model.get_submodule(module).training = training
@@ -269,7 +303,7 @@ class WholeModel:
 
     def trained_skeleton(self) -> nn.Module:
         """Its structure, with what is frozen."""
-        return self._with_frozen(copy.deepcopy(self.source.skeleton()))
+        return self._with_frozen(copy.deepcopy(self._adapted.skeleton()))
 
     def _with_frozen(self, model: nn.Module) -> nn.Module:
         trained = frozenset().union(*self.trained.values())

@@ -26,10 +26,13 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
     """
     layers = {name: m for name, m in module.named_modules() if isinstance(m, AdaptedLayer)}
     lora = next(iter(layers.values())).lora
+    others = {name: layer.lora for name, layer in layers.items()}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None,
         "base_model_name_or_path": base, "inference_mode": True, "r": lora.r,
         "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(layers),
+        "rank_pattern": {n: own.r for n, own in others.items() if own.r != lora.r},
+        "alpha_pattern": {n: own.alpha for n, own in others.items() if own.alpha != lora.alpha},
         "use_dora": lora.dora, "bias": "none",
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
     }

@@ -6,17 +6,18 @@ import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from raymm.actors.adapters.lora import has_adapters, plain_copy
+from raymm.actors.adapters.lora import has_adapters, is_adapter, plain_copy
 from raymm.actors.optimizer.finite import not_finite
 from raymm.actors.storage.folder import PARTIAL
 from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
+from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.output import Output
@@ -54,7 +55,8 @@ def export_model(
         merge: write modules with adapters as ordinary ones, whose weights have what the adapters
             add. Otherwise they become folders of ``peft``, which name the folder of the module
             without adapters; of one that is of no folder that is written, too, as
-            ``{module}_base``.
+            ``{module}_base``. Of a whole model ``model/`` and ``adapters/``, or the latter alone,
+            where nothing but adapters of a folder is trained.
         shard_size: of a whole model, that no file is to exceed, as transformers writes it.
         averaged: write moving averages of the weights that were trained (``optimizer.ema``).
 
@@ -87,11 +89,11 @@ def export_model(
     shutil.rmtree(temporary, ignore_errors=True)
     with place.writing():
         if whole is not None:
-            _of_its_class(whole).save_pretrained(temporary, max_shard_size=shard_size)
+            names = _write_whole(model, whole, temporary, target, merge, shard_size)
             if tokenizer is not None:
-                ModelProcessor(tokenizer, trust_remote_code).save(temporary)
+                ModelProcessor(tokenizer, trust_remote_code).save(temporary / names[0])
             temporary.rename(target)
-            return [target]
+            return [target / name for name in names]
         assert isinstance(model, MultimodalModule)  # a whole one is written
         names = _Writer(temporary, target, merge).write(model)
         if tokenizer is not None:
@@ -99,6 +101,27 @@ def export_model(
             loaded.save_pretrained(temporary / "language_model")
         temporary.rename(target)
     return [target / name for name in names]
+
+
+def _write_whole(
+    model: WholeModel, whole: nn.Module, folder: Path, final: Path, merge: bool, shard_size: str
+) -> list[str]:
+    """A whole model as a folder of its class; with adapters, as one of ``peft`` beside it. Returns
+    the names of the folders, the one that the processor goes with first."""
+    def save(module: nn.Module, name: str) -> None:
+        plain = _of_its_class(cast(PreTrainedModel, module))
+        plain.save_pretrained(folder / name, max_shard_size=shard_size)
+
+    if not model.adapters or merge:
+        save(plain_copy(whole, merged=True) if model.adapters else whole, "")
+        return [""]
+    trained = frozenset().union(*model.trained.values())
+    if isinstance(model.source, PretrainedSource) and all(map(is_adapter, trained)):
+        save_adapters(whole, folder, model.source.path, causal=False)
+        return [""]
+    save(plain_copy(whole, merged=False), "model")
+    save_adapters(whole, folder / "adapters", str(final / "model"), causal=False)
+    return ["model", "adapters"]
 
 
 def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:

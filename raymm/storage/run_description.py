@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
@@ -87,7 +88,11 @@ def describe_run(
 
 
 def _of_whole(model: WholeModel) -> dict[str, Any]:
-    fields: dict[str, Any] = {f"model.train.{name}": how for name, how in model.train.items()}
+    fields: dict[str, Any] = {"model.packing": model.packing}
+    for name, how in model.train.items():
+        own = vars(how).items() if isinstance(how, LoraConfig) else ()
+        fields |= {f"model.train.{name}.lora.{key}": value for key, value in own}
+        fields |= {} if own else {f"model.train.{name}": how}
     skeleton = model.trained_skeleton()
     fields |= _computes("model", model.source.origin, skeleton)
     return {**fields, "model.parameters": _parameters("model", skeleton)}

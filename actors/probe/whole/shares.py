@@ -14,6 +14,7 @@ from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.stage_comparison import skips_blocks
 from raymm.actors.probe.tensor import Trial, probe_tensor
 from raymm.actors.probe.whole.towers import Tower
@@ -22,12 +23,14 @@ from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.whole.item_rows import items_of_share
 from raymm.actors.sharding.whole.text_entry import TextEntry
-from raymm.actors.sharding.whole.token_share import TokenShare
+from raymm.actors.sharding.whole.token_share import TokenShare, packed_tokens
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
 from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.source import set_mode
 from raymm.errors import USER_CODE_RAISES
+from raymm.kernels.attention import attention
+from raymm.kernels.hf import self_attention as hf_attention
 
 _PROCESSES = 2
 # Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
@@ -52,13 +55,97 @@ def probe_rows(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Input
     def probe(whole: nn.Module) -> None:
         trial = LanguageTrial(spec, towers, whole, rows)
         shape = tuple(rows["input_ids"].shape[:2])
-        parts = [TokenShare(shape, own) for own in shares(shape[0], _PROCESSES)]
-        _compare_tokens(trial, parts, "rows by themselves give another result than among others")
+        why = "rows by themselves give another result than among others"
+        expected = _of_whole(trial)
+        for own in shares(shape[0], _PROCESSES):
+            _compare_tokens(trial, TokenShare(shape, own), expected, why)
 
     of_one_that_runs(cast(PartSource, spec.source).whole, probe)
 
 
-def _compare_tokens(trial: LanguageTrial, parts: list[TokenShare], why: str) -> None:
+def probe_tokens(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs) -> None:
+    """Check that processes may each have a part of the tokens of a whole model's text: that in its
+    text model nothing but attention knows of other tokens, and positions are what it is told.
+
+    Args:
+        spec: of its language model.
+        towers: that it reads.
+        inputs: of the whole model.
+
+    Raises:
+        ProbeError: it has its own attention, or its tokens in another order give another result.
+    """
+
+    def probe(whole: nn.Module) -> None:
+        trial = LanguageTrial(spec, towers, whole, inputs)
+        rows, length = inputs["input_ids"].shape[:2]
+        order = torch.arange(length).roll(length // 3 + 1).flip(0)
+        back = order.argsort()
+
+        def attend(*tensors: Any, **options: Any) -> torch.Tensor:
+            query, key, value = (each[:, :, back] for each in tensors[:3])
+            return attention(query, key, value, tensors[3], **options)[0][:, :, order]
+
+        part = TokenShare((rows, length), columns=order)
+        _compare_real(
+            trial, part, inputs.get("attention_mask"), attend,
+            "its result depends on the order of tokens besides their position_ids",
+        )  # fmt: skip
+
+    of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+
+
+def probe_packing(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs) -> None:
+    """Check that rows of a whole model's text may be put together as documents of one.
+
+    Args:
+        spec: of its language model.
+        towers: that it reads.
+        inputs: of the whole model.
+
+    Raises:
+        ProbeError: documents of one row give another result than rows.
+    """
+    rows = twice(inputs, towers)
+
+    def probe(whole: nn.Module) -> None:
+        trial = LanguageTrial(spec, towers, whole, rows)
+        shape, real = tuple(rows["input_ids"].shape[:2]), rows.get("attention_mask")
+        tokens = packed_tokens(shape, real)
+        part = TokenShare(shape, packed=tokens, documents=tokens)
+        _compare_real(trial, part, real, None, "documents of one row see one another")
+
+    of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+
+
+def _of_whole(trial: LanguageTrial) -> torch.Tensor:
+    with torch.no_grad():
+        return trial.logits(copy.deepcopy(trial.model), trial.features)
+
+
+def _compare_real(
+    trial: LanguageTrial, part: TokenShare, real: torch.Tensor | None, attend: Any, why: str
+) -> None:
+    """Under raymm's attention, of tokens that are no padding.
+
+    Raises:
+        ProbeError: a share's logits are not what the whole's are of its tokens.
+    """
+    if not hf_attention.can_use(trial.model):
+        raise ProbeError(
+            f"{type(trial.model).__name__} does not take its attention from transformers' "
+            "AttentionInterface"
+        )
+    expected = _of_whole(trial)
+    hf_attention.register()
+    cast(Any, trial.model).set_attn_implementation(hf_attention.NAME)
+    _compare_tokens(trial, part, expected, why, real, attend)
+
+
+def _compare_tokens(
+    trial: LanguageTrial, part: TokenShare, expected: torch.Tensor, why: str,
+    real: torch.Tensor | None = None, attend: Any = None,
+) -> None:  # fmt: skip
     """
     Raises:
         ProbeError: a share's logits are not what the whole's are of its tokens.
@@ -67,17 +154,20 @@ def _compare_tokens(trial: LanguageTrial, parts: list[TokenShare], why: str) -> 
     blocks = find_blocks(trial.model)
     if blocks is None:
         raise ProbeError(f"{name} has no list of blocks")
-    with torch.no_grad():
-        expected = trial.logits(copy.deepcopy(trial.model), trial.features)
-        for part in parts:
-            model = copy.deepcopy(trial.model)
-            entry = TextEntry(model, blocks)
-            try:
-                with entry.sharing(part):
-                    logits = trial.logits(model, trial.features)
-            except USER_CODE_RAISES as error:  # whatever a model may raise
-                raise ProbeError(f"{name} does not run on a part of them: {brief(error)}") from error
-            _compare(name, logits, part.of_tokens(expected), why)
+    model = copy.deepcopy(trial.model)
+    entry = TextEntry(model, blocks)
+    try:
+        with torch.no_grad(), entry.sharing(part, real, attend):
+            logits = trial.logits(model, trial.features)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise ProbeError(
+            f"{name} does not run on a part of its tokens: {brief(error)}"
+        ) from error
+    due = part.of_tokens(expected)
+    if real is not None and logits.shape == due.shape:
+        shown = part.of_tokens(real.bool())
+        logits, due = logits[shown], due[shown]
+    _compare(name, logits, due, why)
 
 
 def _compare(name: str, found: torch.Tensor, expected: torch.Tensor, why: str) -> None:
@@ -118,7 +208,9 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
                        for place in range(_PROCESSES)]  # fmt: skip
                 parts = [trial.packed(copy.deepcopy(model), each) for each in own]
             except USER_CODE_RAISES as error:  # whatever a model may raise
-                raise ProbeError(f"{name} does not run on some of the items: {brief(error)}") from error
+                raise ProbeError(
+                    f"{name} does not run on some of the items: {brief(error)}"
+                ) from error
         counts = [_list_lengths(made) for made in (side, *(part[2] for part in parts))]
         layers = frozenset(n for n, count in counts[0].items()
                            if all(other[n] == count for other in counts))  # fmt: skip
@@ -139,6 +231,25 @@ def _list_lengths(side: Tensors) -> dict[int, int]:
         int(name.removeprefix("rows/")): len(rows)
         for name, rows in side.items() if name.startswith("rows/")
     }  # fmt: skip
+
+
+def probe_item_tokens(spec: TowerSpec, inputs: Inputs) -> None:
+    """Check that processes may each have a part of the tokens of a tower's items.
+
+    Args:
+        spec: of the tower.
+        inputs: of it.
+
+    Raises:
+        ProbeError: as of :func:`raymm.actors.probe.items.probe_shared_items`.
+    """
+    form, constants = spec.form, dict(spec.constants)
+    assert form is not None  # it was found by being called
+
+    def read(output: Any) -> torch.Tensor:
+        return torch.cat([tensor.flatten() for tensor in form.like(output).packed(output)[0]])
+
+    probe_shared_items(spec.source, {**inputs, **constants}, read)
 
 
 def twice(inputs: Inputs, towers: tuple[Tower, ...]) -> dict[str, Any]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from raymm.actors.sharding.whole.token_share import TokenShare, TokenShareError
+from raymm.kernels.hf.known_masks import no_packed_rows
+from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT
+from raymm.kernels.hf.text_masks import enter_masks_of
 
 _POSITIONS = "position_ids"
-ShareOf = Callable[[tuple[int, int]], TokenShare]
 
 
 class TextEntry:
@@ -36,21 +38,37 @@ class TextEntry:
         self._text = module.get_submodule(where)
         self._signature = inspect.signature(self._text.forward)
         self._share: TokenShare | None = None
+        self._real: torch.Tensor | None = None
+        self._attend: Any = None
+        self._left: Callable[[], None] | None = None
         self._entered = False
         self._text.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        self._text.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
-    def sharing(self, share: TokenShare | None) -> Iterator[None]:
+    def sharing(
+        self, share: TokenShare | None, real: torch.Tensor | None = None, attend: Any = None
+    ) -> Iterator[None]:
         """For one forward of the model.
 
         Args:
             share: which tokens; None for all.
+            real: (B, T) on the host, 0 for padding; None if there is none.
+            attend: what attention calls in place of its own, where processes share tokens.
         """
-        self._share, self._entered = share, False
+        self._share, self._real, self._attend, self._entered = share, real, attend, False
         try:
-            yield
+            # Rows put together are told apart by masks.
+            with no_packed_rows(True) if share is not None else nullcontext():
+                yield
         finally:
-            self._share = None
+            self._share = self._real = self._attend = None
+            self._leave()
+
+    def _leave(self, *_: Any) -> None:
+        if self._left is not None:
+            self._left()
+            self._left = None
 
     def _enter(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = self._share
@@ -72,8 +90,11 @@ class TextEntry:
                 f"its {type(text).__name__} is called with embeddings {found}, not "
                 f"{(*share.shape, 'width')}"
             )
-        if share.rows is None and arguments.get(_POSITIONS) is None:
+        if share.is_of_tokens and arguments.get(_POSITIONS) is None:
             # What it would count by itself, it would count among the share's.
             positions = torch.arange(share.shape[1], device=start.device)
             arguments[_POSITIONS] = positions.expand(share.shape)
-        return (), share.of_arguments(arguments)
+        own = share.of_arguments(arguments)
+        if share.is_of_tokens:
+            self._left = enter_masks_of(share.all_tokens(self._real))
+        return (), own if self._attend is None else {**own, ATTEND_ARGUMENT: self._attend}

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from raymm.errors import InputError
+from raymm.kernels.context_parallel.layout import ContextLayout, join_ranges
 from raymm.kernels.hf.self_attention import ModelMask
+from raymm.kernels.hf.text_masks import AllTokens, put_together
 from raymm.kernels.host_copies import to_device
+from raymm.kernels.mask.mask import AttentionMask
 
 
 class TokenShareError(InputError, ValueError):
@@ -26,19 +30,49 @@ class TokenShareError(InputError, ValueError):
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which tokens a process has. At most one of ``columns`` and ``packed`` is given.
+    """Which tokens a process has. Without ``packed``, some columns of some rows; with it, rows
+    are put together as one.
 
     Attributes:
         shape: (B, T) of all.
         rows: of the rows; None for all.
         columns: (t,) int64 on the host, of each row the tokens; None for all.
-        packed: (P,) int64 on the host: tokens of all rows as one row, counted row by row.
+        packed: (p,) int64 on the host, counted row by row: which tokens lie in the one row.
+        documents: (P,) int64, as ``packed``, those of all processes that share the one row's
+            tokens.
     """
 
     shape: tuple[int, int]
     rows: range | None = None
     columns: torch.Tensor | None = None
     packed: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether its tokens attend to others than those that the text model is called with, or
+        not to all of these."""
+        return self.columns is not None or self.packed is not None
+
+    def all_tokens(self, real: torch.Tensor | None) -> AllTokens | None:
+        """What attention's masks are of; None where they are of the share's own tokens.
+
+        Args:
+            real: (B, T) on the host, 0 for padding; None if there is none.
+        """
+        rows, length = self.shape
+        if self.documents is not None:
+            counts = torch.bincount(self.documents // length, minlength=rows).tolist()
+            of_rows = tuple(count for count in counts if count)
+            return AllTokens(1, len(self.documents), documents=of_rows)
+        if self.columns is None:
+            return None
+        own = self.rows or range(rows)
+        if real is not None:
+            real = real.bool()[own.start : own.stop]
+            if not bool((real[:, 1:] & ~real[:, :-1]).any()):
+                real = None  # on the right: nobody sees it
+        return AllTokens(len(own), length, real)
 
     def of_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What a text model is called with of these tokens.
@@ -79,13 +113,16 @@ class TokenShare:
         return self._of_rest(name, value)
 
     def _of_mask(self, mask: ModelMask) -> ModelMask:
-        """Of the rows; which of the tokens it is of, attention knows."""
-        rows = self.rows
-        if rows is None:
+        """Of the rows; which of their tokens the process has, attention knows."""
+        rows, documents = self.rows, self.documents
+        if rows is None and documents is None:
             return mask
 
-        def build() -> Any:
+        def build() -> tuple[AttentionMask, ...]:
             every = mask.masks
+            if documents is not None:
+                return (put_together(every, documents, self.shape[1]),)
+            assert rows is not None
             return every if len(every) == 1 else every[rows.start : rows.stop]
 
         return replace(mask, build=build)
@@ -144,3 +181,45 @@ class TokenShare:
             if self.rows is not None:
                 return value[self.rows.start : self.rows.stop]
         return value
+
+
+def packed_tokens(
+    shape: tuple[int, int], real: torch.Tensor | None, rows: range | None = None
+) -> torch.Tensor:
+    """Tokens that are no padding, counted row by row: (P,) int64.
+
+    Args:
+        shape: (B, T).
+        real: (B, T) on the host, 0 for padding; None if there is none.
+        rows: of which there are to be any; None for all.
+    """
+    marked = torch.ones(shape, dtype=torch.bool) if real is None else real.bool()
+    if rows is not None:
+        own = torch.zeros_like(marked)
+        own[rows.start : rows.stop] = marked[rows.start : rows.stop]
+        marked = own
+    return marked.flatten().nonzero()[:, 0]
+
+
+def zigzag(length: int, processes: int) -> ContextLayout:
+    """Which of a row's tokens each process has: two stretches, one from the front and one from the
+    back, so that under a causal mask all have as much to do. It follows from the length alone,
+    as messages need shapes that depend on shapes only.
+
+    Args:
+        length: T, a token for each process at least.
+        processes: n.
+
+    Raises:
+        TokenShareError: there are fewer tokens.
+    """
+    if length < processes:
+        raise TokenShareError(f"a batch of {length} tokens a row cannot be shared by {processes}")
+    pieces = 2 * processes if length >= 2 * processes else processes
+    edges = [length * n // pieces for n in range(pieces + 1)]
+    ranges = list(pairwise(edges))
+    if pieces == processes:
+        return ContextLayout(tuple((own,) for own in ranges))
+    return ContextLayout(
+        tuple(join_ranges((ranges[n], ranges[-1 - n])) for n in range(processes))
+    )

@@ -145,7 +145,7 @@ class WholeParallelModule(PlannedModule):
         ]
         step = StepMeta(
             step=self._step, label_tokens=sum(each.label_tokens for each in meta),
-            keys=tuple(map(_layout_key, meta)),
+            keys=tuple(_layout_key(each, self.model.packing) for each in meta),
             sample_ids=tuple(tuple(each.sample_ids) for each in meta),
             training=not forward_only,
         )
@@ -161,9 +161,10 @@ class WholeParallelModule(PlannedModule):
         return self.program([sorted(each.items) for each in meta])
 
 
-def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
+def _layout_key(meta: MicrobatchMeta, packing: bool) -> LayoutKey:
     """What the shapes of everything that modules hand on follow from: shapes, and numbers that
-    are of no token (grids, sizes), of which features may have as many rows as they say."""
+    are of no token (grids, sizes), of which features may have as many rows as they say; of packed
+    rows, how long they are."""
     tensors = [
         (part, name, tuple(shape), meta.dtypes[part][name])
         for part, shapes in sorted(meta.shapes.items())
@@ -172,4 +173,6 @@ def _layout_key(meta: MicrobatchMeta) -> LayoutKey:
     structure = [(part, name, len(shape), dtype) for part, name, shape, dtype in tensors]
     sizes = [size for _, _, shape, _ in tensors for size in shape]
     digests = sorted(meta.digests.items())
-    return LayoutKey(hash(repr((tensors, digests))), hash(repr(structure)), tuple(sizes))
+    lengths = tuple(meta.lengths) if packing else ()
+    sizes += [sum(lengths)] * packing
+    return LayoutKey(hash(repr((tensors, digests, lengths))), hash(repr(structure)), tuple(sizes))

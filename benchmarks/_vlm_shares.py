@@ -1,0 +1,284 @@
+"""A whole model whose modules processes share, beside the same model in one process: loss, every
+gradient, and parameters after three steps of AdamW. Every process has all stages, so nothing but
+what processes of a rank tell one another is sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from benchmarks._family_classes import Family
+from benchmarks._vlm_check import noisy, runnable
+from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.step_meta import StepMeta
+from raymm.actors.sharding.fully_sharded import local_part
+from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.collectives.tensor_group import TensorGroup
+from raymm.layout.whole_stages import whole_stage_builders
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.whole_batch import whole_parts
+from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.runtime.specs import ParallelSpec
+from raymm.runtime.whole.pipelined import whole_plan
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.schedule.lower import lower
+
+KIND = "whole model"
+STEPS = 3
+# Relative to its own norm; of what is nothing but rounding (a key's bias), to the largest.
+TOLERANCE, FLOOR = 1e-5, 1e-6
+LOSS_TOLERANCE = 1e-6
+# Of how far a parameter has moved in the steps, as AdamW makes much of a gradient's rounding.
+MOVED_TOLERANCE, MOVED_FLOOR = 1e-3, 1e-7
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid out over the processes.
+
+    Attributes:
+        specs: by module; ``"tower"`` is all towers.
+        options: of :func:`raymm.from_pretrained`.
+    """
+
+    specs: Mapping[str, ParallelSpec] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, model: WholeModel) -> dict[str, ParallelSpec]:
+        """By the model's modules."""
+        every = {name: self.specs.get("tower", ParallelSpec()) for name in model.tower_names}
+        return every | {LANGUAGE_MODEL: self.specs.get(LANGUAGE_MODEL, ParallelSpec())}
+
+
+def made(name: str, layout: Layout) -> tuple[WholeModel, list[dict[str, torch.Tensor]]]:
+    """A tiny model of a class, and microbatches.
+
+    Args:
+        name: of the class in transformers.
+        layout: with options of the model.
+    """
+    model_class = getattr(transformers, name)
+    config, microbatches = runnable(Family(KIND, model_class, model_class.config_class))
+    config.architectures = [name]
+    return from_pretrained(config, microbatches[0], seed=4, **layout.options), microbatches
+
+
+def compare(group: dist.ProcessGroup, name: str, layout: Layout) -> str:
+    """What differs from one process, in words; nothing if nothing does.
+
+    Args:
+        group: the processes, which all call it.
+        name: of a class in transformers.
+        layout: for as many processes.
+    """
+    model, microbatches = made(name, layout)
+    own = _Shares(group, model, layout)
+    reference = noisy(model.materialize())
+    trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    optimizer = torch.optim.AdamW(trained.values(), **OPTIMIZER)
+    problems: list[str] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model.loss(microbatches)
+        loss.backward()
+        found = own.run(microbatches, step)
+        if abs(found - float(loss.detach())) > LOSS_TOLERANCE * 10**bool(step) * abs(float(loss.detach())):
+            problems.append(f"loss of step {step + 1} is {found:.7g}, not {float(loss.detach()):.7g}")
+        if not step:
+            problems += _gradient_problems(
+                own.gathered(gradients=True), {n: p.grad for n, p in trained.items()}
+            )
+        optimizer.step()
+        own.optimizer.step()
+    problems += _moved_problems(own.gathered(gradients=False), trained, before)
+    return "; ".join(problems)
+
+
+def _gradient_problems(
+    found: Mapping[str, torch.Tensor | None], due: Mapping[str, torch.Tensor | None]
+) -> list[str]:
+    problems = [f"{name}: only on one side" for name in sorted(found.keys() ^ due.keys())]
+    largest = max(float(g.norm()) for g in due.values() if g is not None)
+    for name in found.keys() & due.keys():
+        mine, other = found[name], due[name]
+        if mine is None or other is None:
+            if any(g is not None and bool(g.any()) for g in (mine, other)):
+                problems.append(f"{name}: a gradient on one side only")
+            continue
+        error, norm = float((mine - other).norm()), float(other.norm())
+        if not error <= max(TOLERANCE * norm, FLOOR * largest * _is_rounding(norm, largest)):
+            problems.append(f"gradient of {name}: error {error:.2e} of {norm:.2e}")
+    return problems
+
+
+def _is_rounding(norm: float, largest: float) -> bool:
+    return norm <= 1e-4 * largest
+
+
+def _moved_problems(
+    found: Mapping[str, torch.Tensor | None], due: Mapping[str, nn.Parameter],
+    before: Mapping[str, torch.Tensor],
+) -> list[str]:  # fmt: skip
+    problems = []
+    for name, parameter in due.items():
+        mine = found[name]
+        assert mine is not None
+        moved = float((parameter.detach() - before[name]).norm())
+        error = float((mine - parameter.detach()).norm())
+        if not error <= MOVED_TOLERANCE * moved + MOVED_FLOOR:
+            problems.append(f"{name} after {STEPS} steps: error {error:.2e} of {moved:.2e}")
+    return problems
+
+
+class _Shares:
+    """A process's part of a model."""
+
+    def __init__(self, group: dist.ProcessGroup, model: WholeModel, layout: Layout) -> None:
+        self._group, self._model = group, model
+        specs = layout.of(model)
+        plan = whole_plan(model, specs, num_microbatches=1)
+        builders = whole_stage_builders(model, plan)
+        self._shard_specs, self._degrees = builders.shard_specs, {
+            stage.module: stage.degrees for stage in plan.stages
+        }
+        self.stages: dict[StageId, Any] = {}
+        for stage in plan.stages:
+            self.stages[stage.id] = self._built(builders.build[stage.id](), stage.module)
+        alone = replace(
+            plan, shared_ranks=(0,),
+            stages=tuple(
+                replace(s, rank=0, tp=1, cp=1, fsdp=1, sharding="none") for s in plan.stages
+            ),
+        )  # fmt: skip
+        self._plan = alone
+        shared = self._degrees[LANGUAGE_MODEL]
+        self._executor = Executor(
+            self.stages, alone.stage_edges, {}, {}, {},
+            sum_gradient=self._summed if shared.fsdp * shared.cp > 1 else None,
+        )
+        self._places = {
+            name: dist.get_rank(group) if max(degrees) > 1 else 0
+            for name, degrees in self._degrees.items()
+        }
+        named = [p for s in self.stages.values() for p in s.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(named, foreach=False, **OPTIMIZER)
+
+    def _built(self, stage: Any, module: str) -> nn.Module:
+        noisy(stage)
+        degrees, spec = self._degrees[module], self._shard_specs[module]
+        if degrees.tp > 1:
+            stage.shard_tensors(spec.plans, TensorGroup(self._group))
+        if degrees.fsdp > 1:
+            stage.share_samples(Exchange(self._group))
+        if degrees.cp > 1:
+            stage.share_tokens(Exchange(self._group))
+        if spec.shards > 1:
+            stage.shard_parameters(spec.plans, self._group, torch.device("cpu"))
+        return stage
+
+    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=self._group)
+        return gradient
+
+    def run(self, microbatches: list[dict[str, torch.Tensor]], step: int) -> float:
+        """Loss of a step, whose gradients are then the sums over processes and stages."""
+        self.optimizer.zero_grad()
+        towers = self._model.tower_inputs
+        parts = [whole_parts(towers, batch) for batch in microbatches]
+        present = [tuple(name for name in part if name != LANGUAGE_MODEL) for part in parts]
+        count = replace(self._plan, num_microbatches=len(microbatches))
+        (instructions,) = lower(count, present).ranks
+        inputs: dict[StageId, list[Any]] = {}
+        for number, part in enumerate(parts):
+            for name, own in part.items():
+                row = inputs.setdefault(StageId(name, 0), [None] * len(parts))
+                row[number] = own
+        labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in microbatches)
+        meta = StepMeta(step, labels, tuple(range(len(parts))))
+        result = self._executor.run(self._executor.compile(instructions), inputs, meta)
+        loss = torch.tensor(sum(result.losses.values()), dtype=torch.float64)
+        if self._executor_shares:
+            dist.all_reduce(loss, group=self._group)
+        self._reduce()
+        return float(loss.detach())
+
+    @property
+    def _executor_shares(self) -> bool:
+        degrees = self._degrees[LANGUAGE_MODEL]
+        return degrees.fsdp * degrees.cp > 1
+
+    def _reduce(self) -> None:
+        by_name: dict[tuple[str, str], list[nn.Parameter]] = {}
+        for stage, module in self.stages.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    by_name.setdefault((stage.module, name), []).append(parameter)
+        for (module, name), owned in by_name.items():
+            present = [p for p in owned if p.grad is not None]
+            total = None
+            if present:
+                total = torch.stack([local_part(p.grad) for p in present]).sum(0)
+            if self._sums(module, name):
+                total = torch.zeros_like(local_part(owned[0])) if total is None else total
+                dist.all_reduce(total, group=self._group)
+            for parameter in owned if total is not None else ():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local_part(parameter.grad).copy_(total)
+
+    def _sums(self, module: str, name: str) -> bool:
+        degrees, spec = self._degrees[module], self._shard_specs[module]
+        if degrees.cp > 1 and degrees.fsdp == 1:
+            return True
+        return len(spec.sharers(name, self._places[module])) > 1
+
+    def gathered(self, gradients: bool) -> dict[str, torch.Tensor | None]:
+        """Whole gradients or parameters, by the model's names."""
+        own: dict[tuple[str, str], torch.Tensor | None] = {}
+        for stage, module in self.stages.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    value = parameter.grad if gradients else parameter.detach()
+                    own[stage.module, name] = None if value is None else local_part(value).clone()
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, own, group=self._group)
+        found: dict[str, torch.Tensor | None] = {}
+        for (module, name), _ in own.items():
+            full, spec = name.removeprefix("module."), self._shard_specs[module]
+            pieces = [each[module, name] for each in everyone]
+            found[full] = _assembled(spec, name, pieces)
+        return found
+
+
+def _assembled(
+    spec: ShardSpec, name: str, pieces: list[torch.Tensor | None]
+) -> torch.Tensor | None:
+    """A parameter of its shards, which are all summed already."""
+    if spec.shard(name, 0) is None:
+        return pieces[0]
+    whole: torch.Tensor | None = None
+    for place, piece in enumerate(pieces):
+        if piece is not None and not spec.is_replica(name, place):
+            whole = spec.add(whole, name, place, len(pieces), piece)
+    return whole
+
+
+def several(specs: Mapping[str, Mapping[str, Any]]) -> Layout:
+    """A layout of plain numbers, as a configuration has it."""
+    return Layout({name: ParallelSpec(**values) for name, values in specs.items()})
+
+
+def pairs(names: list[str], layouts: Mapping[str, Layout]) -> list[tuple[str, str]]:
+    """Every class under every layout."""
+    return list(itertools.product(names, layouts))
