@@ -159,8 +159,8 @@ class WholeModel:
         self.train = dict(train or {})
         parts = (*self.tower_names, PROJECTOR, LANGUAGE)
         for name, value in self.train.items():
-            known = isinstance(value, LoraConfig) or value in (FULL, FROZEN)
-            if name not in parts or not known:
+            is_mode = isinstance(value, LoraConfig) or value in (FULL, FROZEN)
+            if name not in parts or not is_mode:
                 raise ModelError(
                     f"train has {name!r}: {value!r}; accepted: {FULL!r}, {FROZEN!r} or a "
                     f"LoraConfig, of {', '.join(parts)}"

@@ -170,12 +170,12 @@ def _compare_tokens(
     _compare(name, logits, due, why)
 
 
-def _compare(name: str, found: torch.Tensor, expected: torch.Tensor, why: str) -> None:
-    if found.shape != expected.shape:
+def _compare(name: str, output: torch.Tensor, expected: torch.Tensor, why: str) -> None:
+    if output.shape != expected.shape:
         raise ProbeError(
-            f"{name}: {why} (shape {tuple(found.shape)}, not {tuple(expected.shape)})"
+            f"{name}: {why} (shape {tuple(output.shape)}, not {tuple(expected.shape)})"
         )
-    change = (found - expected).norm() / expected.norm()
+    change = (output - expected).norm() / expected.norm()
     if not bool(change <= _NOISE):
         raise ProbeError(f"{name}: {why} (relative difference {float(change):.1e})")
 
@@ -204,21 +204,21 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
             try:
-                own = [items_of_share(spec.name, trial.inputs, place, _PROCESSES)[0]
-                       for place in range(_PROCESSES)]  # fmt: skip
-                parts = [trial.packed(copy.deepcopy(model), each) for each in own]
+                inputs_of = [items_of_share(spec.name, trial.inputs, place, _PROCESSES)[0]
+                             for place in range(_PROCESSES)]  # fmt: skip
+                parts = [trial.packed(copy.deepcopy(model), each) for each in inputs_of]
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise ProbeError(
                     f"{name} does not run on some of the items: {brief(error)}"
                 ) from error
-        counts = [_list_lengths(made) for made in (side, *(part[2] for part in parts))]
+        counts = [_list_lengths(own) for own in (side, *(part[2] for part in parts))]
         layers = frozenset(n for n, count in counts[0].items()
                            if all(other[n] == count for other in counts))  # fmt: skip
         why = "items by themselves give other features than among others"
-        pieces = [form.parts(tensors, made, layers) for _, tensors, made in parts]
-        whole = [torch.cat(each) for each in zip(*pieces, strict=True)]
-        found, _ = form.of_parts(whole, side, layers)
-        for tensor, due in zip(found, expected, strict=True):
+        shared = [form.parts(tensors, own, layers) for _, tensors, own in parts]
+        whole = [torch.cat(each) for each in zip(*shared, strict=True)]
+        joined, _ = form.of_parts(whole, side, layers)
+        for tensor, due in zip(joined, expected, strict=True):
             _compare(name, tensor, due, why)
         return layers
 
@@ -261,14 +261,14 @@ def twice(inputs: Inputs, towers: tuple[Tower, ...]) -> dict[str, Any]:
     """
     entries = {entry for tower in towers for _, entry in tower.arguments}
     rows, length = inputs["input_ids"].shape[:2]
-    found = {}
+    doubled = {}
     for name, value in inputs.items():
         dim: int | None = 0
         if name not in entries:
             pairs = range(value.dim() - 1)
             dim = next((d for d in pairs if value.shape[d : d + 2] == (rows, length)), None)
-        found[name] = value if dim is None else _doubled(value, dim)
-    return found
+        doubled[name] = value if dim is None else _doubled(value, dim)
+    return doubled
 
 
 def _doubled(value: Any, dim: int) -> Any:

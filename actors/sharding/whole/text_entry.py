@@ -85,9 +85,9 @@ class TextEntry:
         start = arguments.get("inputs_embeds")
         start = arguments.get("input_ids") if start is None else start
         if not isinstance(start, torch.Tensor) or tuple(start.shape[:2]) != share.shape:
-            found = tuple(start.shape) if isinstance(start, torch.Tensor) else type(start).__name__
+            shape = tuple(start.shape) if isinstance(start, torch.Tensor) else type(start).__name__
             raise TokenShareError(
-                f"its {type(text).__name__} is called with embeddings {found}, not "
+                f"its {type(text).__name__} is called with embeddings {shape}, not "
                 f"{(*share.shape, 'width')}"
             )
         if share.is_of_tokens and arguments.get(_POSITIONS) is None:

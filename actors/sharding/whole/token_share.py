@@ -215,10 +215,10 @@ def zigzag(length: int, processes: int) -> ContextLayout:
     """
     if length < processes:
         raise TokenShareError(f"a batch of {length} tokens a row cannot be shared by {processes}")
-    pieces = 2 * processes if length >= 2 * processes else processes
-    edges = [length * n // pieces for n in range(pieces + 1)]
+    parts = 2 * processes if length >= 2 * processes else processes
+    edges = [length * n // parts for n in range(parts + 1)]
     ranges = list(pairwise(edges))
-    if pieces == processes:
+    if parts == processes:
         return ContextLayout(tuple((own,) for own in ranges))
     return ContextLayout(
         tuple(join_ranges((ranges[n], ranges[-1 - n])) for n in range(processes))

@@ -1,0 +1,48 @@
+"""Modules of whole models that processes share, beside the models' own forward in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks._family_check import EXACT, REFUSED
+from benchmarks._ranks import gloo_ranks
+from benchmarks._vlm_shares import outcome
+from benchmarks.vlm_layouts import CLASSES, LAYOUTS, PROCESSES
+
+QWEN2_5, QWEN3, EXPERTS, GEMMA3, AUDIO = CLASSES
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with gloo_ranks(PROCESSES) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (QWEN2_5, "fsdp 2, pp 2"),  # images of any grid, of which processes have some
+        (QWEN3, "cp 2, pp 2, tower fsdp 2"),  # features into layers of both stages
+        (QWEN3, "tp 2, lora"),
+        (EXPERTS, "tp 2"),
+        (GEMMA3, "packing, cp 2"),  # images are seen in both directions, windows
+        (GEMMA3, "fsdp 2, tower frozen"),
+        (AUDIO, "packing, fsdp 2, pp 2"),
+    ],
+)
+def test_a_shared_model_is_exact(ranks, name, layout):
+    every = ranks.run(outcome, name=name, layout=LAYOUTS[layout])
+    assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "why"),
+    [
+        ("MllamaForConditionalGeneration", "cp 2", "cp of 'llm' is 2; accepted: 1"),
+        ("MllamaForConditionalGeneration", "packing", "packing is true; accepted: false"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_name(ranks, name, layout, why):
+    for one in ranks.run(outcome, name=name, layout=LAYOUTS[layout]):
+        assert one.result == REFUSED
+        assert why in one.sentence
