@@ -34,6 +34,8 @@ from raymm.errors import USER_CODE_RAISES
 
 # What ``missing_weights`` may be.
 FRESH = "fresh"
+# While from_pretrained makes a model, a model's own does nothing.
+_TIE_WEIGHTS = PreTrainedModel.tie_weights
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class PretrainedSource(ModuleSource):
 
             def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
                 base.__init__(self, config, *args, **kwargs)
-                self.tie_weights()  # now, not after loading: ties decide who owns what
+                _TIE_WEIGHTS(self)  # now, not after loading: ties decide who owns what
                 part.prune(self)
                 held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
                 self.all_tied_weights_keys = {

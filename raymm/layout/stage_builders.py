@@ -20,20 +20,13 @@ from raymm.actors.probe.node import probe_node, read_of
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.recompute.recomputed_layers import recompute_layers
-from raymm.actors.sharding.fully_sharded import (
-    block_units,
-    fully_sharded_plan,
-    language_units,
-)
+from raymm.actors.sharding.fully_sharded import block_units, fully_sharded_plan, language_units
 from raymm.actors.sharding.parameter_shards import ShardPlan, ShardSpec
 from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.feature_stage import FeatureStage
-from raymm.actors.stages.language import (
-    LanguageSpec,
-    LanguageStage,
-)
+from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.node import NodeStage, NodeStageSpec
 from raymm.actors.weights.source import LiveSource, set_mode

@@ -88,13 +88,12 @@ def export_model(
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     with place.writing():
-        if whole is not None:
+        if isinstance(model, WholeModel):
             names = _write_whole(model, whole, temporary, target, merge, shard_size)
             if tokenizer is not None:
                 ModelProcessor(tokenizer, trust_remote_code).save(temporary / names[0])
             temporary.rename(target)
             return [target / name for name in names]
-        assert isinstance(model, MultimodalModule)  # a whole one is written
         names = _Writer(temporary, target, merge).write(model)
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code)

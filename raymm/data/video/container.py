@@ -125,13 +125,13 @@ def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
 @contextmanager
 def _explained() -> Iterator[None]:
     """FFmpeg's errors as what is wrong with the file."""
-    import av
+    from av import error as errors
 
     try:
         yield
-    except av.FFmpegError as error:
+    except errors.FFmpegError as error:
         what = "it is cut off, or damaged" if isinstance(
-            error, av.EOFError | av.InvalidDataError
+            error, errors.EOFError | errors.InvalidDataError
         ) else "FFmpeg cannot read it"
         raise VideoError(f"{what} ({error.strerror or type(error).__name__})") from error
 

@@ -169,11 +169,11 @@ def _key_before(container: Any, time: float) -> float:
 
 def _seek(container: Any, stream: Any, time: float) -> bool:
     """Go to the last key frame before; whether that could be found."""
-    import av
+    from av.error import FFmpegError
 
     try:
         container.seek(math.floor(time / stream.time_base), stream=stream, backward=True)
-    except av.FFmpegError:
+    except FFmpegError:
         return False
     return True
 
@@ -216,6 +216,7 @@ def _chosen(
                 raise _NoKeyFrameError("its key frames are not where it says")
         while following is not None and (frame is None or following.time <= time + _SAME_S):
             frame, following = following, next(decoder, None)
+        assert frame is not None  # the first of the stream, at least
         if following is None and not _lasts(frame, time, stream):
             raise VideoError(f"it is cut off: its last frame is at {frame.time:.2f} s")
         yield frame
