@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raymm.actors.probe.error import NotRunError
-from raymm.config.model_section import adapters_of
+from raymm.config.model_section import AdaptersSection
 from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, DataError, SampleError, open_split
 from raymm.data.loading.processed import ProcessedBuilder
@@ -37,7 +37,10 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
     try:
         return from_pretrained(
             section.path, example,
-            {name: adapters_of(how) or how for name, how in section.train.items()},
+            {
+                name: how.lora.build() if isinstance(how, AdaptersSection) else how
+                for name, how in section.train.items()
+            },
             seed=config.run.seed, trust_remote_code=section.trust_remote_code,
             packing=section.packing,
         )

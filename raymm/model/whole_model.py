@@ -77,13 +77,14 @@ def from_pretrained(
     Raises:
         SourceError: the folder lacks something.
         ProbeError: it does not run on the example, or has no towers that can be found.
-        ModelError: ``train`` names what it has not.
+        ModelError: ``train`` names what it has not; the configuration asks for a loss of routers.
     """
     if isinstance(model, PretrainedConfig):
         source: ModuleSource = ConfigSource(_class_of(model), model, seed)
     else:
         folder = os.fspath(model)
         source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
+    _check_routers(source.config)
     return WholeModel(source, example, train, packing, seed)
 
 
@@ -100,6 +101,21 @@ def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModul
     if isinstance(model, WholeModel):
         raise ModelError(f"{what}; accepted of a model that is given by its parts, not as a whole")
     return model
+
+
+def _check_routers(config: PretrainedConfig | None) -> None:
+    """
+    Raises:
+        ModelError: the model's own loss has one of its routers, which stages do not add.
+    """
+    if config is None:
+        return
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "output_router_logits", False):
+            raise ModelError(
+                f"output_router_logits of {type(part).__name__} is true: the model's own forward "
+                "adds a loss of its routers, and training here would leave it out; accepted: false"
+            )
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
