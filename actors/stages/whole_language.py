@@ -186,7 +186,8 @@ class WholeLanguageStage(LanguageStage):
         arguments = {n: v for n, v in side.items() if n != _TARGETS and _FEATURES not in n}
         targets = on_host(side[_TARGETS])
         real = on_host(side[_REAL]) if _REAL in side else None
-        share, attend = self._share(tuple(targets.shape), real)
+        B, T = targets.shape
+        share, attend = self._share((B, T), real)
         labelled = Labelled(self._own_targets(targets, share), device) if self.last else None
         try:
             self._labelled = labelled
