@@ -23,6 +23,7 @@ from raymm.scheduler.plan.stage import SHARDINGS, SPLITS, Degrees, Edge, Stage, 
 from raymm.scheduler.plan.stage_edges import SAMPLES
 
 PLAN_FORMAT = 1
+MOST_MICROBATCHES = 65_536  # of a step; a file with a slip of more zeros must not be lowered
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
 
 
@@ -60,8 +61,7 @@ class Plan:
     shared_ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise PlanError(f"num_microbatches is {self.num_microbatches}; it must be at least 1")
+        check_number("num_microbatches", self.num_microbatches, most=MOST_MICROBATCHES)
         if self.schedule not in (accepted := (*SCHEDULES, SLOTS)):
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(accepted)}")
         names = {node.name for node in self.graph.nodes}

@@ -11,19 +11,22 @@ class PlanError(InputError, ValueError):
     """A plan that cannot run. The message names the field, its value and what is accepted."""
 
 
-def check_number(field: str, value: int, least: int = 1) -> None:
+def check_number(field: str, value: int, least: int = 1, most: int | None = None) -> None:
     """
     Args:
         field: its name, for errors.
         value: what is given.
         least: the smallest that is accepted.
+        most: the largest, if there is one.
 
     Raises:
-        PlanError: if a value is no whole number, or below the least. Plan files know whole
+        PlanError: if a value is no whole number, or out of bounds. Plan files know whole
             numbers only, so a plan must not be made with another one.
     """
     if type(value) is not int or value < least:
         raise PlanError(f"{field} is {value!r}; it must be a whole number, at least {least}")
+    if most is not None and value > most:
+        raise PlanError(f"{field} is {str(value):.30}; it must be at most {most}")
 
 
 def check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) -> None:

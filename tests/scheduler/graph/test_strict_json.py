@@ -15,13 +15,14 @@ from raymm.scheduler.costs.surface import (
     surfaces_to_json,
 )
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.plan.plan import Plan, PlanError
+from tests.scheduler.multiplex.random_mappings import clip, mapping_of
 
 SURFACE = ScalingSurface("a", (1, 2), (4,), 4, ((2.0,), (1.0,)), (4, 2), (0.5,))
-MAPPING = Mapping(2, 4, (MultiplexStage((Placement("a", (0, 1), 4),), 1.0),), 1.0)
+PLAN = mapped_plan(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}))
 # Values of which only the names are shown.
 HUGE, LONG, DEEP = "<400 digits>", "<5000 digits>", "<100000 lists>"
 LONG_TEXTS = {HUGE: "1" + "0" * 400, LONG: "1" + "0" * 5000, DEEP: "[" * 100_000 + "]" * 100_000}
@@ -37,23 +38,23 @@ def edited(source: str, name: str, value: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "value", "words"), [
-    ("bound", HUGE, "bound is 1000"),
-    ("seconds", HUGE, r"stages\[0\].seconds is 1000"),
-    ("seconds", LONG, "mapping file is not JSON"),
-    ("gpus", str(10**8), "gpus is 100000000; it must be a whole number from 1 to 65536"),
-    ("gpus", str(10**30), "gpus is 1000"),
-    ("steps", str(10**9), "steps is 1000000000; it must be a whole number from 1 to"),
-    ("slices", str(10**30), "slices is 1000"),
-    ("bound", "5", "bound is 5, above the 1.0"),
-    ("gpus", '2, "gpus": 4', "field 'gpus' more than once"),
+    ("num_microbatches", HUGE, "num_microbatches is 1000"),
+    ("num_microbatches", LONG, "plan is not JSON"),
+    ("num_microbatches", str(10**9), "num_microbatches is 1000000000; it must be at most 65536"),
+    ("num_microbatches", '2, "num_microbatches": 4', "field 'num_microbatches' more than once"),
+    ("rank", HUGE, r"ranks are \[0, 1, 1000"),
+    ("rank", str(10**8), r"ranks are \[0, 1, 100000000\]; they must be 0..2 without gaps"),
+    ("quota", HUGE, "quota of stage image.0 is 1000"),
+    ("quota", "5", "quota of stage image.0 is 5; accepted: a share of the multiprocessors"),
+    ("quota", "1e-400", "quota of stage image.0 is 0.0"),
     ("stages", DEEP, "nested deeper than 50"),
-    ("method", "[" * 60 + "]" * 60, "nested deeper than 50"),
+    ("schedule", "[" * 60 + "]" * 60, "nested deeper than 50"),
 ])
-def test_mappings(name: str, value: str, words: str) -> None:
-    # The first "seconds" of the file is a stage's, the first "gpus" the mapping's.
-    assert Mapping.from_json(edited(MAPPING.to_json(), "method", '"x"')).method == "x"
-    with pytest.raises(MultiplexError, match=words):
-        Mapping.from_json(edited(MAPPING.to_json(), name, value))
+def test_plans(name: str, value: str, words: str) -> None:
+    # The first "rank" and "quota" of the file are the first stage's.
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    with pytest.raises(PlanError, match=words):
+        Plan.from_json(edited(PLAN.to_json(), name, value))
 
 
 @pytest.mark.parametrize(("name", "value", "words"), [
@@ -78,12 +79,12 @@ def test_interference(value: str, words: str) -> None:
 
 
 def test_encodings_and_files_of_other_planners(tmp_path) -> None:
-    file = tmp_path / "mapping.json"
-    file.write_bytes(b"\xff\xfe" + MAPPING.to_json().encode("utf-16-le"))
-    with pytest.raises(MultiplexError, match="mapping.json is not UTF-8"):
+    file = tmp_path / "plan.json"
+    file.write_bytes(b"\xff\xfe" + PLAN.to_json().encode("utf-16-le"))
+    with pytest.raises(MultiplexError, match="plan.json is not UTF-8"):
         read_file(file)
-    file.write_bytes(b"\xef\xbb\xbf" + MAPPING.to_json().encode())
-    assert Mapping.from_json(read_file(file)) == MAPPING
+    file.write_bytes(b"\xef\xbb\xbf" + PLAN.to_json().encode())
+    assert Plan.from_json(read_file(file)) == PLAN
     with pytest.raises(MultiplexError, match="nowhere.json cannot be read: No such file"):
         read_file(tmp_path / "nowhere.json")
     assert json_value("[" * 50 + "]" * 50, "it")

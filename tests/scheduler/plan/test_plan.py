@@ -48,7 +48,7 @@ def test_stages_that_cannot_run(stages: tuple[Stage, ...], message: str) -> None
 
 @pytest.mark.parametrize("number", [0, -3])
 def test_microbatches(number: int) -> None:
-    with pytest.raises(PlanError, match=f"num_microbatches is {number}; it must be at least 1"):
+    with pytest.raises(PlanError, match=f"num_microbatches is {number}; .* at least 1"):
         Plan(GRAPH, llm((0, 4)), number)
 
 
@@ -95,7 +95,7 @@ def changed(path: str, value: object) -> dict:
     ("num_microbatches", 2.5, "num_microbatches is 2.5; it must be of type int"),
     ("num_microbatches", True, "num_microbatches is True; it must be of type int"),
     ("num_microbatches", "4", "num_microbatches is '4'; it must be of type int"),
-    ("num_microbatches", 0, "num_microbatches is 0; it must be at least 1"),
+    ("num_microbatches", 0, "num_microbatches is 0; it must be a whole number, at least 1"),
     ("schedule", None, "schedule is None; it must be of type str"),
     ("schedule", "zb", "schedule is 'zb'; accepted: 1f1b"),
     ("stages.0.rank", 0.0, "rank is 0.0; it must be of type int"),
