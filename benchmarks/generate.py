@@ -1,0 +1,255 @@
+"""Eight prompts written on by two stages of a pipeline, against one process on the same two cores.
+
+A Llama with random weights, fp32, greedy, no end token: every way writes the same tokens of every
+prompt, and `tokens_equal` says that it did. Ways take turns, round by round:
+
+- `pipelined`: two ranks of one thread each, four of the prompts under way at once
+  (:func:`raymm.runtime.generation.generate`'s default of two per stage);
+- `one_at_a_time`: the same ranks with one prompt under way: what keeping several under way brings;
+- `one_process`: transformers' `generate` with its cache of keys and values, a prompt after the
+  other, with both cores as threads;
+- `one_process_one_core`: the same with one thread;
+- `one_process_batch`: the same with both cores and all prompts as one batch, padded on the left,
+  which reads the weights once for all of them: raymm does not batch prompts.
+
+`tokens_per_second_ratio` is `pipelined` over the faster of `one_process` and
+`one_process_one_core` (on a busy machine two threads that wait for each other are slower than one),
+median over rounds. What bounds it is printed beside it. Every token of a prompt waits for the one
+before, through both stages; several prompts hide that wait, so at best the slower rank computes
+without a pause. `busy_share` is the part of the time in which it did, `bound_tokens_per_second`
+what it would write if that were all, `bound_ratio` that over the same process. `chain_ms` is what a
+token takes with nothing else under way: both stages' compute (`chain_compute_ms`), and messages,
+calls and replies between them.
+
+    python -m benchmarks.generate --json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks import _common
+
+VOCABULARY, PROMPTS, STAGES, CORES = 4096, 8, 2, 2
+WARM_UP = 1
+WAYS = ("pipelined", "one_at_a_time", "one_process", "one_process_one_core", "one_process_batch")
+
+
+def llama(hidden: int, layers: int) -> Any:
+    """Weights so large that what is written depends on all that was before."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(LlamaConfig(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, vocab_size=VOCABULARY, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+    )).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2)
+    return module
+
+
+def prompts_of(longest: int) -> list[list[int]]:
+    """Of unlike lengths, half to all of the longest."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = [longest - number * longest // (2 * PROMPTS) for number in range(PROMPTS)]
+    return [torch.randint(1, VOCABULARY, (n,), generator=draw).tolist() for n in lengths]
+
+
+def in_one_process(
+    module: Any, prompts: list[list[int]], tokens: int, threads: int, batched: bool
+) -> list[list[int]]:
+    """What transformers writes.
+
+    Args:
+        module: the model.
+        prompts: token ids.
+        tokens: to write of each.
+        threads: of torch.
+        batched: all prompts at once.
+    """
+    torch.set_num_threads(threads)
+    batches = [prompts] if batched else [[ids] for ids in prompts]
+    written: list[list[int]] = []
+    for batch in batches:
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
+        seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+        out = module.generate(
+            input_ids=ids, attention_mask=seen, max_new_tokens=tokens, do_sample=False,
+            use_cache=True,
+        )
+        written += out[:, width:].tolist()
+    torch.set_num_threads(1)
+    return written
+
+
+class Ranks:
+    """The model on the ranks of a pipeline, with the compute of their steps.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: Any) -> None:
+        from raymm.model.modality_module import ModalityModule
+        from raymm.model.multimodal import MultimodalModule
+        from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+
+        spec = MultimodalParallelSpec({}, ParallelSpec(pp=STAGES), 1)
+        self.parallel = spec.apply(MultimodalModule({}, ModalityModule(module)))
+        self.steps: list[list[float]] = []
+        """Of each step since :meth:`write` began, the ranks' seconds of compute."""
+        self._submit, submitted = self.parallel.submit, self._noted
+        self.parallel.submit = submitted  # type: ignore[method-assign]
+
+    def _noted(self, *args: Any, **kwargs: Any) -> Any:
+        pending = self._submit(*args, **kwargs)
+        result = pending.result
+
+        def noted() -> Any:
+            output = result()
+            self.steps.append([output.timeline.busy(rank) for rank in range(STAGES)])
+            return output
+
+        pending.result = noted  # type: ignore[method-assign]
+        return pending
+
+    def write(
+        self, prompts: list[list[int]], tokens: int, under_way: int | None
+    ) -> list[list[int]]:
+        """What the ranks write.
+
+        Args:
+            prompts: token ids.
+            tokens: to write of each.
+            under_way: prompts at once.
+        """
+        from raymm.runtime.generation import Prompt, generate
+
+        self.steps.clear()
+        texts = [Prompt.of_text(ids) for ids in prompts]
+        return list(generate(self.parallel, texts, tokens, under_way=under_way))
+
+
+@contextmanager
+def ranks_of(module: Any) -> Iterator[Ranks]:
+    """Ranks, ended after a block."""
+    ranks = Ranks(module)
+    try:
+        yield ranks
+    finally:
+        ranks.parallel.shutdown()
+
+
+def measure(module: Any, prompts: list[list[int]], tokens: int, rounds: int) -> dict[str, Any]:
+    """All ways in turns."""
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    written: dict[str, list[list[list[int]]]] = {way: [] for way in WAYS}
+    busy: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    chain: list[float] = []
+    with ranks_of(module) as ranks:
+        ways: dict[str, Callable[[], list[list[int]]]] = {
+            "pipelined": lambda: ranks.write(prompts, tokens, None),
+            "one_at_a_time": lambda: ranks.write(prompts, tokens, 1),
+            "one_process": lambda: in_one_process(module, prompts, tokens, CORES, False),
+            "one_process_one_core": lambda: in_one_process(module, prompts, tokens, 1, False),
+            "one_process_batch": lambda: in_one_process(module, prompts, tokens, CORES, True),
+        }
+        for number in range(WARM_UP + rounds):
+            for way in WAYS if number % 2 else reversed(WAYS):
+                ranks.steps.clear()
+                start = time.perf_counter()
+                texts = ways[way]()
+                taken = time.perf_counter() - start
+                written[way].append(texts)
+                if number >= WARM_UP:
+                    seconds[way].append(taken)
+                    busy[way].append([sum(rank) for rank in zip(*ranks.steps, strict=True)])
+                    if way == "one_at_a_time":
+                        chain.append(statistics.median(map(sum, ranks.steps)))
+    return result_of(seconds, busy, written, chain, len(prompts) * tokens)
+
+
+def result_of(
+    seconds: dict[str, list[float]], busy: dict[str, list[list[float]]],
+    written: dict[str, list[list[list[int]]]], chain: list[float], tokens: int,
+) -> dict[str, Any]:
+    """What is printed.
+
+    Args:
+        seconds: of each way and round.
+        busy: of the ways on ranks, per round, every rank's seconds of compute.
+        written: of each way and round, every prompt's tokens.
+        chain: per round, the median seconds of compute of a token on all ranks, one under way.
+        tokens: of a round.
+    """
+    due = written["one_process"][0]
+    rate = {way: tokens / statistics.median(values) for way, values in seconds.items()}
+
+    def over(way: str, other: str) -> float:
+        pairs = zip(seconds[way], seconds[other], strict=True)
+        return round(statistics.median(b / a for a, b in pairs), 3)
+
+    slowest = statistics.median(map(max, busy["pipelined"]))
+    against = max(("one_process", "one_process_one_core"), key=rate.__getitem__)
+    return {
+        "tokens_per_second_ratio": over("pipelined", against),
+        "against": against,
+        "bound_ratio": round(tokens / slowest / rate[against], 3),
+        "bound_tokens_per_second": round(tokens / slowest, 1),
+        "busy_share": round(slowest / statistics.median(seconds["pipelined"]), 3),
+        "ranks_busy_seconds": [
+            round(statistics.median(rank), 4) for rank in zip(*busy["pipelined"], strict=True)
+        ],
+        "chain_ms": round(1e3 / rate["one_at_a_time"], 3),
+        "chain_compute_ms": round(1e3 * statistics.median(chain), 3),
+        "pipelined_over_one_at_a_time": over("pipelined", "one_at_a_time"),
+        "pipelined_over_one_process": over("pipelined", "one_process"),
+        "pipelined_over_one_process_one_core": over("pipelined", "one_process_one_core"),
+        "pipelined_over_one_process_batch": over("pipelined", "one_process_batch"),
+        "tokens_per_second": {way: round(value, 1) for way, value in rate.items()},
+        "tokens_equal": all(texts == due for way in WAYS for texts in written[way]),
+        "different_tokens": len({token for text in due for token in text}),
+    }
+
+
+def main() -> None:
+    """Run and print."""
+    options = _common.parser(__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--tokens", type=int, default=32, help="written of each prompt")
+    options.add_argument("--prompt", type=int, default=48, help="tokens of the longest prompt")
+    options.add_argument("--hidden", type=int, default=512)
+    options.add_argument("--layers", type=int, default=8)
+    args = options.parse_args()
+    result = {
+        "benchmark": "generate", "machine": _common.machine(),
+        **{name: getattr(args, name) for name in ("rounds", "tokens", "prompt", "hidden")},
+        "layers": args.layers, "prompts": PROMPTS, "stages": STAGES,
+    }
+    module = llama(args.hidden, args.layers)
+    with _common.local_ray(STAGES):
+        result |= measure(module, prompts_of(args.prompt), args.tokens, args.rounds)
+    table = Table("way", "tokens/s")
+    for way, value in result["tokens_per_second"].items():
+        table.add_row(way, f"{value:.1f}")
+    _common.console().print(table)
+    _common.emit(result, args.json)
+    if not result["tokens_equal"]:
+        sys.exit("the ways do not write the same tokens")
+
+
+if __name__ == "__main__":
+    main()
