@@ -123,11 +123,13 @@ TABLE: dict[str, tuple[str, ...]] = {
     # raymm: what a user touches
     "raymm/files": ("actors/storage",),
     "raymm/data/video": (),
-    "raymm/data/samples": ("actors", "raymm/files", "raymm/data/video"),
-    "raymm/data/readers": ("raymm/data/samples",),
+    "raymm/data/remote": ("actors/storage",),
+    "raymm/data/samples": ("actors", "raymm/files", "raymm/data/video", "raymm/data/remote"),
+    "raymm/data/readers": ("raymm/data/remote", "raymm/data/samples"),
     "raymm/data/conversations": ("actors/weights", "raymm/data/video", "raymm/data/samples"),
     "raymm/data/sampling": (
-        "scheduler", "raymm/data/video", "raymm/data/samples", "raymm/data/readers",
+        "scheduler", "raymm/data/video", "raymm/data/remote", "raymm/data/samples",
+        "raymm/data/readers",
     ),
     "raymm/draw": ("scheduler",),
     "raymm/model": ("kernels", "scheduler", "actors"),
@@ -170,7 +172,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/data", "raymm/costs", "raymm/config",
     ),
     "raymm/storage": (
-        "scheduler/plan", "actors", "raymm/files", "raymm/data/samples", "raymm/data/readers",
+        "scheduler/plan", "actors", "raymm/files", "raymm/data/remote", "raymm/data/samples",
+        "raymm/data/readers",
         "raymm/data/conversations", "raymm/model", "raymm/layout", "raymm/data", "raymm/runtime",
         "raymm/config",
     ),

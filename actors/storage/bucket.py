@@ -25,12 +25,16 @@ from raymm.actors.storage.folder import StorageFolder
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 16.0
 RETRY_FOR_S = 120.0
+# Of one request to S3: until there is a connection, and while nothing comes.
+CONNECT_TIMEOUT_S = 10.0
+SILENT_TIMEOUT_S = 30.0
 # Bytes that are copied at once.
 BLOCK = 8 * 2**20
 
 # Of a URL's query, as pyarrow's clients take them.
 OPTIONS = {
-    "s3": ("endpoint_override", "scheme", "region"), "gs": ("endpoint_override", "scheme"),
+    "s3": ("endpoint_override", "scheme", "region", "anonymous"),
+    "gs": ("endpoint_override", "scheme", "anonymous"),
 }
 # Where the environment says where the server is, as AWS' own tools take it.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -88,7 +92,7 @@ class BucketFolder(StorageFolder):
 
     @property
     def _store(self) -> Any:
-        return _connect(self._url.scheme, self._url.netloc, self._url.query)
+        return connect(self._url.scheme, self._url.netloc, self._url.query)
 
     def names(self) -> list[str]:
         return sorted(entry.base_name for entry in self._listed(recursive=False))
@@ -176,18 +180,30 @@ class BucketFolder(StorageFolder):
         self.remove()
 
     def _tried(self, operation: Callable[[], Value]) -> Value:
-        """Carry out an operation, again if it fails for reasons that may pass."""
-        end, wait = time.monotonic() + self._retry_for_s, FIRST_WAIT_S
-        while True:
-            try:
-                return operation()
-            except OSError as error:
-                # With a number it is of this machine's disk, or a file that is not there.
-                lasting = error.errno is not None or _LASTING.search(str(error))
-                if lasting or time.monotonic() + wait > end:
-                    raise _plain(error) from None
-            time.sleep(wait * random.uniform(0.5, 1.0))
-            wait = min(2 * wait, LONGEST_WAIT_S)
+        return tried(operation, self._retry_for_s)
+
+
+def tried(operation: Callable[[], Value], retry_for_s: float) -> Value:
+    """Carry out an operation, again if it fails for reasons that may pass.
+
+    Args:
+        operation: on an object store.
+        retry_for_s: how long it is tried again.
+
+    Raises:
+        OSError: it failed for a reason that lasts, or for so long.
+    """
+    end, wait = time.monotonic() + retry_for_s, FIRST_WAIT_S
+    while True:
+        try:
+            return operation()
+        except OSError as error:
+            # With a number it is of this machine's disk, or a file that is not there.
+            lasting = error.errno is not None or _LASTING.search(str(error))
+            if lasting or time.monotonic() + wait > end:
+                raise _plain(error) from None
+        time.sleep(wait * random.uniform(0.5, 1.0))
+        wait = min(2 * wait, LONGEST_WAIT_S)
 
 
 @contextmanager
@@ -204,12 +220,23 @@ def _plain(error: OSError) -> OSError:
 
 
 @functools.cache
-def _connect(scheme: str, bucket: str, query: str) -> Any:
+def connect(scheme: str, bucket: str, query: str) -> Any:
     """The client of a bucket, with what the environment says of credentials; one per process. It
-    does not try again by itself."""
+    does not try again by itself.
+
+    Args:
+        scheme: ``"s3"`` or ``"gs"``.
+        bucket: its name.
+        query: of a URL, with :data:`OPTIONS`.
+
+    Raises:
+        ModuleNotFoundError: there is no pyarrow.
+    """
     from pyarrow import fs
 
-    options = dict(parse_qsl(query))
+    options: dict[str, Any] = dict(parse_qsl(query))
+    if "anonymous" in options:  # of public buckets
+        options["anonymous"] = options["anonymous"] == "true"
     if scheme == "gs":
         return fs.GcsFileSystem(**options, retry_time_limit=timedelta(seconds=FIRST_WAIT_S))
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
@@ -220,4 +247,7 @@ def _connect(scheme: str, bucket: str, query: str) -> Any:
     if not has_region and "endpoint_override" not in options:
         options["region"] = fs.resolve_s3_region(bucket)
     once = fs.AwsStandardS3RetryStrategy(max_attempts=1)
-    return fs.S3FileSystem(**options, retry_strategy=once)
+    return fs.S3FileSystem(
+        **options, retry_strategy=once,
+        connect_timeout=CONNECT_TIMEOUT_S, request_timeout=SILENT_TIMEOUT_S,
+    )

@@ -10,6 +10,8 @@ from typing import Any
 
 import xxhash
 
+from raymm.data.remote.path import DataPath, read_range, size_of, version_of
+
 # Files up to this size are digested whole; of larger ones blocks at equal distances, the first and
 # the last among them. What is changed between these, with size kept, shows in the file's time only.
 WHOLE_BYTES = 16 * 2**20
@@ -20,9 +22,9 @@ THREADS = 8
 FILES_TOLD_APART = 256
 
 
-def fingerprint_of_files(files: Iterable[Path], root: Path | None = None) -> dict[str, Any]:
+def fingerprint_of_files(files: Iterable[DataPath], root: Path | None = None) -> dict[str, Any]:
     """Plain JSON: ``{"files": {name: "size digest"} or their count, "bytes", "digest", "times"}``.
-    Copying files elsewhere changes ``times`` alone.
+    Copying files elsewhere, to a bucket too, changes ``times`` alone.
 
     Args:
         files: in an order that means something.
@@ -30,33 +32,36 @@ def fingerprint_of_files(files: Iterable[Path], root: Path | None = None) -> dic
 
     Raises:
         OSError: a file cannot be read.
+        RemoteError: a server does not give it.
     """
     files = list(files)
-    names = [str(file.relative_to(root)) if root else file.name for file in files]
+    names = [
+        str(file.relative_to(root)) if root and isinstance(file, Path) else file.name
+        for file in files
+    ]
     with ThreadPoolExecutor(THREADS) as pool:
-        stats = [file.stat() for file in files]
-        digests = list(pool.map(_digest, files, [stat.st_size for stat in stats]))
+        sizes = [size_of(file) for file in files]
+        digests = list(pool.map(_digest, files, sizes))
     texts = {
-        name: f"{stat.st_size} bytes {digest}"
-        for name, stat, digest in zip(names, stats, digests, strict=True)
+        name: f"{size} bytes {digest}"
+        for name, size, digest in zip(names, sizes, digests, strict=True)
     }
     return {
         "files": texts if len(texts) == len(files) <= FILES_TOLD_APART else len(files),
-        "bytes": sum(stat.st_size for stat in stats),
+        "bytes": sum(sizes),
         "digest": _of_texts([f"{n} {d}" for n, d in zip(names, digests, strict=True)]),
-        "times": _of_texts([str(stat.st_mtime_ns) for stat in stats]),
+        "times": _of_texts([str(version_of(file)) for file in files]),
     }
 
 
-def _digest(file: Path, size: int) -> str:
+def _digest(file: DataPath, size: int) -> str:
     digest = xxhash.xxh3_64()
-    with open(file, "rb") as source:
-        if size <= WHOLE_BYTES:
-            digest.update(source.read())
-        else:
-            for block in range(BLOCKS):
-                source.seek((size - BLOCK_BYTES) * block // (BLOCKS - 1))
-                digest.update(source.read(BLOCK_BYTES))
+    if size <= WHOLE_BYTES:
+        digest.update(read_range(file, 0, size) if size else b"")
+    else:
+        for block in range(BLOCKS):
+            start = (size - BLOCK_BYTES) * block // (BLOCKS - 1)
+            digest.update(read_range(file, start, BLOCK_BYTES))
     return digest.hexdigest()
 
 

@@ -1,6 +1,7 @@
 """Fixtures of the data tests; this folder is on sys.path, for the helpers beside them."""
 
 import pytest
+from range_server import web  # noqa: F401 (fixture)
 from sample_files import build_tokenizer, write_rows
 
 from raymm.data import DataConfig

@@ -4,6 +4,7 @@ A reader has ``len``, ``reader[index] -> Sample``, ``counts``, ``sources`` and `
 ``raymm.data.readers.base``.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from raymm.data.readers.base import Reader, ReaderOptions
@@ -13,6 +14,7 @@ from raymm.data.readers.mixture import Mixture
 from raymm.data.readers.parquet import ParquetDataset
 from raymm.data.readers.repeated import Repeated
 from raymm.data.readers.tar_shards import TarDataset
+from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.errors import DataError
 
 Dataset = Reader | Repeated | Mixture
@@ -34,24 +36,43 @@ def format_of(path: str | Path) -> str:
     Raises:
         DataError: it does not exist, or nothing tells.
     """
+    place = located(path)
+    if isinstance(place, RemotePath):
+        return _remote_format(place)
     path = Path(path)
     if path.suffix in _SUFFIXES and not path.is_dir():
         return _SUFFIXES[path.suffix]
     if path.is_dir():
         if (path / STATE_FILE).is_file() or (path / SPLITS_FILE).is_file():
             return "datasets"
-        formats = {_SUFFIXES[file.suffix] for file in path.rglob("*") if file.suffix in _SUFFIXES}
-        formats -= {"json"}  # a folder of shards often has a description beside them
-        if len(formats) == 1:
-            return formats.pop()
-        raise DataError(
-            f"folder {str(path)!r} has "
-            + (f"files of {sorted(formats)}" if formats else "no .parquet or .tar file")
-            + f"; say 'format', one of {sorted(FORMATS)}"
-        )
+        return _format_within(path, path.rglob("*"))
     if path.is_file():
         return "json"  # as before there were others
     raise DataError(f"data file {str(path)!r} does not exist (looked for {path.absolute()})")
+
+
+def _remote_format(path: RemotePath) -> str:
+    if path.suffix in _SUFFIXES:
+        return _SUFFIXES[path.suffix]
+    if path.is_file():
+        return "json"
+    files = path.files() if path.url.in_bucket else []
+    if not files:
+        raise DataError(f"data file {str(path)!r} does not exist")
+    return _format_within(path, files)
+
+
+def _format_within(folder: DataPath, files: Iterable[DataPath]) -> str:
+    """The format of the files in a folder."""
+    formats = {_SUFFIXES[file.suffix] for file in files if file.suffix in _SUFFIXES}
+    formats -= {"json"}  # a folder of shards often has a description beside them
+    if len(formats) == 1:
+        return formats.pop()
+    raise DataError(
+        f"folder {str(folder)!r} has "
+        + (f"files of {sorted(formats)}" if formats else "no .parquet or .tar file")
+        + f"; say 'format', one of {sorted(FORMATS)}"
+    )
 
 
 def open_source(
@@ -60,7 +81,7 @@ def open_source(
     """A reader of one source.
 
     Args:
-        path: file, folder or glob.
+        path: file, folder or glob, or its URL.
         format: a key of ``FORMATS``; by ``format_of`` if None.
         options: columns, limits and the like.
 
@@ -73,6 +94,8 @@ def open_source(
         return FORMATS[format or format_of(path)](path, None, options)
     except DataError:
         raise
+    except ValueError as error:  # a URL of another kind
+        raise DataError(f"data source {str(path)!r}: {error}") from None
     except (OSError, RuntimeError) as error:  # pathlib's, of links in a circle
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"data file {str(path)!r} cannot be read: {reason}") from error

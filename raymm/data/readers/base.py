@@ -6,11 +6,11 @@ A reader of a format says how its rows are found; text, media and errors are tre
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.errors import DataError, RowError, SampleError
 from raymm.data.samples.folders import MediaFolders, OutsideError
 from raymm.data.samples.limits import Limits
@@ -48,7 +48,7 @@ class Reader(ABC):
     Subclasses index their files in ``_open``, and give rows by ``_row``.
 
     Args:
-        path: the file, folder or glob.
+        path: the file, folder or glob, or its URL.
         columns: modality -> its column (see ``raymm.data.samples.rows.items_of`` for what may be
             in it).
         options: everything else; its ``columns`` are used where ``columns`` is None.
@@ -58,7 +58,7 @@ class Reader(ABC):
             ``SampleError`` instead), or a column that no row has.
 
     Attributes:
-        path: absolute.
+        path: absolute, or remote.
         name: of the source.
         counts: modality -> (N,) int32, items per sample; 0 for rows that cannot be used.
         files: the files that it reads, absolute.
@@ -70,16 +70,16 @@ class Reader(ABC):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | DataPath,
         columns: Mapping[str, str] | None = None,
         options: ReaderOptions | None = None,
     ):
-        self.path = Path(path).resolve()
+        self.path: DataPath = located(path)
         self.options = options or ReaderOptions()
         self.columns = dict(self.options.columns if columns is None else columns)
         self.name = self.options.name or self.path.stem
         self.counts: dict[str, np.ndarray] = {}
-        self.files: Sequence[Path] = (self.path,)
+        self.files: Sequence[DataPath] = (self.path,)
         self._bad: dict[int, RowError] = {}
         self._open()
         if not len(self):
@@ -116,9 +116,10 @@ class Reader(ABC):
         return (self.name,)
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> DataPath:
         """What relative media paths are relative to."""
-        return self.path if self.path.is_dir() else self.path.parent
+        local = not isinstance(self.path, RemotePath)
+        return self.path if local and self.path.is_dir() else self.path.parent
 
     def __getitem__(self, index: int) -> Sample:
         """Read sample ``index``; negative counts from the end.

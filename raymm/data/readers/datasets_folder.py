@@ -6,6 +6,7 @@ import numpy as np
 
 from raymm.data.readers.arrow_rows import count_column, row_of
 from raymm.data.readers.base import Reader
+from raymm.data.remote.path import RemotePath
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.rows import ID, MESSAGES, TEXT
 
@@ -20,6 +21,11 @@ class DatasetsFolder(Reader):
     checked_when_opened = False  # the text is not read until it is wanted
 
     def _open(self) -> None:
+        if isinstance(self.path, RemotePath):
+            raise DataError(
+                f"{self.path}: a folder of datasets is mapped into memory, and not read by URL; "
+                "accepted: its path on this machine, or Parquet by URL (Dataset.to_parquet)"
+            )
         if (self.path / SPLITS_FILE).is_file():
             splits = sorted(file.parent.name for file in self.path.glob(f"*/{STATE_FILE}"))
             raise DataError(

@@ -4,15 +4,18 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.errors import DataError
 
 
-def find_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
     """Files of some suffixes, by name: the path itself, all below a folder, or a glob's.
 
     Raises:
         DataError: there is none.
     """
+    if isinstance(path, RemotePath):
+        return _remote_files(path, suffixes)
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -31,6 +34,29 @@ def find_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
     return files
 
 
+def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]:
+    if path.has_magic():
+        files, what = path.matches(), "pattern"
+    elif path.is_file():
+        return [path]
+    else:
+        found = path.files() if path.url.in_bucket else []
+        files = [file for file in found if file.suffix in suffixes]
+        what = "folder" if found else "data file"
+    if not files:
+        kinds = " or ".join(suffixes)
+        missing = "does not exist" if what == "data file" else f"has no {kinds} file"
+        raise DataError(f"{what} {str(path)!r} {missing}")
+    return files
+
+
 def is_there(path: str | Path) -> bool:
-    """Whether a path exists or a glob has a file."""
+    """Whether a path or URL exists or a glob has a file.
+
+    Raises:
+        RemoteError: a server does not say.
+    """
+    place = located(path)
+    if isinstance(place, RemotePath):
+        return bool(place.matches()) if place.has_magic() else place.is_file() or place.is_dir()
     return Path(path).exists() or bool(glob.glob(str(path), recursive=True))

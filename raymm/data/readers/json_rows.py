@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from raymm.data.readers.base import Reader
+from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, read_range
 from raymm.data.samples.errors import DataError, RowError
 
 _BOM = b"\xef\xbb\xbf"
@@ -48,9 +48,7 @@ class JsonDataset(Reader):
 
     def _row(self, index: int) -> dict:
         start, stop = self._ranges[index]
-        with open(self.path, "rb") as file:
-            file.seek(start)
-            return json.loads(file.read(stop - start))
+        return json.loads(read_range(self.path, int(start), int(stop - start)))
 
     def place(self, index: int) -> str:
         return self._where(self._places[index])
@@ -59,8 +57,8 @@ class JsonDataset(Reader):
         return f"{self.path}[{place}]" if self._array else f"{self.path}:{place}"
 
 
-def _is_array(path: Path) -> bool:
-    with open(path, "rb") as file:
+def _is_array(path: DataPath) -> bool:
+    with open_data(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             line = line.removeprefix(_BOM).strip()
             if line:
@@ -68,11 +66,11 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _line_rows(path: Path) -> Iterator[tuple[int, int, int, object]]:
+def _line_rows(path: DataPath) -> Iterator[tuple[int, int, int, object]]:
     """(first byte, end byte, line number from 1, parsed line) of every line that is not blank;
     a ``RowError`` in place of a line that is not JSON."""
     offset = number = 0
-    with open(path, "rb") as file:
+    with open_data(path, SCAN_BLOCK) as file:
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
             start, stop = offset, offset + len(line)
@@ -96,9 +94,10 @@ def _line_rows(path: Path) -> Iterator[tuple[int, int, int, object]]:
             yield start, stop, number, row
 
 
-def _array_rows(path: Path) -> Iterator[tuple[int, int, int, object]]:
+def _array_rows(path: DataPath) -> Iterator[tuple[int, int, int, object]]:
     """The same for a JSON array, numbered from 0. Holds the file's text while it runs."""
-    content = path.read_bytes()
+    with open_data(path) as file:
+        content = file.read()
     try:
         text = content.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:

@@ -1,13 +1,17 @@
 """Rows of Parquet files, whose columns are read by row group, when a row of it is wanted."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from raymm.data.readers.arrow_rows import count_column, row_of
 from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
+from raymm.data.remote.path import DataPath
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.rows import ID, MESSAGES, TEXT
 
@@ -33,7 +37,6 @@ class ParquetDataset(Reader):
     checked_when_opened = False  # the text is not read until it is wanted
 
     def _open(self) -> None:
-        pq = _parquet()
         self.files = find_files(self.path, (".parquet",))
         self._groups: list[tuple[int, int]] = []
         self._batch_rows: list[int] = []
@@ -41,7 +44,7 @@ class ParquetDataset(Reader):
         starts, counts = [0], {modality: [] for modality in self.columns}
         for number, path in enumerate(self.files):
             try:
-                with pq.ParquetFile(path) as file:
+                with _opened(path) as file:
                     self._used.append(self._used_columns(file, path))
                     for group in range(file.num_row_groups):
                         size = self._checked_size(file.metadata.row_group(group), path, group)
@@ -63,7 +66,7 @@ class ParquetDataset(Reader):
         self._kept: OrderedDict = OrderedDict()
         self._refused: dict[int, str] = {}  # row groups that are too large, and why
 
-    def _used_columns(self, file, path: Path) -> list[str]:
+    def _used_columns(self, file, path: DataPath) -> list[str]:
         """
         Raises:
             DataError: a column that is needed is not there.
@@ -78,7 +81,7 @@ class ParquetDataset(Reader):
         used = {*roles, *self.columns.values()}
         return [name for name in file.schema_arrow.names if name in used]
 
-    def _checked_size(self, group, path: Path, number: int) -> int:
+    def _checked_size(self, group, path: DataPath, number: int) -> int:
         """Bytes of the used columns of a row group, if they are not too many."""
         sizes: dict[str, int] = {}
         for column in range(group.num_columns):
@@ -123,7 +126,7 @@ class ParquetDataset(Reader):
         return f"{self.files[file]}[{index - self._starts[first]}]"
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> DataPath:
         return self.files[0].parent
 
     def _row(self, index: int) -> dict:
@@ -153,7 +156,7 @@ class ParquetDataset(Reader):
 
         number, row_group = self._groups[group]
         limit, size, batches = self.options.limits.max_row_group_bytes, 0, []
-        with _parquet().ParquetFile(self.files[number]) as file:
+        with _opened(self.files[number]) as file:
             rows = self._batch_rows[group]
             for batch in file.iter_batches(rows, [row_group], self._used[number]):
                 size += batch.nbytes
@@ -171,6 +174,18 @@ class ParquetDataset(Reader):
 
 def _leaves(schema) -> list:
     return [schema.column(number) for number in range(len(schema))]
+
+
+@contextmanager
+def _opened(path: DataPath) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile``, of which the parts are read that are asked for."""
+    parquet = _parquet()
+    if isinstance(path, Path):
+        with parquet.ParquetFile(path) as file:
+            yield file
+    else:
+        with path.open(block=0) as source, parquet.ParquetFile(source) as file:
+            yield file
 
 
 def _parquet():

@@ -4,11 +4,11 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from raymm.data.readers.base import Reader, ReaderOptions
+from raymm.data.remote.path import DataPath
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.sample import Sample
 
@@ -73,12 +73,12 @@ class Repeated:
         return np.zeros(len(self), np.int64)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> DataPath:
         """The reader's."""
         return self.reader.path
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[DataPath]:
         """The reader's."""
         return self.reader.files
 

@@ -9,13 +9,13 @@ import fnmatch
 import json
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
+from raymm.data.remote.path import DataPath, RemotePath, open_data, size_of
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.media import MediaRange
 from raymm.data.samples.rows import TEXT
@@ -23,6 +23,8 @@ from raymm.data.samples.rows import TEXT
 JSON, TXT = "json", "txt"
 # ``json`` and ``txt`` are read while a shard is scanned.
 MAX_TEXT_BYTES = 2**24
+# Of a remote shard so much is read at once: smaller members come with the headers between them.
+SHARD_BLOCK = 2**18
 
 
 class TarDataset(Reader):
@@ -42,7 +44,7 @@ class TarDataset(Reader):
         counts = {modality: [] for modality in self.columns}
         seen: set[str] = set()
         for shard, path in enumerate(self.files):
-            with open(path, "rb") as file:
+            with open_data(path) as file:
                 for key, sample in _samples(path):
                     samples.append((shard, len(members)))
                     keys.append(key)
@@ -66,7 +68,7 @@ class TarDataset(Reader):
         self.counts = {name: np.asarray(count, dtype=np.int32) for name, count in counts.items()}
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> DataPath:
         return self.files[0].parent
 
     def __len__(self) -> int:
@@ -82,25 +84,26 @@ class TarDataset(Reader):
             for extension, start, size in self._members[first : self._samples[index + 1, 1]]
         ]
         path = self.files[shard]
-        with open(path, "rb") as file:
+        with open_data(path) as file:
             row = self._described(file, path, self._keys[index].decode(), members)
         if isinstance(row, RowError):
             raise row
         return row
 
-    def _described(self, file, path: Path, key: str, members: list) -> dict | RowError:
+    def _described(self, file, path: DataPath, key: str, members: list) -> dict | RowError:
         """The row of a sample: its text is read from ``file``, its media are byte ranges."""
         try:
             return self._described_or_raise(file, path, key, members)
         except RowError as error:
             return error
 
-    def _described_or_raise(self, file, path: Path, key: str, members: list) -> dict:
+    def _described_or_raise(self, file, path: DataPath, key: str, members: list) -> dict:
         row, media = {}, {}
+        version = path.version if isinstance(path, RemotePath) else None
         for extension, start, size in members:
             if extension in media:
                 raise RowError("has two members of this extension", extension)
-            media[extension] = MediaRange(f"{key}.{extension}", str(path), start, size)
+            media[extension] = MediaRange(f"{key}.{extension}", str(path), start, size, version)
             if extension not in (JSON, TXT):
                 continue
             if size > MAX_TEXT_BYTES:
@@ -141,12 +144,12 @@ def _matches(column: str, extensions: list[str]) -> list[str]:
     return []
 
 
-def _samples(path: Path) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
+def _samples(path: DataPath) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
     """(key, its members as (extension, first byte, size)), in the shard's order."""
-    size_of_shard = path.stat().st_size
+    size_of_shard = size_of(path)
     key, members = "", []
     try:
-        with tarfile.open(path, "r:") as shard:
+        with open_data(path, SHARD_BLOCK) as file, tarfile.open(fileobj=file, mode="r:") as shard:
             for member in shard:
                 cast(Any, shard).members = []  # tarfile would keep them all
                 folder, slash, name = member.name.rpartition("/")

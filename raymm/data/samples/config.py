@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from raymm.data.remote.urls import is_url, parse
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.rows import TEXT_ROLES
-from raymm.data.samples.source_config import SourceConfig, as_sources
+from raymm.data.samples.source_config import SourceConfig, as_sources, check_weights
 from raymm.data.video.container import MAX_RATE
 from raymm.data.video.frames import FrameSampling
 from raymm.files.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
@@ -198,7 +199,8 @@ class DataConfig(Section):
             audio, an item above a limit, no label token within ``max_length``, placeholders
             that do not match the items): "raise", or "skip" and report it in ``Step.skipped``.
         media_folders: where rows may name files, besides the folder of their source; ``[/]`` for
-            anywhere.
+            anywhere on this machine. URLs (``https://HOST/FOLDER``, ``s3://BUCKET``) allow rows to
+            name files by URL, below these.
         max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes,
             max_video_seconds, max_video_frames: what an item
             may have at most, checked before it is decoded or read: see
@@ -250,6 +252,11 @@ class DataConfig(Section):
     @classmethod
     def _method_alone(cls, value):
         return {"method": value} if isinstance(value, str) else value
+
+    @field_validator("media_folders")
+    @classmethod
+    def _folders_or_urls(cls, folders):
+        return [str(parse(folder)) if is_url(folder) else folder for folder in folders]
 
     @field_validator("modalities")
     @classmethod
@@ -337,6 +344,11 @@ class DataConfig(Section):
             names = Counter(source.name for source in getattr(self, split) or () if source.name)
             if twice := [name for name, count in names.items() if count > 1]:
                 raise ValueError(f"{split}: two sources have the name {twice[0]!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_fit(self):
+        check_weights(self.train, self.heldout or (), self.batching.method)
         return self
 
     def sources(self, split: str) -> list[SourceConfig]:

@@ -1,10 +1,7 @@
 """Errors of the data pipeline; those of data survive pickling between Ray processes."""
 
-from raymm.errors import InputError, InternalError, RunFailedError
-
-
-class DataError(InputError):
-    """Bad data, or data that cannot be read; the message names the file, field or sample."""
+from raymm.data.remote.errors import DataError
+from raymm.errors import InternalError, RunFailedError
 
 
 class DataWorkerError(RunFailedError):

@@ -1,17 +1,20 @@
 """Where the files lie that rows may name.
 
 A row is data, often somebody else's: `../../.ssh/id_rsa` in it, or a link of that name in an
-archive, must not be read. What a source's own folder has may be, and what a configuration allows.
+archive, must not be read, nor a URL of a server that answers this machine alone. What a source's
+own folder has may be, and what a configuration allows.
 """
 
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
+from raymm.data.remote.path import DataPath, RemotePath
+from raymm.data.remote.urls import DataUrl, is_url, parse
 from raymm.data.samples.errors import RowError
 
 # Folders whose links are looked up once: a source's files are in few.
@@ -28,10 +31,10 @@ class MediaFolders:
 
     Attributes:
         own: the source's, which relative paths are relative to.
-        others: those that ``data.media_folders`` allows besides.
+        others: those that ``data.media_folders`` allows besides; folders of this machine, or URLs.
     """
 
-    own: Path
+    own: DataPath
     others: Sequence[str] = ()
 
     def path(self, name: str, column: str) -> str:
@@ -39,13 +42,24 @@ class MediaFolders:
         is a link, :meth:`check` says: it takes a look at every file.
 
         Args:
-            name: relative to the source's folder, or absolute.
+            name: relative to the source's folder, or absolute, or a URL.
             column: for errors.
+
+        Returns:
+            A path without links of folders, or a URL.
 
         Raises:
             OutsideError: it is in none of the folders.
         """
-        path = os.path.normpath(self.own / name)
+        if is_url(name):
+            return self._allowed_url(name, column)
+        if isinstance(self.own, RemotePath) and not os.path.isabs(name):
+            own = self.own.url
+            url = own.beside(posixpath.normpath(posixpath.join("/", own.key, name)).lstrip("/"))
+            if not url.within(own):
+                raise self._outside(str(url), str(self.own), column)
+            return str(url)
+        path = os.path.normpath(os.path.join(str(self.own), name))
         folder, file = os.path.split(path)
         self._within(path, os.path.join(_real(folder), file), column)
         return path
@@ -55,20 +69,44 @@ class MediaFolders:
         Raises:
             OutsideError: a file that is a link to one in none of the folders.
         """
-        if os.path.islink(path):
+        if not is_url(path) and os.path.islink(path):
             self._within(path, os.path.realpath(path), column)
 
     def _within(self, path: str, real: str, column: str) -> None:
         for folder in (str(self.own), *self.others):
+            if is_url(folder):
+                continue
             root = _real(folder)
             if real.startswith(root if root.endswith(os.sep) else root + os.sep):
                 return
         where = path if real == path else f"{path}, which is {real}"
-        raise OutsideError(
+        raise self._outside(where, os.path.dirname(real), column)
+
+    def _allowed_url(self, name: str, column: str) -> str:
+        """The URL of a file that a row names by one: below the source's, or one that is allowed,
+        whose connection's options it has."""
+        try:
+            url = parse(name)
+        except ValueError as error:
+            reason = f"column {column!r} has the URL {name[:80]!r}: {error}"
+            raise OutsideError(reason, column) from None
+        folders = [self.own.url] if isinstance(self.own, RemotePath) else []
+        for folder in (*folders, *map(_url, filter(is_url, self.others))):
+            if url.within(folder) and url.query in ("", folder.query):
+                return str(folder.beside(url.key))
+        raise self._outside(name[:80], posixpath.dirname(name[:80]), column)
+
+    def _outside(self, where: str, folder: str, column: str) -> OutsideError:
+        return OutsideError(
             f"column {column!r} names {where}, outside of the source's folder {self.own}. If its "
-            f"rows may, say so: data.media_folders: [{os.path.dirname(real)}]",
+            f"rows may, say so: data.media_folders: [{folder}]",
             column,
         )
+
+
+@lru_cache
+def _url(text: str) -> DataUrl:
+    return parse(text)
 
 
 @lru_cache(maxsize=_FOLDERS_KEPT)

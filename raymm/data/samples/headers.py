@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from raymm.data.remote.errors import RemoteError
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.limits import MAX_SAMPLE_RATE, REFERENCE_RATE, Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, media_size, open_media
@@ -76,6 +77,7 @@ def check_media(
     Raises:
         RowError: the item does not exist, is empty, cannot be one of its format, or is above a
             limit, which is named.
+        RemoteError: a server does not give it.
     """
     try:
         size = media_size(media)
@@ -92,7 +94,7 @@ def check_media(
     try:
         with open_media(media) as file:
             header = _read(file, limits, pictures)
-    except RowError:
+    except (RowError, RemoteError):
         raise
     except VideoError as error:
         raise RowError(str(error)) from None

@@ -5,6 +5,10 @@ import os
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from raymm.data.remote.items import item_size, open_item
+from raymm.data.remote.store import FileVersion
+from raymm.data.remote.urls import is_url
+
 
 @dataclass(frozen=True)
 class MediaBytes:
@@ -25,17 +29,19 @@ class MediaRange:
 
     Attributes:
         name: the member's name.
-        path: the file it lies in.
+        path: the file it lies in, or its URL.
         start, size: byte range.
+        version: which the file was when it was found, if that is known.
     """
 
     name: str
     path: str
     start: int
     size: int
+    version: FileVersion | None = field(default=None, repr=False)
 
 
-# A path, or one of the above; a tuple of them is one item made of frames.
+# A path or URL, or one of the above; a tuple of them is one item made of frames.
 Media = str | MediaBytes | MediaRange | tuple
 
 
@@ -53,9 +59,10 @@ def media_size(media: str | MediaBytes | MediaRange) -> int:
 
     Raises:
         OSError: there is no such file.
+        RemoteError: a server does not say.
     """
     if isinstance(media, str):
-        return os.stat(media).st_size
+        return item_size(media) if is_url(media) else os.stat(media).st_size
     return media.size if isinstance(media, MediaRange) else len(media.data)
 
 
@@ -64,11 +71,14 @@ def open_media(media: str | MediaBytes | MediaRange) -> BinaryIO:
 
     Raises:
         OSError: there is no such file.
+        RemoteError: a server does not give it; also when it is closed, of what a library read.
     """
     if isinstance(media, str):
-        return open(media, "rb")
+        return open_item(media) if is_url(media) else open(media, "rb")
     if isinstance(media, MediaBytes):
         return io.BytesIO(media.data)
+    if is_url(media.path):
+        return open_item(media.path, media.start, media.size, media.version)
     return io.BufferedReader(_Window(media))
 
 

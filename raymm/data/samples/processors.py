@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
+from raymm.data.remote.urls import is_url
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, check_whole, kind_of
 from raymm.data.samples.limits import Limits
@@ -31,7 +32,8 @@ File = str | Path | BinaryIO
 def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
     """What a processor gets of an item, see ``ModalityDataConfig.input``."""
     if kind == "file":
-        return media if isinstance(media, str) else io.BytesIO(read_media(media))
+        local = isinstance(media, str) and not is_url(media)
+        return media if local else io.BytesIO(read_media(media))
     if kind == "bytes":
         return read_media(media)
     with open_media(media) as file:

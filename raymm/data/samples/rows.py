@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from raymm.data.remote.urls import is_url
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import Media, MediaBytes, MediaRange
@@ -217,8 +218,8 @@ def _check_path(value: str, column: str) -> None:
     """
     if value.startswith("data:"):
         what, cure = "a data: URI", "store its bytes ({'bytes': ...}), or a file and its path"
-    elif (match := _URL.match(value)) is not None:
-        what, cure = f"a {match[1]} URL", "nothing is fetched: download it, and give its path"
+    elif (match := _URL.match(value)) is not None and not is_url(value):
+        what, cure = f"a {match[1]} URL", "it is not fetched: download it, and give its path"
     elif len(value) > LONGEST_PATH:
         what = f"a text of {len(value):,} characters, which is no path"
         cure = "base64 is not decoded: store bytes ({'bytes': ...}), or a file and its path"

@@ -1,23 +1,32 @@
 """The sources of ``data.train`` and ``data.heldout`` of a configuration."""
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from raymm.actors.storage.location import check_location
+from raymm.data.remote.urls import parse
 from raymm.data.samples.rows import TEXT_ROLES
-from raymm.files.section import Section, Text
+from raymm.files.section import MOST_COUNT, Section, Text
 
 # How often a source's samples may come per epoch, whose order is kept in memory.
 MOST_REPEAT = 10_000
+Weight = Annotated[float, Field(ge=0, le=MOST_REPEAT)]
+StepNumber = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 class SourceConfig(Section):
     """One source of samples.
 
     Attributes:
-        path: file, folder or glob.
+        path: file, folder or glob, or the URL of one: ``s3://BUCKET/...``, ``gs://BUCKET/...``, or
+            of one file ``https://...``, of a server that answers range requests.
         format: ``"json"`` (or JSONL), ``"parquet"``, ``"tar"`` (webdataset's shards) or
             ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
         name: samples carry it; by default the file's name without its suffix.
@@ -28,6 +37,10 @@ class SourceConfig(Section):
             proportions than their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
             them and half of them again: that part is drawn with ``data.seed`` and the same in
             every epoch.
+        weight: its part of every step beside the other sources' weights, instead of ``repeat``: a
+            number, or a schedule ``{0: 1.0, 1000: 0.2}`` of steps and the weight from each of them
+            on. Either all sources of the training data have one, or none has. Each source then
+            begins again at its own end.
     """
 
     path: Text
@@ -35,6 +48,16 @@ class SourceConfig(Section):
     name: Text | None = None
     columns: dict[str, Text | None] = Field(default_factory=dict)
     repeat: float = Field(default=1.0, gt=0, le=MOST_REPEAT)
+    weight: Weight | dict[StepNumber, Weight] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _is_path_or_url(cls, path):
+        if not _URL.match(path):
+            return path
+        if path.startswith("file://"):
+            return check_location(path)
+        return str(parse(path))
 
     @field_validator("columns")
     @classmethod
@@ -43,6 +66,29 @@ class SourceConfig(Section):
             if role in columns and columns[role] is None:
                 raise ValueError(f"{role!r} needs the name of a column, got null")
         return columns
+
+
+    @model_validator(mode="after")
+    def _weight_fits(self):
+        if self.weight is None:
+            return self
+        if self.repeat != 1:
+            raise ValueError(
+                f"weight is {self.weight} and repeat {self.repeat:g}; accepted: one of them, as "
+                "both say how often samples come"
+            )
+        if isinstance(self.weight, dict) and 0 not in self.weight:
+            raise ValueError(
+                f"weight is {self.weight}; accepted: a schedule that says the weight from step 0 on"
+            )
+        return self
+
+    @property
+    def schedule(self) -> dict[int, float]:
+        """First step -> weight from it on; empty without a weight."""
+        if self.weight is None:
+            return {}
+        return dict(self.weight) if isinstance(self.weight, dict) else {0: self.weight}
 
 
 def as_sources(value: Any) -> list[Any]:
@@ -60,11 +106,44 @@ def as_sources(value: Any) -> list[Any]:
         source for source in sources
         if isinstance(source, dict) and isinstance(source.get("path"), str)
     ]
-    stems = Counter(Path(source["path"]).stem for source in plain if not source.get("name"))
+    stems = Counter(_stem(source["path"]) for source in plain if not source.get("name"))
     seen: Counter = Counter()
     for source in plain:
-        stem = Path(source["path"]).stem
+        stem = _stem(source["path"])
         if not source.get("name") and stems[stem] > 1 and len(plain) > 1:
             seen[stem] += 1
             sources[sources.index(source)] = {**source, "name": f"{stem}-{seen[stem]}"}
     return sources
+
+
+def check_weights(
+    train: Sequence[SourceConfig], heldout: Sequence[SourceConfig], method: str
+) -> None:
+    """Look whether sources' weights mean something together.
+
+    Args:
+        train, heldout: the sources of both splits.
+        method: of batching.
+
+    Raises:
+        ValueError: they do not.
+    """
+    weighted = [source for source in train if source.weight is not None]
+    if weighted and len(weighted) < len(train):
+        without = next(source.path for source in train if source.weight is None)
+        raise ValueError(
+            f"train: {without!r} has no weight, others have; accepted: a weight of every source, "
+            "or of none"
+        )
+    if weighted and method != "random":
+        raise ValueError(
+            f"train: sources have weights, and batching is {method!r}; accepted: 'random', or "
+            "repeat"
+        )
+    if any(source.weight is not None for source in heldout):
+        raise ValueError("heldout: a source has a weight; held-out data is one pass of all")
+
+
+def _stem(path: str) -> str:
+    """The name of a file without its suffix."""
+    return Path(urlsplit(path).path if _URL.match(path) else path).stem

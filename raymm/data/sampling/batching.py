@@ -15,11 +15,12 @@ from raymm.data.sampling.sampler import EpochSampler
 from raymm.data.sampling.scan_cache import default_cache
 from raymm.data.sampling.scan_result import SampleScan, Units
 from raymm.data.sampling.scanner import Progress, scan
+from raymm.data.sampling.weighted_sampler import WeightedSampler
 from raymm.errors import USER_CODE_RAISES
 from raymm.scheduler.minibatch.budgets import suggest_budgets
 from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes, checked_budgets
 
-Sampler = EpochSampler | GroupSampler
+Sampler = EpochSampler | GroupSampler | WeightedSampler
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ def training_sampler(
         DataError: sizes that cannot be planned, or what the scan raises.
     """
     batching = config.batching
+    if schedules := [source.schedule for source in config.sources("train") if source.schedule]:
+        return WeightedSampler(
+            dataset.names, dataset.sources, schedules, config.batch_size, config.shuffle,
+            config.seed,
+        )
     if batching.method == "random":
         return EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
     cache = batching.cache or default_cache()

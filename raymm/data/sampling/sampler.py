@@ -77,6 +77,11 @@ class EpochSampler:
                 f"data.batching is 'random', but data position {state} is one of steps that were "
                 "planned: go on with that batching, or begin a new run"
             )
+        if "step" in state:
+            raise DataError(
+                f"data.train has no weights, but data position {state} is one of sources with "
+                "weights: go on with these, or begin a new run"
+            )
         if set(state) != set(START):
             raise DataError(f"data position {state} must have the keys {sorted(START)}")
         epoch, position = state["epoch"], state["position"]

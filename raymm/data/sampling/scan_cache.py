@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from raymm.data.readers import Dataset, Mixture, Repeated
+from raymm.data.remote.path import size_of, version_of
 from raymm.data.samples.config import DataConfig
 from raymm.data.sampling.scan_result import SampleScan
 
@@ -32,7 +33,7 @@ def scan_key(dataset: Dataset, config: DataConfig) -> str:
         {
             "reader": type(reader).__name__,
             "name": reader.name,
-            "files": [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in reader.files],
+            "files": [[str(f), size_of(f), version_of(f)] for f in reader.files],
             "columns": reader.columns,
             "text_columns": dict(reader.options.text_columns),
         }

@@ -29,8 +29,10 @@ def test_messages_of_other_formats(row, parts):
 
 @pytest.mark.parametrize("item", [str, lambda value: {"path": value}, lambda value: [value]])
 @pytest.mark.parametrize(("value", "parts"), [
-    ("https://a.b/c.png", ["https URL", "nothing is fetched", "download it"]),
-    ("s3://bucket/key.png", ["s3 URL", "nothing is fetched"]),
+    ("ftp://a.b/c.png", ["ftp URL", "not fetched", "download it"]),
+    ("https://a.b/c/d.png", ["https://a.b/c/d.png, outside", "media_folders: [https://a.b/c]"]),
+    ("s3://bucket/key.png", ["s3://bucket/key.png, outside", "media_folders: [s3://bucket]"]),
+    ("http://a.b/c.png", ["'http://a.b/c.png'", "of this machine alone"]),
     ("data:image/png;base64,iVBORw0KGgo=", ["data: URI", "bytes"]),
     ("iVBORw0KGgo" * 500, ["no path", "base64 is not decoded", "bytes"]),
     ("a\0b.png", ["null character"]),

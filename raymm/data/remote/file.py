@@ -1,0 +1,96 @@
+"""A remote file, or a part of one, as a binary file that is read by ranges."""
+
+from __future__ import annotations
+
+import io
+from typing import BinaryIO, cast
+
+from raymm.data.remote.errors import RemoteError
+from raymm.data.remote.store import FileVersion
+from raymm.data.remote.stores import store_of
+from raymm.data.remote.urls import DataUrl
+
+
+class RemoteFile(io.RawIOBase):
+    """Every read is one request, so it is to be buffered. Nothing is read ahead.
+
+    Libraries may swallow an error of reading, and say that the file is broken: closing it raises
+    the error again.
+
+    Args:
+        url: of the file.
+        version: which it was when it was found.
+        start, size: the part of it; all by default.
+        head: the first bytes of the part, if they were read already.
+    """
+
+    def __init__(
+        self, url: DataUrl, version: FileVersion, start: int = 0, size: int | None = None,
+        head: bytes = b"",
+    ) -> None:
+        self._url, self._version, self._start, self._head = url, version, start, head
+        self._size = version.size - start if size is None else size
+        self._at = 0
+        self._failure: RemoteError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._range(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def readall(self) -> bytes:
+        return self._range(max(self._size - self._at, 0))
+
+    def _range(self, size: int) -> bytes:
+        size = min(size, self._size - self._at)
+        if size <= 0:
+            return b""
+        data = self._head[self._at : self._at + size]
+        if len(data) < size:
+            start = self._start + self._at + len(data)
+            try:
+                more = store_of(self._url).read(
+                    self._url, start, size - len(data), self._version
+                )
+            except FileNotFoundError:
+                self._failure = RemoteError(f"{self._url} was removed while the run reads it")
+                raise self._failure from None
+            except RemoteError as error:
+                self._failure = error
+                raise
+            data += more
+        self._at += size
+        return data
+
+    def close(self) -> None:
+        failure, self._failure = self._failure, None
+        super().close()
+        if failure is not None:
+            raise failure
+
+
+def buffered(file: RemoteFile, block: int) -> BinaryIO:
+    """A remote file of which blocks are kept, one at a time.
+
+    Args:
+        file: the file.
+        block: bytes of a request; 0 for requests of what is asked for.
+    """
+    if not block:
+        return cast(BinaryIO, file)
+    return io.BufferedReader(file, block)

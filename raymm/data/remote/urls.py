@@ -1,0 +1,101 @@
+"""URLs of data: which are accepted, and their parts."""
+
+from __future__ import annotations
+
+import importlib.util
+import posixpath
+import re
+from dataclasses import dataclass, replace
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from raymm.actors.storage.bucket import OPTIONS
+from raymm.actors.storage.location import BUCKETS, EXTRA
+
+SCHEMES = (*BUCKETS, "https", "http")
+ACCEPTED = "a path, or a URL that begins with s3://, gs:// or https://"
+# Where a connection without encryption leaves nothing for others to see.
+THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]")
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL of a scheme that is read."""
+    return text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+
+
+@dataclass(frozen=True)
+class DataUrl:
+    """The parts of a URL.
+
+    Attributes:
+        scheme: one of :data:`SCHEMES`.
+        host: the bucket, or the server with its port.
+        key: the path, without what URLs are quoted with, and without the slash before it.
+        query: options of the connection to a bucket.
+    """
+
+    scheme: str
+    host: str
+    key: str
+    query: str = ""
+
+    def __str__(self) -> str:
+        key = quote(self.key, safe="/*[]!$&'()+,;=:@~")
+        return f"{self.scheme}://{self.host}/{key}" + (f"?{self.query}" if self.query else "")
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether it has folders that can be listed."""
+        return self.scheme in BUCKETS
+
+    def beside(self, key: str) -> DataUrl:
+        """Another key of the same bucket or server."""
+        return replace(self, key=key)
+
+    def within(self, folder: DataUrl) -> bool:
+        """Whether it is below another one, seen as a folder."""
+        same = (self.scheme, self.host) == (folder.scheme, folder.host)
+        root = folder.key.strip("/")
+        return same and (not root or self.key.startswith(f"{root}/"))
+
+
+def parse(text: str) -> DataUrl:
+    """The parts of a URL, its path without ``.`` and ``..``.
+
+    Raises:
+        ValueError: it is of another kind, not whole, has credentials; or what reads it is not
+            installed.
+    """
+    match = _SCHEME.match(text)
+    scheme = match[1].lower() if match else ""
+    if scheme not in SCHEMES:
+        raise ValueError(f"{scheme}:// is not known; accepted: {ACCEPTED}")
+    url = urlsplit(text)
+    host, key = url.netloc, posixpath.normpath(unquote(url.path)).lstrip("/")
+    key = "" if key == "." else key
+    if not host:
+        raise ValueError(f"expected {scheme}://{'BUCKET' if scheme in BUCKETS else 'HOST'}/PATH")
+    if url.fragment:
+        raise ValueError("a # must be written as %23")
+    if "@" in host or "secret" in url.query or "access_" in url.query:
+        raise ValueError(
+            "it has credentials, and would be in logs and checkpoints; give these in the "
+            "environment of all nodes (AWS_ACCESS_KEY_ID, ... ; of https in ~/.netrc), or let "
+            "nodes have a role"
+        )
+    if scheme in BUCKETS:
+        unknown = sorted(parse_qs(url.query, keep_blank_values=True).keys() - set(OPTIONS[scheme]))
+        if unknown:
+            accepted = ", ".join(OPTIONS[scheme])
+            raise ValueError(f"?{unknown[0]}= is not known; accepted: {accepted}")
+        if importlib.util.find_spec("pyarrow") is None:
+            raise ValueError(f"{scheme}:// needs pyarrow: pip install '{EXTRA}'")
+    elif url.query:
+        raise ValueError(
+            f"it has a query (?{url.query[:20]}), which may be a signature and would be in logs "
+            "and checkpoints; accepted: a URL of https without one"
+        )
+    if scheme == "http" and url.hostname not in [name.strip("[]") for name in THIS_MACHINE]:
+        raise ValueError("http:// is read of this machine alone; accepted elsewhere: https://")
+    return DataUrl(scheme, host, key, url.query)

@@ -1,0 +1,151 @@
+"""Files of web servers that answer range requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from threading import local
+from typing import Any, TypeVar
+from urllib.parse import urljoin
+
+from raymm.actors.storage.bucket import CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S, tried
+from raymm.data.remote.errors import RemoteError
+from raymm.data.remote.store import (
+    OPEN_RETRY_FOR_S,
+    READ_RETRY_FOR_S,
+    FileVersion,
+    Store,
+    changed,
+)
+from raymm.data.remote.urls import DataUrl
+
+# Servers that hand on to another one, which hands on.
+MOST_REDIRECTS = 5
+# Trying again helps against these.
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+_REDIRECTS = {301, 302, 303, 307, 308}
+_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+_BLOCK = 2**18
+Value = TypeVar("Value")
+
+
+class WebStore(Store):
+    """A web server, with what ``~/.netrc`` and the environment say of credentials and proxies.
+
+    Args:
+        scheme: ``"https"``, or ``"http"`` of this machine.
+        host: with its port.
+    """
+
+    def __init__(self, scheme: str, host: str) -> None:
+        self._scheme, self._host = scheme, host
+        self._threads = local()
+
+    def version(self, url: DataUrl, retry_for_s: float = OPEN_RETRY_FOR_S) -> FileVersion:
+        return self._tried(url, lambda: self._get(url, 0, 1)[0], retry_for_s)
+
+    def read(self, url: DataUrl, start: int, size: int, version: FileVersion | None) -> bytes:
+        def read() -> bytes:
+            now, data = self._get(url, start, size)
+            if version is not None and now != version:
+                raise changed(url, version, now)
+            if len(data) < size:
+                raise OSError(f"it gave {len(data):,} of {size:,} bytes")
+            return data
+
+        return self._tried(url, read, READ_RETRY_FOR_S)
+
+    def head(self, url: DataUrl, size: int) -> tuple[FileVersion, bytes]:
+        return self._tried(url, lambda: self._get(url, 0, size), READ_RETRY_FOR_S)
+
+    def keys(self, folder: DataUrl) -> list[str]:
+        raise RemoteError(
+            f"{folder}: web servers have no folders that can be listed, and no patterns; accepted: "
+            "a list of files, or s3:// or gs://"
+        )
+
+    def _get(self, url: DataUrl, start: int, size: int) -> tuple[FileVersion, bytes]:
+        """Version and bytes of a range, of which the file may have fewer.
+
+        Raises:
+            OSError: it may help to try again.
+        """
+        with self._answer(url, start, size) as answer:
+            status, headers = answer.status_code, answer.headers
+            if status == 404 or status == 410:
+                raise FileNotFoundError(2, "there is no such file", str(url))
+            if status in _PASSING:
+                raise OSError(f"the server answers {status} {answer.reason}")
+            described = _RANGE.fullmatch(headers.get("Content-Range", ""))
+            tag = headers.get("ETag") or headers.get("Last-Modified", "")
+            if status == 416 and described:  # an empty file, or one that is shorter now
+                return FileVersion(int(described[3]), tag), b""
+            if status in (401, 403):
+                raise RemoteError(
+                    f"{url}: access is denied (status {status}); credentials are read from "
+                    "~/.netrc of every node"
+                )
+            if status != 206 or not described or described[1] != str(start):
+                raise RemoteError(
+                    f"{url}: the server answers a request for a range of bytes with status "
+                    f"{status} {answer.reason}; accepted: servers that answer with 206"
+                )
+            if headers.get("Content-Encoding", "identity") != "identity":
+                raise RemoteError(
+                    f"{url}: the server sends it as {headers['Content-Encoding']}; accepted: as "
+                    "it is"
+                )
+            return FileVersion(int(described[3]), tag), _body(answer, size)
+
+    def _answer(self, url: DataUrl, start: int, size: int) -> Any:
+        """A server's answer, of whose body nothing has been read."""
+        place = str(url)
+        for _ in range(MOST_REDIRECTS + 1):
+            answer = self._session().get(
+                place, stream=True, allow_redirects=False,
+                timeout=(CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S),
+                headers={"Range": f"bytes={start}-{start + size - 1}",
+                         "Accept-Encoding": "identity"},
+            )
+            if answer.status_code not in _REDIRECTS:
+                return answer
+            target = urljoin(place, answer.headers.get("Location", ""))
+            answer.close()
+            own = self._scheme == "http" and target.startswith(f"http://{self._host}/")
+            if not (target.startswith("https://") or own):
+                raise RemoteError(f"{url}: it redirects to {target[:80]!r}; accepted: https://")
+            place = target
+        raise RemoteError(f"{url}: it redirects more than {MOST_REDIRECTS} times")
+
+    def _session(self) -> Any:
+        """Of this thread: connections stay open for the next request."""
+        if not hasattr(self._threads, "session"):
+            import requests
+
+            self._threads.session = requests.Session()
+        return self._threads.session
+
+    def _tried(self, url: DataUrl, operation: Callable[[], Value], retry_for_s: float) -> Value:
+        try:
+            return tried(operation, retry_for_s)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # requests' errors are, too
+            raise RemoteError(f"{url}: {error} (tried for {retry_for_s:g} s)") from None
+
+
+def _body(answer: Any, size: int) -> bytes:
+    """At most so many bytes of an answer.
+
+    Raises:
+        OSError: the connection broke.
+    """
+    parts, left = [], size
+    for part in answer.iter_content(_BLOCK):
+        parts.append(part[:left])
+        left -= len(parts[-1])
+        if not left:
+            break
+    return b"".join(parts)
+
+
