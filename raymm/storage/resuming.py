@@ -49,6 +49,7 @@ RULES = (
     # Which samples a step has. The position in the data is counted in samples or planned steps.
     Rule("data.*.times", True, "files were written again; what was read of them is the same"),
     Rule("data.train.*.name", True, "samples and metrics name it"),
+    Rule("data.train.*.weight*", True, "it holds from the next step on"),
     Rule("data.train*", False, "the position in the epoch would mean other samples"),
     Rule("data.seed", False, "the rest of the epoch would repeat samples and leave some out"),
     Rule("data.shuffle", False, "the rest of the epoch would repeat samples and leave some out"),

@@ -112,9 +112,10 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
                 "name": reader.name, "rows": len(reader), "columns": dict(reader.columns),
                 "text_columns": dict(reader.options.text_columns),
                 "repeated": reader.digest if isinstance(reader, Repeated) else None,
+                **({} if source.weight is None else {"weight": source.weight}),
                 **fingerprint_of_files(reader.files),
             }
-            for reader in readers
+            for reader, source in zip(readers, data.sources(split), strict=True)
         ]
     tokenizer = Path(data.tokenizer)
     files = {file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)}

@@ -72,15 +72,15 @@ class EpochSampler:
             DataError: a state that does not fit this dataset.
         """
         state = START if state is None else state
-        if "taken" in state:
-            raise DataError(
-                f"data.batching is 'random', but data position {state} is one of steps that were "
-                "planned: go on with that batching, or begin a new run"
-            )
         if "step" in state:
             raise DataError(
                 f"data.train has no weights, but data position {state} is one of sources with "
                 "weights: go on with these, or begin a new run"
+            )
+        if "taken" in state:
+            raise DataError(
+                f"data.batching is 'random', but data position {state} is one of steps that were "
+                "planned: go on with that batching, or begin a new run"
             )
         if set(state) != set(START):
             raise DataError(f"data position {state} must have the keys {sorted(START)}")
