@@ -40,9 +40,9 @@ def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]
     elif path.is_file():
         return [path]
     else:
-        found = path.files() if path.url.in_bucket else []
-        files = [file for file in found if file.suffix in suffixes]
-        what = "folder" if found else "data file"
+        below = path.files() if path.url.in_bucket else []
+        files = [file for file in below if file.suffix in suffixes]
+        what = "folder" if below else "data file"
     if not files:
         kinds = " or ".join(suffixes)
         missing = "does not exist" if what == "data file" else f"has no {kinds} file"

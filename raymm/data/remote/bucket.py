@@ -91,11 +91,11 @@ class BucketStore(Store):
 
         root = f"{self._bucket}/{folder.key}".rstrip("/")
         selector = FileSelector(root, allow_not_found=True, recursive=True)
-        found = self._tried(
+        listed = self._tried(
             folder, lambda: self._client().get_file_info(selector), OPEN_RETRY_FOR_S
         )
         return sorted(
-            entry.path.removeprefix(f"{self._bucket}/") for entry in found if entry.is_file
+            entry.path.removeprefix(f"{self._bucket}/") for entry in listed if entry.is_file
         )
 
     def _client(self) -> Any:

@@ -33,12 +33,12 @@ def _head(part: _Part, version: FileVersion | None) -> tuple[FileVersion, int, b
     text, start, size = part
     url = parse(text)
     if size is None:
-        found, data = store_of(url).head(url, HEAD_BYTES)
-        kept = found, found.size, data
+        current, data = store_of(url).head(url, HEAD_BYTES)
+        kept = current, current.size, data
     else:
         version = version or store_of(url).version(url)
-        wanted = min(size, HEAD_BYTES)
-        data = store_of(url).read(url, start, wanted, version) if wanted else b""
+        length = min(size, HEAD_BYTES)
+        data = store_of(url).read(url, start, length, version) if length else b""
         kept = version, size, data
     with _lock:
         _heads[part] = kept
@@ -70,7 +70,7 @@ def open_item(
     Raises:
         FileNotFoundError, RemoteError: as of :func:`item_size`.
     """
-    found, whole, head = _head((url, start, size), version)
+    current, whole, head = _head((url, start, size), version)
     if len(head) >= whole:
         return io.BytesIO(head)
-    return buffered(RemoteFile(parse(url), found, start, whole, head), BLOCK)
+    return buffered(RemoteFile(parse(url), current, start, whole, head), BLOCK)

@@ -49,10 +49,10 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        return RemotePath(self.url.beside(posixpath.dirname(self.url.key)))
+        return RemotePath(self.url.with_key(posixpath.dirname(self.url.key)))
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.url.beside(posixpath.join(self.url.key, name)))
+        return RemotePath(self.url.with_key(posixpath.join(self.url.key, name)))
 
     def absolute(self) -> RemotePath:
         return self
@@ -89,7 +89,7 @@ class RemotePath:
 
     def files(self) -> list[RemotePath]:
         """All files below a folder, by name."""
-        return [RemotePath(self.url.beside(key)) for key in store_of(self.url).keys(self.url)]
+        return [RemotePath(self.url.with_key(key)) for key in store_of(self.url).keys(self.url)]
 
     def matches(self) -> list[RemotePath]:
         """Files that a pattern means (``*``, ``?``, ``[]``; ``**`` for folders), by name."""
@@ -97,7 +97,7 @@ class RemotePath:
             return [self] if self.is_file() else []
         parts = self.url.key.split("/")
         first = next(n for n, part in enumerate(parts) if _MAGIC.search(part))
-        folder = RemotePath(self.url.beside("/".join(parts[:first])))
+        folder = RemotePath(self.url.with_key("/".join(parts[:first])))
         pattern = _expression(parts)
         return [file for file in folder.files() if pattern.fullmatch(file.url.key)]
 
@@ -162,6 +162,10 @@ def open_data(path: DataPath, block: int = ROW_BLOCK) -> BinaryIO:
 def read_range(path: DataPath, start: int, size: int) -> bytes:
     """Bytes of a data file; fewer if it ends before.
 
+    Args:
+        path: where it is.
+        start, size: of the range, in bytes.
+
     Raises:
         OSError, RemoteError: as of :func:`open_data`.
     """
@@ -175,6 +179,9 @@ def read_range(path: DataPath, start: int, size: int) -> bytes:
 def size_of(path: DataPath) -> int:
     """Bytes of a data file.
 
+    Args:
+        path: where it is.
+
     Raises:
         OSError, RemoteError: as of :func:`open_data`.
     """
@@ -182,6 +189,10 @@ def size_of(path: DataPath) -> int:
 
 
 def version_of(path: DataPath) -> Any:
-    """What changes when a data file is written again; plain JSON."""
+    """What changes when a data file is written again; plain JSON.
+
+    Args:
+        path: where it is.
+    """
     return path.version.tag if isinstance(path, RemotePath) else path.stat().st_mtime_ns
 

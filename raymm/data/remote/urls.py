@@ -49,7 +49,7 @@ class DataUrl:
         """Whether it has folders that can be listed."""
         return self.scheme in BUCKETS
 
-    def beside(self, key: str) -> DataUrl:
+    def with_key(self, key: str) -> DataUrl:
         """Another key of the same bucket or server."""
         return replace(self, key=key)
 

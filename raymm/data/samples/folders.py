@@ -55,7 +55,7 @@ class MediaFolders:
             return self._allowed_url(name, column)
         if isinstance(self.own, RemotePath) and not os.path.isabs(name):
             own = self.own.url
-            url = own.beside(posixpath.normpath(posixpath.join("/", own.key, name)).lstrip("/"))
+            url = own.with_key(posixpath.normpath(posixpath.join("/", own.key, name)).lstrip("/"))
             if not url.within(own):
                 raise self._outside(str(url), str(self.own), column)
             return str(url)
@@ -93,7 +93,7 @@ class MediaFolders:
         folders = [self.own.url] if isinstance(self.own, RemotePath) else []
         for folder in (*folders, *map(_url, filter(is_url, self.others))):
             if url.within(folder) and url.query in ("", folder.query):
-                return str(folder.beside(url.key))
+                return str(folder.with_key(url.key))
         raise self._outside(name[:80], posixpath.dirname(name[:80]), column)
 
     def _outside(self, where: str, folder: str, column: str) -> OutsideError:
