@@ -89,6 +89,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/placement": ("scheduler/plan",),
     "actors/recompute": ("kernels", "scheduler", "actors/quota"),
     "actors/adapters": ("actors/modules",),
+    "actors/experts": ("kernels", "actors/modules"),
     "actors/weights": ("actors/modules", "actors/adapters"),
     "actors/sharding": (
         "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/weights",
@@ -98,21 +99,24 @@ TABLE: dict[str, tuple[str, ...]] = {
         "kernels", "scheduler", "actors/modules", "actors/storage", "actors/sharding",
     ),
     "actors/stages": (
-        "kernels", "scheduler/graph", "actors/features", "actors/modules", "actors/weights",
-        "actors/sharding", "actors/sharding/whole",
+        "kernels", "scheduler/graph", "actors/experts", "actors/features", "actors/modules",
+        "actors/weights", "actors/sharding", "actors/sharding/whole",
     ),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
         "actors/adapters", "actors/optimizer",
     ),
     "actors/probe": (
-        "kernels", "actors/quota", "actors/modules", "actors/weights", "actors/sharding",
-        "actors/stages",
+        "kernels", "actors/quota", "actors/experts", "actors/modules", "actors/weights",
+        "actors/sharding", "actors/stages",
     ),
     "actors/recovery": ("actors/faults", "actors/placement", "actors/optimizer"),
     "actors/probe/whole": (
         "kernels", "actors/modules", "actors/weights", "actors/sharding", "actors/sharding/whole",
         "actors/stages", "actors/probe",
+    ),
+    "actors/probe/experts": (
+        "actors/experts", "actors/modules", "actors/weights", "actors/probe", "actors/probe/whole",
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
@@ -156,7 +160,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/draw",
     ),
     "raymm/runtime/whole": (
-        "scheduler/plan", "scheduler/program", "actors/executor", "actors/probe", "raymm/model",
+        "scheduler/plan", "scheduler/program", "actors/executor", "actors/experts",
+        "actors/probe", "raymm/model",
         "raymm/data/loading", "raymm/data", "raymm/layout", "raymm/runtime",
     ),
     "raymm/config": (

@@ -233,7 +233,7 @@ class Executor:
     ) -> StepResult:
         program, parts, labels = prepared
         step = StepState(program.messages, program.activations, inputs, meta)
-        if meta.training:
+        if step.learns:
             self._observer.begin()
         if program.reduced is not None and self._reduction is not None:
             self._reduction.expect(program.reduced)
@@ -263,11 +263,7 @@ class Executor:
         enter("the end of a step")
         for sender in self._senders.values():
             sender.end_step(self._timeout)
-        result = step.result
-        if step.meta.reference:
-            result.scores = {place: scores.tolist() for place, scores in step.losses.items()}
-        else:
-            result.losses = {place: float(loss) for place, loss in step.losses.items()}
+        result = step.finish()
         result.labels = labels
         result.times = array("d", clock.seconds([*starts, *ends, now])[:-1]).tobytes()
         return result

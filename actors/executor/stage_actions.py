@@ -171,7 +171,7 @@ class StageActions:
             context = MicrobatchContext(
                 meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets,
                 meta.decode, meta.sample_seeds(microbatch) if meta.first_samples else None,
-                meta.reference,
+                meta.reference, step.learns, meta.router_counts,
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)
@@ -182,6 +182,8 @@ class StageActions:
                     contexts.enter_context(around())
                 if meta.reference:
                     contexts.enter_context(without_adapters(self._stage))
+                if meta.counting:
+                    contexts.enter_context(statistics_kept(self._stage))
                 return leaves, self._drawing(step, inputs, named, context)
 
         return forward
@@ -219,11 +221,13 @@ class StageActions:
         def hand_on(step: StepState, output: Message) -> None:
             tensors = tuple([t.detach() for t in output.tensors])
             rows = _rows(step.meta, task, stage.module, task.samples) if task.samples else _ALL
-            if step.meta.training:
+            if step.learns:
                 observer.saw("output", stage, microbatch, tensors, None, *rows)
+            if output.routed is not None:
+                step.routed[stage, microbatch] = output.routed
             if output.loss is not None:
                 step.losses[stage, microbatch] = loss = output.loss.detach()
-                if step.meta.training:
+                if step.learns:
                     observer.saw("output", stage, microbatch, (loss,), None, *rows)
                     observer.loss(loss)
             handed = Message(tensors, output.side, output.names)

@@ -50,6 +50,10 @@ class StepMeta(NamedTuple):
         first_samples: where samples have noise, each microbatch's first one's number in the batch.
         reference: adapters are left out, and what there is of every row is the log-probability of
             its labels.
+        counting: of a mixture of experts, it is the pass before a training step that counts where
+            routers send its tokens.
+        router_counts: what came of that: how often each expert is chosen in the whole step, by all
+            layers; None: each microbatch of each stage is a step by itself.
     """
 
     step: int
@@ -64,6 +68,8 @@ class StepMeta(NamedTuple):
     decode: Decode | None = None
     first_samples: tuple[int, ...] = ()
     reference: bool = False
+    counting: bool = False
+    router_counts: tuple[float, ...] | None = None
 
     def offsets_of(self, microbatch: int, module: str) -> Sequence[int] | None:
         """Of a module's outputs; None if they have one row of each sample."""
@@ -95,6 +101,8 @@ class StepResult:
             (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
         grad_norm, learning_rate: of the update, if the step ends in one that is applied.
         not_finite: of an update that was not applied, what was not finite here.
+        loads: by name of a layer's experts, how many of the step's tokens each of them got.
+        router_counts: of what was counted here, as of :class:`StepMeta`; None if nothing was.
     """
 
     losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
@@ -105,6 +113,8 @@ class StepResult:
     learning_rate: float | None = None
     peak_bytes: int = 0
     not_finite: list[Place] | None = None
+    loads: dict[str, list[int]] = field(default_factory=dict)
+    router_counts: list[float] | None = None
 
     @property
     def spans(self) -> list[tuple[str, StageId, int, float, float, StageId, float]]:

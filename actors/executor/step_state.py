@@ -9,7 +9,7 @@ import torch
 
 from raymm.actors.executor.split_backward import DeferredWeights
 from raymm.actors.executor.step_meta import StepMeta, StepResult
-from raymm.actors.modules.message import Message
+from raymm.actors.modules.message import Message, Routed
 from raymm.scheduler.plan.stage import StageId
 
 Received = list[Message]
@@ -26,16 +26,19 @@ class StepState:
         inputs, meta: as given to :meth:`raymm.actors.executor.executor.Executor.run`.
 
     Attributes:
+        learns: whether gradients follow from it.
         messages: from when they are there until they are used or sent.
         saved: leaves and output of forwards that wait for their backward.
         received: what came in of forwards that wait to be recomputed.
         deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
         losses: by stage and microbatch.
+        routed: by stage and microbatch, of mixtures of experts.
         result: of the step, as far as it is known.
     """
 
     __slots__ = (
-        "deferred", "inputs", "losses", "messages", "meta", "received", "result", "saved",
+        "deferred", "inputs", "learns", "losses", "messages", "meta", "received", "result",
+        "routed", "saved",
     )  # fmt: skip
 
     def __init__(
@@ -43,12 +46,30 @@ class StepState:
         inputs: Mapping[StageId, Sequence[dict[str, Any] | None]], meta: StepMeta,
     ) -> None:  # fmt: skip
         self.inputs, self.meta = inputs, meta
+        self.learns = meta.training and not meta.counting
         self.messages: list[Any] = [None] * messages
         self.saved: list[Any] = [None] * activations
         self.received: list[Received | None] = [None] * activations
         self.deferred: list[DeferredWeights | None] = [None] * activations
         self.losses: dict[tuple[StageId, int], torch.Tensor] = {}
+        self.routed: dict[tuple[StageId, int], Routed] = {}
         self.result = StepResult()
+
+    def finish(self) -> StepResult:
+        """The result, with what was computed on the device."""
+        result = self.result
+        if self.meta.reference:
+            result.scores = {place: scores.tolist() for place, scores in self.losses.items()}
+        else:
+            result.losses = {place: float(loss) for place, loss in self.losses.items()}
+        loads: dict[str, torch.Tensor] = {}
+        for routed in self.routed.values():
+            for name, load in routed.loads.items():
+                loads[name] = loads[name] + load if name in loads else load
+        result.loads = {name: load.tolist() for name, load in loads.items()}
+        counts = [r.counts for r in self.routed.values() if r.counts is not None]
+        result.router_counts = torch.stack(counts).sum(0).tolist() if counts else None
+        return result
 
     def take(self, place: int) -> Message:
         """A message, which nothing keeps any longer but who takes it."""

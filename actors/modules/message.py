@@ -21,6 +21,19 @@ from raymm.scheduler.graph.sample_ranges import Range, rows_of
 HIDDEN = ""
 
 
+class Routed(NamedTuple):
+    """What the routers of a stage's layers decided for one microbatch.
+
+    Attributes:
+        loads: by name of a layer's experts, (E,) int64: tokens that each of them got.
+        counts: (E,) float32: how often each is among the likeliest of a token, in all layers of the
+            stage, as the routers' loss counts; None of a model without such a loss.
+    """
+
+    loads: Mapping[str, torch.Tensor]
+    counts: torch.Tensor | None = None
+
+
 class Message(NamedTuple):
     """One microbatch's data on one edge.
 
@@ -32,12 +45,14 @@ class Message(NamedTuple):
             within one, the hidden state and what else layers read of other modules (ports).
         loss: what the stage computes of the step's loss, a scalar; it stays where it is. Of a step
             that writes text, the next token.
+        routed: of a mixture of experts; it stays where it is, too.
     """
 
     tensors: tuple[torch.Tensor, ...]
     side: dict[str, torch.Tensor]
     names: tuple[str, ...] = ()
     loss: torch.Tensor | None = None
+    routed: Routed | None = None
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
@@ -76,6 +91,8 @@ class MicrobatchContext(NamedTuple):
         decode: of a step that writes text, which.
         seeds: that noise of samples follows from; None where none is drawn.
         reference: the log-probabilities of the rows' labels are asked for, without adapters.
+        router_loss: whether the loss is to have what the model adds to it for its routers.
+        router_counts: as of :class:`raymm.actors.executor.step_meta.StepMeta`.
     """
 
     label_tokens: int
@@ -88,6 +105,8 @@ class MicrobatchContext(NamedTuple):
     decode: Decode | None = None
     seeds: SampleSeeds | None = None
     reference: bool = False
+    router_loss: bool = False
+    router_counts: tuple[float, ...] | None = None
 
     def own_rows(self, module: str) -> Range:
         """Where the rows that a module has of the stage's samples lie among all that it has of the

@@ -25,7 +25,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     """
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``position_ids``
-            (..., B, T) or (T,); what is None is left out.
+            (..., B, T) or (T,), ``routed_tokens`` (B, T); what is None is left out.
         layout: (3, B, T), the rows' token layout; on the host, as targets may be.
 
     Returns:
@@ -35,7 +35,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     Raises:
         ValueError: if there is anything else for the model that belongs to tokens.
     """
-    accepted = {"inputs_embeds", "targets", "position_ids"}
+    accepted = {"inputs_embeds", "targets", "position_ids", "routed_tokens"}
     present = {name for name, value in merged.items() if value is not None}
     if unknown := sorted(present - accepted):
         raise ValueError(
@@ -55,7 +55,9 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     if ids is None:
         ids = torch.arange(T, device=merged["inputs_embeds"].device)
     ids = ids.expand(*ids.shape[:-2], B, T)
+    routed = {n: packed(merged[n], 0) for n in ("routed_tokens",) if n in merged}
     return {
+        **routed,
         "inputs_embeds": packed(merged["inputs_embeds"], 0),
         "targets": packed(merged["targets"], 0),
         "position_ids": packed(ids, ids.dim() - 2),

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raymm.actors.experts.routing import SWITCH, switched_on
 from raymm.actors.modules.blocks import block_list, config_depth_names, find_blocks
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.error import ProbeError
@@ -242,7 +243,9 @@ def _random_copy(skeleton: nn.Module) -> nn.Module:
 
 def _ready(model: nn.Module) -> nn.Module:
     """In eval mode, all of it trained, with noise added: many parameters begin as zeros, behind
-    which nothing would be seen."""
+    which nothing would be seen. Routers have no loss, as stages compute that themselves."""
+    for config in switched_on(model):
+        setattr(config, SWITCH, False)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
         for parameter in model.parameters():

@@ -125,7 +125,8 @@ def resize_tokens(
 
     Args:
         hidden: (B, tokens, ...).
-        side: what goes with it; ``targets`` and ``position_ids`` are (..., tokens).
+        side: what goes with it; ``targets``, ``position_ids`` and, if there, ``routed_tokens`` are
+            (..., tokens).
         tokens: how many there are to be.
     """
     more = tokens - hidden.shape[1]
@@ -134,7 +135,8 @@ def resize_tokens(
     dims = hidden.dim()
     sized = {
         name: F.pad(side[name], (0, more), value=value)
-        for name, value in (("targets", -100), ("position_ids", 0))
+        for name, value in (("targets", -100), ("position_ids", 0), ("routed_tokens", False))
+        if name in side
     }
     return F.pad(hidden, (0, 0) * (dims - 2) + (0, more)), {**side, **sized}
 
@@ -179,14 +181,14 @@ def take_tokens(
 
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``position_ids``
-            (..., T).
+            (..., T) and ``routed_tokens`` (B, T).
         positions: the process's tokens, on the host; those from T on are padding.
         length: T.
 
     Raises:
         ValueError: if there is anything else for the model that belongs to tokens.
     """
-    accepted = {"inputs_embeds", "targets", "position_ids"}
+    accepted = {"inputs_embeds", "targets", "position_ids", "routed_tokens"}
     if unknown := sorted(name for name, value in merged.items()
                          if name not in accepted and value is not None):  # fmt: skip
         raise ValueError(
@@ -200,7 +202,12 @@ def take_tokens(
         ids = torch.arange(length, device=embeds.device).expand(embeds.shape[0], -1)
     missing = max(missing, 0)
     own = to_device(positions, embeds.device)
+    routed = {
+        name: F.pad(on_host(merged[name]), (0, missing))[:, positions]
+        for name in ("routed_tokens",) if name in merged
+    }
     return {
+        **routed,
         "inputs_embeds": F.pad(embeds, (0, 0, 0, missing))[:, own],
         "targets": F.pad(on_host(targets), (0, missing), value=-100)[:, positions],
         "position_ids": F.pad(ids, (0, missing))[..., to_device(positions, ids.device)],

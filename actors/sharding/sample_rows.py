@@ -23,6 +23,7 @@ from raymm.errors import InputError
 _ROWS = {
     "inputs_embeds": 0, "targets": 0, "attention_mask": 0, "token_type_ids": 0,
     "cross_attention_states": 0, "cross_shown": 0, "token_layout": 1, "position_ids": -2,
+    "routed_tokens": 0,
 }  # fmt: skip
 
 
@@ -63,8 +64,8 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``attention_mask``
             (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,),
-            ``token_layout`` (3, B, T), ``cross_attention_states`` (B, V, H) and ``cross_shown``
-            (B, T, items); where there is one row for all, it stays.
+            ``token_layout`` (3, B, T), ``cross_attention_states`` (B, V, H), ``cross_shown``
+            (B, T, items) and ``routed_tokens`` (B, T); where there is one row for all, it stays.
         place: this process's place among them.
         processes: how many share the rows.
 
@@ -94,6 +95,8 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
         part[name] = value if rows == 1 else value.narrow(dim, taken.start, len(taken))
     if not own:
         part["targets"] = torch.full_like(part["targets"], IGNORE_INDEX)
+        if "routed_tokens" in part:
+            part["routed_tokens"] = torch.zeros_like(part["routed_tokens"])
     return part
 
 

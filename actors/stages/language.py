@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from raymm.actors.experts.router_loss import Mixture
+from raymm.actors.experts.routing import ROUTED_TOKENS, Routing
 from raymm.actors.modules.cut import CutInfo, CutReached
 from raymm.actors.modules.merge import (
     IGNORE_INDEX,
@@ -24,20 +26,12 @@ from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.message_samples import SHAPE
 from raymm.actors.modules.packed_rows import pack_rows
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
-from raymm.actors.sharding.context_rows import (
-    message_tokens,
-    resize_tokens,
-    token_pairs,
-)
+from raymm.actors.sharding.context_rows import message_tokens, resize_tokens, token_pairs
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.sharding.sample_rows import take_rows, text_of_samples
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
-from raymm.actors.sharding.visual_tokens import (
-    LENGTH,
-    SHOWN,
-    own_visual_tokens,
-)
+from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, own_visual_tokens
 from raymm.actors.stages.attention_arguments import attention_arguments
 from raymm.actors.stages.decoding import KeyValueCaches, likeliest
 from raymm.actors.stages.labels import Labelled
@@ -63,7 +57,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
-_NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length", LENGTH})
+_NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length", LENGTH, ROUTED_TOKENS})
 
 
 @dataclass(frozen=True)
@@ -76,6 +70,7 @@ class LanguageSpec:
         packing: run a microbatch's rows as one, without padding, each a document by itself.
         ports: of what the merge policy returns, what layers of later stages read.
         preference: the loss of rows that are pairs of answers; None for cross entropy.
+        mixture: of experts, if it is one.
     """
 
     name: str
@@ -88,6 +83,7 @@ class LanguageSpec:
     packing: bool = False
     ports: tuple[Port, ...] = ()
     preference: PreferenceLoss | None = None
+    mixture: Mixture | None = None
 
     @property
     def num_layers(self) -> int:
@@ -119,6 +115,7 @@ class LanguageStage(StageModule):
         )
         self.last = hi == spec.num_blocks
         whole = self.first and self.last
+        self._routing = Routing(module, spec.mixture)
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
         self._labelled: Labelled | None = None
         self._caches = KeyValueCaches(getattr(self.module, "config", None), lo, hi)
@@ -195,6 +192,7 @@ class LanguageStage(StageModule):
     def detach(self) -> None:
         """Leave the module as it was: the reference builds a stage per forward."""
         self._forward.detach()
+        self._routing.detach()
         if self.last:
             self._hook.remove()
         if self._own_attention is not None:
@@ -284,6 +282,7 @@ class LanguageStage(StageModule):
             self._labelled = labelled
             with (
                 no_packed_rows(self._mask is not None or "position_ids" not in kwargs),
+                self._routing.noted(side.get(ROUTED_TOKENS)),
                 self._caches.arguments(context.decode, targets.shape[1]) as caching,
             ):
                 logits = self._forward(
@@ -291,11 +290,11 @@ class LanguageStage(StageModule):
                 ).logits
         except CutReached as cut:
             hidden, side = self._with_room(cut.hidden, side)
-            return message_of(hidden, ports, side)
+            return self._routing.into(message_of(hidden, ports, side), context)
         finally:
             self._labelled = None
         assert labelled is not None  # a stage before the last is left at its cut
-        return self._outcome(labelled, logits, context, reference)
+        return self._routing.into(self._outcome(labelled, logits, context, reference), context)
 
     def _outcome(
         self, labelled: Labelled, logits: torch.Tensor, context: MicrobatchContext,
@@ -388,12 +387,14 @@ class LanguageStage(StageModule):
             raise MergeError(f"{error} (sample id: {', '.join(ids) or 'unknown'})") from None
         mask = merged.get("attention_mask")
         if self._mask is not None:
-            merged["token_layout"] = merged_layout(merged, self.spec.mask)
-            mask = None
+            merged["token_layout"], mask = merged_layout(merged, self.spec.mask), None
         elif mask is not None and mask.dim() == 2:
             # Plain causal attention is faster.
             mask = None if bool(on_host(mask).all()) else on_host(mask)
         merged["attention_mask"] = mask
+        if self.spec.mixture is not None:
+            layout = merged.get("token_layout")
+            merged[ROUTED_TOKENS] = self._routing.real(mask, merged["labels"].shape, layout)
         labels = on_host(merged["labels"])
         merged["targets"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}

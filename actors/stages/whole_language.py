@@ -145,14 +145,16 @@ class WholeLanguageStage(LanguageStage):
             return TokenShare(shape, packed=own, documents=documents), attend
         return (None if rows is columns is None else TokenShare(shape, rows, columns)), attend
 
-    def _own_targets(self, targets: torch.Tensor, share: TokenShare | None) -> torch.Tensor:
-        """Of the targets (B, T) those of the process's tokens; none of a row that is computed in
-        vain."""
+    def _own(
+        self, values: torch.Tensor, share: TokenShare | None, none: int | bool
+    ) -> torch.Tensor:
+        """Of values (B, T) of tokens those of the process's tokens; of a row that is computed in
+        vain, nothing but ``none``."""
         if share is None:
-            return targets
-        own, samples = share.of_tokens(targets), self._samples
-        if samples is not None and not shares(len(targets), samples.size)[samples.rank]:
-            own = torch.full_like(own, IGNORE_INDEX)
+            return values
+        own, samples = share.of_tokens(values), self._samples
+        if samples is not None and not shares(len(values), samples.size)[samples.rank]:
+            own = torch.full_like(own, none)
         return own
 
     def run(
@@ -188,17 +190,19 @@ class WholeLanguageStage(LanguageStage):
         real = on_host(side[_REAL]) if _REAL in side else None
         B, T = targets.shape
         share, attend = self._share((B, T), real)
-        labelled = Labelled(self._own_targets(targets, share), device) if self.last else None
+        own_targets = self._own(targets, share, IGNORE_INDEX)
+        labelled = Labelled(own_targets, device) if self.last else None
+        counted = self._own(self._routing.real(real, (B, T)), share, False)
         try:
             self._labelled = labelled
             sharing = None if self._entry is None else self._entry.sharing(share, real, attend)
-            with sharing or nullcontext():
+            with sharing or nullcontext(), self._routing.noted(counted):
                 logits = self._forward(
                     hidden, context, relays, **from_side(arguments, device), use_cache=False
                 ).logits
         except CutReached as cut:
             handed = features if self.spec.relays else []
-            return Message((cut.hidden, *cut.relays, *handed), side)
+            return self._routing.into(Message((cut.hidden, *cut.relays, *handed), side), context)
         finally:
             self._labelled = None
             for port in self._features.values():
@@ -206,7 +210,8 @@ class WholeLanguageStage(LanguageStage):
         assert labelled is not None  # a stage before the last is left at its cut
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         total = self._cross_entropy_sum(rows, labelled.targets)
-        return Message((), {}, loss=total / max(context.label_tokens, 1))
+        message = Message((), {}, loss=total / max(context.label_tokens, 1))
+        return self._routing.into(message, context)
 
     def _begun(
         self, inputs: dict[str, Any], received: dict[str, Message]

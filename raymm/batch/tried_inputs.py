@@ -98,11 +98,14 @@ def check_loss(model: MultimodalModule) -> None:
     """Whether the language model's loss is the cross entropy that it will be trained with.
 
     Raises:
-        ProbeError: it adds something, such as a mixture of experts its router loss, and the
-            model's ``router_loss`` does not say that it is to be ignored.
+        ProbeError: it adds something that is no loss for the routers of a mixture of experts as
+            :class:`raymm.actors.experts.router_loss.RouterLoss` has it, and the model's
+            ``router_loss`` does not say that it is to be ignored.
     """
     if model.router_loss == "ignore":
         return
+    if model.mixture is not None and model.mixture.loss is not None:
+        return  # which was tried
     if added := added_loss(model.language_model.source(ModuleKind.LANGUAGE_MODEL)):
         raise ProbeError(
             f"{added}, which stages of it cannot add up; switch it off in the model's config "

@@ -51,6 +51,10 @@ METRICS = {
         MetricSpec(
             "raymm_peak_memory_bytes", "gauge", "Most memory a process has held.", ("process",)
         ),
+        MetricSpec(
+            "raymm_expert_imbalance_ratio", "gauge",
+            "Tokens of a layer's fullest expert, over the mean.", ("layer",),
+        ),
         MetricSpec("raymm_checkpoint_seconds", "gauge", "Time a checkpoint stopped the run."),
         MetricSpec("raymm_checkpoint_step", "gauge", "Step of the last checkpoint."),
         MetricSpec("raymm_steps_not_applied_total", "counter", "Steps that were not finite."),
@@ -115,6 +119,8 @@ class RayMetrics(Callback):
         self._add("raymm_tokens_total", row["tokens"])
         self._add("raymm_steps_not_applied_total", int("not_applied" in row))
         self._add("raymm_samples_skipped_total", row.get("skipped", 0))
+        for layer, ratio in row.get("expert_imbalance", {}).items():
+            self._set("raymm_expert_imbalance_ratio", ratio, {"layer": layer})
         for stage, busy in row.get("stage_busy", {}).items():
             tags = {"module": self._modules.get(stage, stage), "stage": stage}
             self._set("raymm_stage_busy_ratio", busy, tags)

@@ -163,7 +163,8 @@ class ModelSection(Section):
         trust_remote_code: run Python files that folders of models, tokenizers and processors
             bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
         router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
-            routers; without it, such a model is refused.
+            routers if its config has ``output_router_logits``; without it, that is added over all
+            tokens of a step, which takes a forward more per step (see own-model).
         loss: another than the cross entropy of tokens.
     """
 

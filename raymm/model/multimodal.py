@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from raymm.actors.adapters.lora import without_adapters
+from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.modules.blocks import checkpoints_itself, num_blocks
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import MergePolicy, Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.probe.attention import probe_mask, probe_shared_tokens
+from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask
@@ -62,9 +65,9 @@ class MultimodalModule(nn.Module):
             the language model's own mask.
         packing: run a microbatch's rows as one sequence without padding, each row a document by
             itself; the loss is the same. The language model must obey masks and position ids.
-        router_loss: what becomes of a loss that the language model adds to its cross entropy, as
-            mixtures of experts do for their routers if their config says so: None to refuse such a
-            model, ``"ignore"`` to leave it out.
+        router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
+            routers if its config says so (``output_router_logits``). Default: it is added, as
+            transformers does for one batch, over all tokens of a step.
         preference: the loss of pairs of answers, which are rows one after another, chosen and
             rejected; each answer's tokens are its labels. What trains must be adapters: without
             them the model is the reference. None for cross entropy.
@@ -184,8 +187,18 @@ class MultimodalModule(nn.Module):
         return LanguageSpec(
             LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
             mask=self.mask, encoders=self.encoder_names, packing=self.packing,
-            preference=self.preference,
+            preference=self.preference, mixture=self.mixture,
         )
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """What the language model is as a mixture of experts; None if it is none.
+
+        Raises:
+            ProbeError: it adds something to its loss that stages of it cannot add up.
+        """
+        source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        return mixture_of(source, ignore=self.router_loss == "ignore")
 
     def materialize(self) -> MultimodalModule:
         """Load every part's weights into this process (``forward`` does it when needed)."""
@@ -217,7 +230,8 @@ class MultimodalModule(nn.Module):
                 (default: item i to row i, where there are as many items as rows). None for none.
 
         Returns:
-            Scalar: sum of token cross entropies over label tokens / ``label_tokens``.
+            Scalar: sum of token cross entropies over label tokens / ``label_tokens``; of a mixture
+            of experts, with its routers' loss of this microbatch, if its config asks for it.
 
         Raises:
             BatchError: a key, dtype, shape or value that is not accepted.
@@ -260,6 +274,7 @@ class MultimodalModule(nn.Module):
             LanguageSpec(
                 LANGUAGE_MODEL, cast(ModuleSource, None), 1, self.merge, mask=self.mask,
                 encoders=self.encoder_names, packing=self.packing, preference=self.preference,
+                mixture=self.mixture,
             ),
             0, 1, language_model,
         )
@@ -299,10 +314,10 @@ class MultimodalModule(nn.Module):
 
     def _context(self, module: str, label_tokens: int) -> MicrobatchContext:
         if self._drawn is None:
-            return MicrobatchContext(label_tokens)
+            return MicrobatchContext(label_tokens, router_loss=True)
         seed, step, microbatch, batch = self._drawn
         draws = module_draws(seed, step, module, microbatch, batch=batch)
-        return MicrobatchContext(label_tokens, microbatch, draws=draws)
+        return MicrobatchContext(label_tokens, microbatch, draws=draws, router_loss=True)
 
 
 def light_encoder_spec(name: str, encoder: ModalityModule) -> EncoderSpec:

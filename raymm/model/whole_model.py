@@ -20,9 +20,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.experts.router_loss import Mixture
+from raymm.actors.experts.routing import Routing
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.probe.whole.cut import (
     in_own_depth,
     language_source,
@@ -77,14 +80,13 @@ def from_pretrained(
     Raises:
         SourceError: the folder lacks something.
         ProbeError: it does not run on the example, or has no towers that can be found.
-        ModelError: ``train`` names what it has not; the configuration asks for a loss of routers.
+        ModelError: ``train`` names what it has not.
     """
     if isinstance(model, PretrainedConfig):
         source: ModuleSource = ConfigSource(_class_of(model), model, seed)
     else:
         folder = os.fspath(model)
         source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
-    _check_routers(source.config)
     return WholeModel(source, example, train, packing, seed)
 
 
@@ -101,21 +103,6 @@ def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModul
     if isinstance(model, WholeModel):
         raise ModelError(f"{what}; accepted of a model that is given by its parts, not as a whole")
     return model
-
-
-def _check_routers(config: PretrainedConfig | None) -> None:
-    """
-    Raises:
-        ModelError: the model's own loss has one of its routers, which stages do not add.
-    """
-    if config is None:
-        return
-    for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "output_router_logits", False):
-            raise ModelError(
-                f"output_router_logits of {type(part).__name__} is true: the model's own forward "
-                "adds a loss of its routers, and training here would leave it out; accepted: false"
-            )
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -253,7 +240,16 @@ class WholeModel:
             source = replace(source, frozen=True)
         blocks = num_blocks(source.skeleton())
         spec = language_spec(LANGUAGE_MODEL, source, self.towers, blocks)
-        return replace(spec, packing=self.packing)
+        return replace(spec, packing=self.packing, mixture=self.mixture)
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """What it is as a mixture of experts; None if it is none.
+
+        Raises:
+            ProbeError: it adds something to its loss that stages of it cannot add up.
+        """
+        return mixture_of(self.source, self.example)
 
     @cached_property
     def graph(self) -> ModuleGraph:
@@ -329,17 +325,28 @@ class WholeModel:
 
     def loss(self, microbatches: Sequence[Batch]) -> torch.Tensor:
         """A step's loss in this process, by the model's own forward: the sum over label tokens,
-        divided by their number."""
-        model = cast(Callable[..., Any], self.materialize())
+        divided by their number, and the routers' loss of a mixture of experts, over all of its
+        tokens."""
+        module = self.materialize()
+        model = cast(Callable[..., Any], module)
         total = torch.zeros(())
+        routing, sums = Routing(module, self.mixture), []
         for batch in microbatches:
             inputs = {name: value for name, value in batch.items() if name != LABELS}
-            logits = model(**inputs, use_cache=False).logits
+            B, T = batch[LABELS].shape
+            with routing.noted(routing.real(inputs.get("attention_mask"), (B, T))):
+                logits = model(**inputs, use_cache=False).logits
             total = total + F.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten(),
                 ignore_index=IGNORE_INDEX, reduction="sum",
             )  # fmt: skip
-        return total / max(sum(map(label_tokens, microbatches)), 1)
+            if (own := routing.sums()) is not None:
+                sums.append(own)
+        routing.detach()
+        total = total / max(sum(map(label_tokens, microbatches)), 1)
+        if self.mixture is not None and self.mixture.loss is not None:
+            total = total + self.mixture.loss.whole(sums)
+        return total
 
 
 def label_tokens(microbatch: Batch) -> int:

@@ -15,7 +15,8 @@ from raymm.layout.plan_check import differences
 from raymm.model.batch_rules import BatchError
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.plan_module import PendingStep, PlannedModule
+from raymm.runtime.pending_step import PendingStep
+from raymm.runtime.plan_module import PlannedModule
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId

@@ -37,6 +37,8 @@ class StepOutput:
         peak_bytes: per rank, the most memory that one of its processes held.
         skipped: why the optimizer's step was not applied; None if it was, or there was none.
         losses: by module that computes one, what ``loss`` is the sum of.
+        expert_loads: of a mixture of experts, by name of a layer's experts, how many of the step's
+            tokens (padding is none) each of them got.
     """
 
     loss: float
@@ -47,6 +49,25 @@ class StepOutput:
     peak_bytes: tuple[int, ...] = ()
     skipped: SkippedStep | None = None
     losses: dict[str, float] = field(default_factory=dict)
+    expert_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def expert_imbalance(self) -> dict[str, float]:
+        """By name of a layer's experts, what the fullest of them got, over the mean."""
+        return {
+            name: max(load) * len(load) / max(sum(load), 1)
+            for name, load in self.expert_loads.items()
+        }
+
+    @property
+    def expert_metrics(self) -> dict[str, Any]:
+        """Of a mixture of experts, what a step's row of metrics has of their load."""
+        if not (imbalance := self.expert_imbalance):
+            return {}
+        return {
+            "expert_loads": {name: list(load) for name, load in self.expert_loads.items()},
+            "expert_imbalance": imbalance, "worst_expert_imbalance": max(imbalance.values()),
+        }
 
     def _repr_html_(self) -> str:
         from raymm.draw.notebook import bars_html  # it takes half a second, in notebooks only

@@ -75,9 +75,20 @@ class PendingStep:
             peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
             skipped=self._skipped(loss, results),
             losses=losses,
+            expert_loads=_expert_loads([result for p, result in pairs if p.tp == 0]),
         )
 
 
 def grad_norm(results: Sequence[StepResult]) -> float | None:
     """All processes have the same."""
     return next((r.grad_norm for r in results if r.grad_norm is not None), None)
+
+
+def _expert_loads(results: Sequence[StepResult]) -> dict[str, tuple[int, ...]]:
+    """Of processes that share no token's work, by layer's experts, what they got together."""
+    loads: dict[str, tuple[int, ...]] = {}
+    for result in results:
+        for name, load in result.loads.items():
+            before = loads.get(name, (0,) * len(load))
+            loads[name] = tuple(map(sum, zip(before, load, strict=True)))
+    return loads

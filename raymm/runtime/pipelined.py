@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
+from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.features.kept_features import KEYS
 from raymm.actors.modules.message import Decode
 from raymm.actors.probe.plain_torch import plain_torch
@@ -81,6 +82,10 @@ class MultimodalParallelModule(PlannedModule):
         check_loss(model)
         check_preference(model, plan)
         self._tried.retries.update(self._start(plan).builders.retries)
+
+    @property
+    def mixture(self) -> Mixture | None:
+        return self.model.mixture
 
     def reloadable(self) -> frozenset[str]:
         """Modules whose frozen weights no checkpoint need hold."""

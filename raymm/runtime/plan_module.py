@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.optimizer.progress import same_progress
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.rank.rank_group import RankGroup
@@ -29,6 +30,7 @@ from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants
 from raymm.layout.rank_specs import RankSpecs, rank_specs
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.runtime.cluster import connect
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.pending_step import PendingStep, grad_norm
@@ -191,12 +193,40 @@ class PlannedModule(ParallelModule):
             for number in self._processes.of_rank(self.plan.by_id[stage].rank):
                 of_process[number].append((stage, index, data))
         meta = meta._replace(step=self._step, seed=self.options.seed, batch=self._accumulated)
+        if meta.training and self._counts_first(len(present)):
+            counting = self._program(pattern, (), True, split, features)
+            meta = self._counted(counting, meta, of_process)
         handle = self.group.submit(key, meta, of_process)
         noted = self._note_batch(batches, update) if meta.training else ()
         if update:
             self._step += 1
         skipped = partial(self._skipped_step, self._step, noted)
         return PendingStep(handle, meta.label_tokens, keep, self._processes.all, skipped)
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """What the language model is as a mixture of experts; None if there is none."""
+        return None
+
+    def _counts_first(self, microbatches: int) -> bool:
+        """Whether a pass before a training step is to count where routers send its tokens: one
+        stage on one process that gets all of it in one microbatch knows that by itself."""
+        if self.mixture is None or self.mixture.loss is None:
+            return False
+        stages = self.plan.module_stages(LANGUAGE_MODEL)
+        return microbatches * len(stages) * stages[0].cp * stages[0].fsdp > 1
+
+    def _counted(self, key: str, meta: StepMeta, inputs: Sequence[Any]) -> StepMeta:
+        """What ranks are told of a training step, after a pass that counts for it. Processes that
+        share every token's work count the same.
+
+        Raises:
+            RankFailedError: if a rank died or raised.
+        """
+        results = self.group.submit(key, meta._replace(counting=True), inputs).result()
+        pairs = zip(self._processes.all, results, strict=True)
+        parts = [r.router_counts for p, r in pairs if p.tp == 0 and r.router_counts is not None]
+        return meta._replace(router_counts=tuple(map(sum, zip(*parts, strict=True))))
 
     def _skipped_step(
         self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,

@@ -334,7 +334,7 @@ class TrainingLoop:
             # if one was under way: they stood still for as long at most.
             "data_wait_s": round(waited, 4),
             **self._throughput.after_step(batch.meta, seconds),
-            **observed,
+            **observed, **output.expert_metrics,
             **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
         }
 

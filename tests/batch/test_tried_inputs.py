@@ -67,11 +67,11 @@ def test_what_does_is_tried_once():
 
 
 def test_a_loss_that_would_be_dropped_is_refused_before_anything_starts():
-    config = hf.Qwen3MoeConfig(
-        **SMALL, head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-        output_router_logits=True, router_aux_loss_coef=0.5,
+    config = hf.DogeConfig(
+        **SMALL, is_moe=True, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.5,
     )
-    with pytest.raises(ProbeError, match="Qwen3MoeForCausalLM adds aux_loss .*router_loss: ignore"):
+    with pytest.raises(ProbeError, match="DogeForCausalLM adds aux_loss .*router_loss: ignore"):
         MultimodalParallelSpec({}).apply(MultimodalModule({}, config))
     with pytest.raises(ModelError, match="router_loss is 'sum'; accepted: 'ignore', None"):
         MultimodalModule({}, config, router_loss="sum")

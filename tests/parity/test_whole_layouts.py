@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import transformers as hf
 
 from benchmarks._family_check import EXACT, REFUSED
 from benchmarks._ranks import gloo_ranks
 from benchmarks._vlm_shares import outcome
 from benchmarks.vlm_layouts import CLASSES, LAYOUTS, PROCESSES
-from raymm.model.modality_module import ModelError
-from raymm.model.whole_model import from_pretrained
 
 QWEN2_5, QWEN3, EXPERTS, GEMMA3, AUDIO = CLASSES
 
@@ -49,9 +46,3 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks, name, layout, why):
     for one in ranks.run(outcome, name=name, layout=LAYOUTS[layout]):
         assert one.result == REFUSED
         assert why in one.sentence
-
-
-def test_a_loss_of_routers_is_refused():
-    config = hf.Qwen3VLMoeConfig(text_config={"output_router_logits": True})
-    with pytest.raises(ModelError, match="output_router_logits of Qwen3VLMoeTextConfig is true"):
-        from_pretrained(config, {})

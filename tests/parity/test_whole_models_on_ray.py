@@ -11,6 +11,7 @@ import transformers
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
+from raymm.actors.experts.router_loss import RouterLoss
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.probe import small_model
 from raymm.actors.probe.whole.cut import cut_tower
@@ -87,6 +88,22 @@ def test_steps_are_those_of_the_models_own_forward(name, specs, train):
     model, microbatches = whole(name, train)
     microbatches = [*microbatches, microbatches[0]]
     check(model, whole_plan(model, specs, len(microbatches)), microbatches)
+
+
+@pytest.mark.parametrize(
+    "llm", [ParallelSpec(pp=2, cp=2), ParallelSpec(pp=2, dp=2, sharding="fsdp")]
+)
+def test_a_mixtures_loss_for_its_routers_is_that_of_the_whole_step(llm):
+    model, microbatches = whole("Qwen3VLMoeForConditionalGeneration")
+    text = model.source.config.text_config
+    text.output_router_logits, text.router_aux_loss_coef = True, 0.1
+    model = from_pretrained(model.source.config, microbatches[0])
+    assert model.mixture.loss == RouterLoss(text.num_experts, text.num_experts_per_tok, 0.1)
+    for batch in microbatches:
+        own = model.materialize()(**batch, use_cache=False)
+        assert model.loss([batch]).item() == pytest.approx(own.loss.item(), rel=1e-5)
+        assert own.aux_loss.item() > 0
+    check(model, whole_plan(model, {"llm": llm}, len(microbatches)), microbatches)
 
 
 def test_a_folder_is_trained_with_its_own_weights(tmp_path):

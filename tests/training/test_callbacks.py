@@ -140,7 +140,7 @@ def test_a_run_that_is_watched_by_all_goes_on_as_one_that_is_not(
     assert set(METRICS) - {name for name, _ in wanted} == {
         "raymm_samples_skipped_total", "raymm_steps_not_applied_total",  # there were none
         "raymm_mfu",  # there is no GPU
-        "raymm_restarts_total",
+        "raymm_restarts_total", "raymm_expert_imbalance_ratio",  # nor a mixture of experts
     }
     scrape(wanted)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
+from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
@@ -83,6 +84,10 @@ class WholeParallelModule(PlannedModule):
 
     def _full_name(self, stage: StageId, name: str) -> str:
         return name.removeprefix("module.")
+
+    @property
+    def mixture(self) -> Mixture | None:
+        return self.model.mixture
 
     def reloadable(self) -> frozenset[str]:
         return frozenset((*self.model.tower_names, LANGUAGE_MODEL))

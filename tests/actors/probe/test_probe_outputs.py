@@ -105,19 +105,6 @@ def test_no_tensor_to_take_is_said_and_inputs_that_do_not_do_are_another_matter(
         check_outputs(encoder(Features()), {"x": torch.randn(2, 3, 5)})
 
 
-@pytest.mark.parametrize("coefficient", [0.5, 1e-3])
-def test_a_router_loss_is_seen_by_what_it_adds(coefficient):
-    def model(**more):
-        return ConfigSource(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(
-            **SMALL, num_key_value_heads=2, head_dim=8, vocab_size=32, num_experts=4,
-            num_experts_per_tok=2, moe_intermediate_size=8, router_aux_loss_coef=coefficient,
-            **more,
-        ))  # fmt: skip
-
-    assert added_loss(model()) is None
-    assert "Qwen3MoeForCausalLM adds aux_loss" in added_loss(model(output_router_logits=True))
-
-
 def test_models_that_shift_their_labels_or_not_add_nothing():
     bart = hf.BartConfig(
         d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32,

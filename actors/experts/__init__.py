@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers, their loss, and how many tokens each expert gets."""

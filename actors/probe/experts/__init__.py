@@ -1,0 +1,1 @@
+"""Trials of mixtures of experts."""

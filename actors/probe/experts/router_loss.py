@@ -1,0 +1,167 @@
+"""The probe of what a mixture of experts adds to its loss for its routers.
+
+A config says whether it adds anything (``output_router_logits``). If so, a small copy runs, and
+what it returns, and what its routers returned meanwhile, must be what :class:`RouterLoss` says for
+one number of experts per token and one of the config's numbers as coefficient; else the model is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig
+
+from raymm.actors.experts.router_loss import Mixture, RouterLoss
+from raymm.actors.experts.routing import SWITCH, configs_of, experts, routers, switched_on
+from raymm.actors.modules.blocks import input_embeddings
+from raymm.actors.probe.cut import of_one_that_runs, small_language_model
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.probe.whole.towers import as_copied
+from raymm.actors.weights.source import ModuleSource
+from raymm.errors import USER_CODE_RAISES
+
+_TOKENS, _PADDING = 12, 5
+_TOLERANCE = 1e-4  # of a loss that is computed in another order, relative
+_ROUNDING = 2e-6
+
+
+@plain_torch()
+def mixture_of(
+    source: ModuleSource, example: Mapping[str, Any] | None = None, ignore: bool = False
+) -> Mixture | None:
+    """What a model is as a mixture of experts; None if it is none.
+
+    Args:
+        source: of a language model, or of a whole model.
+        example: what the forward of a whole model is given; None of a language model.
+        ignore: leave out what it adds to its loss.
+
+    Raises:
+        ProbeError: it adds something to its loss that is not the routers' loss of
+            :class:`RouterLoss`.
+    """
+    skeleton = source.skeleton()
+    is_mixture = bool(experts(skeleton) or routers(skeleton))
+    if ignore or not switched_on(skeleton):
+        return Mixture() if is_mixture else None
+    kinds = {type(config) for config in switched_on(skeleton)}
+    if example is None:
+        model = small_language_model(source)
+        loss = _fitted(model, _text(model), kinds)
+    else:
+        loss = of_one_that_runs(source, partial(_of_whole, source, example, kinds))
+    return Mixture(loss) if is_mixture or loss is not None else None
+
+
+def _of_whole(
+    source: ModuleSource, example: Mapping[str, Any], kinds: Collection[type], model: nn.Module
+) -> RouterLoss | None:
+    return _fitted(model, as_copied(source, model, example), kinds)
+
+
+def _text(model: nn.Module) -> dict[str, torch.Tensor]:
+    vocabulary = input_embeddings(model).weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (2, _TOKENS), generator=generator)
+    real = torch.ones_like(ids)
+    real[1, -_PADDING:] = 0
+    return {"input_ids": ids, "attention_mask": real}
+
+
+def _fitted(
+    model: nn.Module, inputs: Mapping[str, Any], kinds: Collection[type]
+) -> RouterLoss | None:
+    """
+    Args:
+        model: a small copy, which is changed.
+        inputs: of its forward.
+        kinds: of configs, those that ask for the loss.
+
+    Raises:
+        NotRunError: the model does not run on the inputs.
+        ProbeError: what it adds is something else.
+    """
+    for config in configs_of(model):
+        if type(config) in kinds and hasattr(config, SWITCH):
+            setattr(config, SWITCH, True)
+    logits: list[torch.Tensor] = []
+    hooks = [
+        router.module.register_forward_hook(partial(_note, logits, router.index))
+        for router in routers(model)
+    ]
+    ids = inputs["input_ids"]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            output: Any = model(**inputs, labels=ids, use_cache=False)
+    except USER_CODE_RAISES as error:  # whatever a module may raise
+        raise NotRunError(str(error)) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    own = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    loss, cross_entropy = float(output.loss), float(own)
+    added = getattr(output, "aux_loss", None)
+    added = float(added) if isinstance(added, torch.Tensor) else loss - cross_entropy
+    if abs(added) <= _ROUNDING * loss:
+        return None
+    real = inputs.get("attention_mask")
+    real = None if real is None else real.flatten().bool()
+    for fitted in _candidates(model, logits, ids.numel()):
+        value = float(fitted.part(fitted.of(logits, real)))
+        if abs(value - added) > _TOLERANCE * abs(added):
+            continue
+        for coefficient in _coefficients(model):
+            due = cross_entropy + coefficient * value
+            if abs(loss - due) <= _ROUNDING * max(loss, due):
+                return replace(fitted, coefficient=coefficient) if coefficient else None
+    raise ProbeError(
+        f"{type(model).__name__} adds aux_loss {added:.4g} to its loss (in a trial "
+        f"{loss:.4g}, where the cross entropy of its logits is {cross_entropy:.4g}), which is not "
+        "the routers' loss of the Switch Transformer over all layers, nor a number of its config "
+        "times that; switch it off in the model's config (output_router_logits: false), or leave "
+        "it out knowingly: model.router_loss: ignore in a configuration, "
+        "MultimodalModule(..., router_loss='ignore')"
+    )
+
+
+def _note(
+    logits: list[torch.Tensor], index: int, module: nn.Module, args: Any, output: Any
+) -> None:
+    logits.append(output[index] if isinstance(output, tuple) else output)
+
+
+def _candidates(
+    model: nn.Module, logits: list[torch.Tensor], tokens: int
+) -> Iterator[RouterLoss]:
+    sizes = {of_layer.shape[-1] for of_layer in logits}
+    rows = {of_layer.numel() // of_layer.shape[-1] for of_layer in logits}
+    if len(sizes) != 1 or rows != {tokens}:
+        return
+    (count,) = sizes
+    for top_k in range(1, count + 1):
+        yield RouterLoss(count, top_k, 1.0)
+
+
+def _coefficients(model: nn.Module) -> list[float]:
+    """What a loss may be multiplied with, the largest first."""
+    return sorted({*_loss_numbers(getattr(model, "config", None))}, reverse=True)
+
+
+def _loss_numbers(config: Any) -> Iterator[float]:
+    """Numbers of a config, and of those within it, whose names say that they are of a loss."""
+    if not isinstance(config, PretrainedConfig):
+        return
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield from _loss_numbers(value)
+        elif "loss" in name and isinstance(value, float | int) and value >= 0:
+            yield float(value)

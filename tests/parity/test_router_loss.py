@@ -1,0 +1,83 @@
+"""Mixtures of experts with a loss for their routers on Ray actors: loss, every gradient and
+AdamW's steps are those of transformers' own forward of the whole step's batch in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mixture_models import OneProcess, gpt_oss, mixtral, one_batch, qwen3_moe, step
+
+from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+TOLERANCE = 1e-5
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=None)
+SIZES = [(2, 9), (1, 6), (3, 12), (2, 5)]
+STEPS = 3
+
+
+def check_loads(output, oracle: OneProcess, batch) -> None:
+    """How many tokens each expert got, of the routers' logits of one process."""
+    logits = oracle.output.router_logits
+    real = one_batch(batch)["attention_mask"].flatten().bool()
+    loads = [output.expert_loads[name] for name in sorted(output.expert_loads)]
+    assert len(loads) == len(logits)
+    for load, of_layer in zip(loads, logits, strict=True):
+        chosen = of_layer[real].topk(oracle.model.config.num_experts_per_tok).indices.flatten()
+        assert list(load) == torch.bincount(chosen, minlength=of_layer.shape[1]).tolist()
+    worst = max(max(load) * len(load) / sum(load) for load in loads)
+    assert max(output.expert_imbalance.values()) == pytest.approx(worst)
+
+
+def check(config, spec: ParallelSpec, microbatches: int = 4, *, plan=None, **model) -> None:
+    described = MultimodalModule({}, config, **model)
+    described.materialize()
+    oracle = OneProcess(
+        described.language_model.module, lr=OPTIMIZER.lr, eps=OPTIMIZER.eps,
+        betas=OPTIMIZER.betas, weight_decay=OPTIMIZER.weight_decay,
+    )
+    before = {n: p.detach().clone() for n, p in oracle.trained.items()}
+    layout = MultimodalParallelSpec(
+        language_model_spec=spec, num_microbatches=microbatches, **(plan or {})
+    )
+    with layout.apply(described, optimizer=OPTIMIZER, timeout_s=120) as parallel:
+        for number in range(STEPS):
+            batch = step(number, SIZES[:microbatches])
+            loss = float(oracle.loss(batch))
+            output = parallel.execute(batch)
+            assert abs(output.loss - loss) <= 1e-6 * loss
+            gradients = parallel.gradients()
+            for name, due in oracle.gradients.items():
+                own = gradients[f"language_model.module.{name}"]
+                assert (own - due).norm() <= TOLERANCE * due.norm(), (number, name)
+            check_loads(output, oracle, batch)
+            parallel.optimizer.step()
+            oracle.optimizer.step()
+        after = parallel.parameters()
+        assert parallel.evaluate(batch).loss < parallel.execute(batch).loss  # by the routers' loss
+    for name, due in oracle.trained.items():
+        moved = (due.detach() - before[name]).norm()
+        difference = (after[f"language_model.module.{name}"] - due.detach()).norm()
+        assert difference <= 1e-3 * moved, name
+
+
+@pytest.mark.parametrize(
+    "config, spec, model",
+    [
+        (gpt_oss(), ParallelSpec(pp=2, dp=2), {}),
+        (qwen3_moe(), ParallelSpec(pp=2, cp=2), {}),
+        (mixtral(), ParallelSpec(dp=2, sharding="fsdp"), {}),
+        (qwen3_moe(), ParallelSpec(pp=2, tp=2), {"packing": True}),
+        # The last stage has no experts, and adds no part.
+        (
+            qwen3_moe(mlp_only_layers=[2, 3]), ParallelSpec(pp=2),
+            {"plan": {"schedule": "zero_bubble"}},
+        ),
+        (mixtral(attention_dropout=0.0), ParallelSpec(pp=2), {"plan": {"recompute": True}}),
+        (mixtral(), ParallelSpec(), {"microbatches": 1}),
+    ],
+)
+def test_a_router_loss_is_that_of_one_batch(config, spec, model):
+    check(config, spec, **model)
