@@ -6,10 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from benchmarks.emulated_gpu import EmulatedGpu, EmulatedNode, Slice
+from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.plan.plan import Plan
 
 # The batch's entry that modules without a producer read, (samples, W).
 ENTRY = "x"
@@ -28,6 +30,15 @@ class Emulation:
     dag: ModuleDag
     mapping: Mapping
     backend: EmulatedGpu
+
+    @property
+    def plan(self) -> Plan:
+        """The mapping's plan. A stage alone on its GPU has all of it as a quota: nodes sleep on
+        streams, which say whose time it is."""
+        mapped = plan_of_mapping(self.dag, self.mapping)
+        return replace(mapped, stages=tuple(
+            replace(stage, quota=stage.quota or 1.0) for stage in mapped.stages
+        ))
 
 
 def emulate(

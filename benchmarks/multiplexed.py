@@ -25,7 +25,6 @@ from benchmarks.emulated_gpu import SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.draw import draw_timelines
-from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
 from raymm.scheduler.multiplex.mapping import Mapping
@@ -63,7 +62,7 @@ def iteration_seconds(running: DagParallelModule, count: int) -> list[float]:
 def simulated(shape: Shape, problem: MappingProblem, mapping: Mapping) -> Timeline:
     """The simulator's timeline of an iteration in which GPUs go on as soon as they can."""
     made = emulate(problem, mapping, shape.contrastive)
-    plan = plan_of_mapping(made.dag, made.mapping)
+    plan = made.plan
     gpu = made.backend
     seconds = {
         op: SurfaceSeconds(problem, gpu.slices, share)
@@ -95,8 +94,7 @@ def measure(model: str, iterations: int, pictures: Path | None) -> dict[str, Any
         timeline = simulated(shape, problem, mapping)
         made = emulate(problem, mapping, shape.contrastive)
         with DagParallelModule(
-            made.dag, plan_of_mapping(made.dag, made.mapping), quota_backend=made.backend,
-            resources=RankResources(cpus=1.0),
+            made.dag, made.plan, quota_backend=made.backend, resources=RankResources(cpus=1.0),
         ) as running:
             seconds = iteration_seconds(running, iterations)
             if pictures is not None and name == "raymm":

@@ -14,9 +14,8 @@ from benchmarks._mapping_instances import random_problem
 from benchmarks._multiplexed_models import SHAPES
 from benchmarks.emulated_gpu import Slice, SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
-from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.runtime.parallel_dag import DagParallelModule
-from raymm.scheduler.baselines.mappings import spindle
+from raymm.scheduler.baselines.mappings import megatron, spindle
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.solver.solve import solve
@@ -45,7 +44,7 @@ def test_slices_are_nodes_that_take_their_share(name):
     problem = SHAPES[name].problem()
     mapping = spindle(problem)
     made = emulate(problem, mapping, SHAPES[name].contrastive)
-    plan_of_mapping(made.dag, made.mapping)
+    assert all(stage.quota for stage in made.plan.stages)
     seconds, slices = SurfaceSeconds(problem, made.backend.slices, 1.0), made.backend.slices
     for module in problem.names:
         assert sum(s.share for s in slices.values() if s.module == module) == pytest.approx(1)
@@ -55,7 +54,8 @@ def test_slices_are_nodes_that_take_their_share(name):
     assert seconds("another", 1, 1.0, {}) == 0.0
 
 
-def test_an_emulated_model_runs_its_mapping(ray_cluster):
+@pytest.mark.parametrize("make", [solve, megatron])  # on quotas, and on whole GPUs
+def test_an_emulated_model_runs_its_mapping(ray_cluster, make):
     problem = SHAPES["clip"].problem()
     quick = type(problem)(
         tuple(
@@ -66,12 +66,11 @@ def test_an_emulated_model_runs_its_mapping(ray_cluster):
         ),
         problem.edges, problem.gpus, interference=Interference(),
     )
-    mapping = solve(quick)
+    mapping = make(quick)
     made = emulate(quick, mapping, ("align",))
     assert made.mapping == replace(mapping, bound=0.0)
     assert pickle.loads(pickle.dumps(made.backend))().gpu.total == quick.steps
-    plan = plan_of_mapping(made.dag, mapping)
-    with DagParallelModule(made.dag, plan, quota_backend=made.backend) as running:
+    with DagParallelModule(made.dag, made.plan, quota_backend=made.backend) as running:
         batch = {ENTRY: torch.ones(4, 2)}
         output = running.train_step(batch)
         # Both towers hand on x + weight; align adds them and its own weight.
