@@ -90,6 +90,7 @@ class Executor:
         reduction: sums gradients of shared parameters, from their stage's last backward on.
         sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
             it likes; for gradients that stages of other modules on the same rank are handed.
+        agree: makes bytes on the host the largest among them.
         colocation: runs the tasks of one group concurrently; None if no module has a quota.
         whereabouts: is told every instruction.
         observer: is shown what stages hand on and back, and the losses.
@@ -110,6 +111,7 @@ class Executor:
         timeout: timedelta = timedelta(minutes=5),
         random_shares: Mapping[StageId, int] | None = None,
         sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
         colocation: Colocation | None = None,
         whereabouts: Whereabouts | None = None,
@@ -133,7 +135,7 @@ class Executor:
         around = Surroundings(
             frozenset(stages), self._observer,
             None if autocast is None else partial(torch.autocast, self._device.type, autocast),
-            sum_gradient,
+            sum_gradient, agree,
         )
         self._actions = {
             name: StageActions(name, stage, around, shares.get(name, 0))

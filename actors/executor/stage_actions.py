@@ -55,12 +55,14 @@ class Surroundings:
         sum_gradient: makes a gradient that each of several processes has a part of the whole one,
             in place if it likes; for gradients that stages of other modules on the same rank are
             handed.
+        agree: of bytes on the host, the largest among those processes.
     """
 
     local: frozenset[StageId]
     observer: FiniteObserver
     precision: Callable[[], AbstractContextManager[Any]] | None = None
     sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class StageActions:
@@ -292,7 +294,7 @@ class StageActions:
 
     def _hand_back(self, task: Task) -> HandBack:
         observer, whole = self._around.observer, self._around.sum_gradient
-        local, shared = self._around.local, whole is not None
+        local, agree = self._around.local, self._around.agree
         producers = [
             (p, p.gradient, p.stage not in local,
              whole if p.stage in local and between_modules(p.stage, task.stage) else None)
@@ -306,7 +308,7 @@ class StageActions:
             for (producer, target, sent, sum_up), own in zip(producers, leaves, strict=True):
                 end = start + len(own.tensors)
                 handed = tuple(gradients[start:end])
-                side = used_tensors(received[start:end], sent, shared) if own.names else {}
+                side = used_tensors(received[start:end], sent, agree) if own.names else {}
                 start = end
                 if sum_up is not None:
                     # Copies: a gradient may be what pass two of a split backward starts from.

@@ -7,7 +7,7 @@ the first row and behind the last one their number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -71,7 +71,8 @@ def of_all_ports(gradients: Gradients, message: Message, ports: EdgePorts) -> Gr
 
 
 def used_tensors(
-    gradients: Sequence[torch.Tensor | None], sent: bool, everywhere: bool
+    gradients: Sequence[torch.Tensor | None], sent: bool,
+    agree: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
     """What goes beside a stage's gradients of tensors with names, which it may have left alone: a
     byte each says whether there is one, or zeros in its place. Then what only such a tensor
@@ -80,12 +81,14 @@ def used_tensors(
     Args:
         gradients: per tensor; None where there is none.
         sent: to another rank, and so in any case, as both ends of an edge expect it.
-        everywhere: other processes may have used what this one has not.
+        agree: of bytes on the host, the largest among the processes that share the microbatch, each
+            of which calls it: one may have used what another has not. None for a process alone.
     """
-    used = [everywhere or gradient is not None for gradient in gradients]
-    if not sent and all(used):
+    used = [gradient is not None for gradient in gradients]
+    if agree is None and not sent and all(used):
         return {}
-    return {USED: torch.tensor(used, dtype=torch.uint8, device="cpu")}
+    flags = torch.tensor(used, dtype=torch.uint8, device="cpu")
+    return {USED: flags if agree is None else agree(flags)}
 
 
 def gradients_of(message: Message) -> Gradients:

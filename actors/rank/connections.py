@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from raymm.actors.executor.link import Link
@@ -75,7 +76,7 @@ class Connections:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._links: dict[tuple[int, ...], tuple[PointToPoint, PointToPoint]] = {}
         self.reductions: dict[ReductionGroup, dist.ProcessGroup] = {}
-        plan = spec.connections
+        plan, groups = spec.connections, spec.process_groups
         for meeting in plan.meetings:
             number, members = meeting.number, meeting.members
             whereabouts.enter(Connecting(members))
@@ -84,8 +85,9 @@ class Connections:
             elif meeting.sums is not None:
                 self.reductions[meeting.sums] = place.new_group(number, members)
             else:
-                self._groups[members] = place.new_group(number, members)
-        groups = spec.process_groups
+                self._groups[members] = group = place.new_group(number, members)
+                if members == groups.data:
+                    self._hosts = place.new_host_group(number, members, group)
         self.data = self._within(groups.data, Exchange, self.data)
         self.samples = self._within(groups.samples, Exchange, self.samples)
         self.tokens = self._within(groups.tokens, Exchange, self.tokens)
@@ -98,6 +100,12 @@ class Connections:
             plan.p2p_groups, key=lambda opened: opened[2].direction is backward
         ):
             self._open_p2p_group(edge, number, p2p_group)
+
+    def largest_on_host(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of every one of ``values``, on the host, among the processes of ``data``. In
+        place; collective."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._hosts)
+        return values
 
     def _within(
         self, members: tuple[int, ...], kind: type[Within], before: Within | None

@@ -104,9 +104,7 @@ class MeetingPlace:
             assert everyone is not None
             _meet(everyone, device)
 
-    def new_group(
-        self, number: int, ranks: Sequence[int], backend: str | None = None
-    ) -> dist.ProcessGroup:
+    def new_group(self, number: int, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A group of these processes, connected; to be called by all of them and no others. What
         a process is a member of, it must make in the order of the numbers.
 
@@ -116,14 +114,30 @@ class MeetingPlace:
         Args:
             number: of the group among all groups of all processes, from 1.
             ranks: processes, by their numbers in the default group.
-            backend: ``"nccl"`` or ``"gloo"``; that of the default group if None.
 
         Raises:
             ChannelError: not all came within the timeout.
         """
         with _meeting(ranks, self.timeouts.wait), self._store.making(number):
-            group = self._new_group(2 * number, ranks, backend)
-            _meet(group, torch.device("cpu") if backend == "gloo" else self.device)
+            group = self._new_group(2 * number, ranks)
+            _meet(group, self.device)
+        return group
+
+    def new_host_group(
+        self, number: int, ranks: Sequence[int], group: dist.ProcessGroup
+    ) -> dist.ProcessGroup:
+        """What carries what the hosts of a group's processes are to agree on. Else as
+        :meth:`new_group`.
+
+        Args:
+            number, ranks: as the group was made with.
+            group: of the same processes; what is returned on CPUs.
+        """
+        if self.device.type != "cuda":
+            return group
+        with _meeting(ranks, self.timeouts.wait), self._store.making(number):
+            group = self._new_group(2 * number + 1, ranks, "gloo")
+            _meet(group, torch.device("cpu"))
         return group
 
     def new_link(

@@ -214,6 +214,7 @@ class RankActor(StoredRank):
                 name: stage.random_share for name, stage in self._stages.items()
             },
             sum_gradient=None if self._connections.data is None else self._sum_over_data,
+            agree=None if self._connections.data is None else self._connections.largest_on_host,
             reduction=self._optimizer.reduction,
             colocation=self._colocation,
             whereabouts=self.whereabouts,

@@ -60,7 +60,7 @@ def places_by_order(on_rank: Mapping[int, Sequence[StageId]]) -> BoxPlaces:
 
 def places_on_quotas(timeline: Timeline) -> BoxPlaces:
     """Where the boxes of what runs on a quota stand: below those of modules that run at the same
-    time, in order of first appearance."""
+    time on larger ones, whichever began a moment earlier: alike in timelines that are compared."""
     of_rank: dict[int, list[Span]] = {}
     for span in timeline.compute():
         if span.quota < 1:
@@ -70,7 +70,7 @@ def places_on_quotas(timeline: Timeline) -> BoxPlaces:
         together = _concurrent_modules(spans)
         quotas = {span.stage.module: span.quota for span in spans}
         for span in spans:
-            modules = together[span.stage.module]
+            modules = sorted(together[span.stage.module], key=lambda m: (-quotas[m], m))
             above = sum(quotas[m] for m in modules[: modules.index(span.stage.module)])
             rise = BOX_ROWS * (0.5 - above - span.quota / 2)
             place = BoxPlace(rise, BOX_ROWS * span.quota / 2)
@@ -79,14 +79,13 @@ def places_on_quotas(timeline: Timeline) -> BoxPlaces:
 
 
 def _concurrent_modules(spans: Sequence[Span]) -> dict[str, list[str]]:
-    """By module, those that ever run at the same time as it, or as one that does; in order of
-    first appearance."""
+    """By module, those that ever run at the same time as it, or as one that does."""
     together: dict[str, list[str]] = {}
     end, running = 0.0, ""
     for span in sorted(spans, key=lambda s: s.start):
         own = together.setdefault(span.stage.module, [span.stage.module])
         if span.start < end and running not in own:
-            merged = [m for m in together if m in own or m in together[running]]
+            merged = [*own, *together[running]]
             together.update(dict.fromkeys(merged, merged))
         if span.end > end:
             end, running = span.end, span.stage.module
@@ -126,6 +125,8 @@ def draw_boxes(
     # outlined boxes above their neighbours' white borders.
     sheets: dict[str, tuple[list, list, list]] = {}
     numbers: list[tuple[float, float, float, Span, Look]] = []
+    widths: list[tuple[float, float]] = []
+    row = _row_inches(axes)
     layers = {Op.RECV: 0, Op.FORWARD_NO_GRAD: 2}
     for span in sorted(timeline.spans, key=lambda s: layers.get(Op(s.op), 1)):
         start, stop = ((at - origin) / scale.second for at in (span.start, span.end))
@@ -135,7 +136,9 @@ def draw_boxes(
             look = looks[span.stage.module][Op(span.op)]
             middle, half = span.rank - place.rise, place.half
             fill, outline, hatch = look.fill, look.edge, look.hatch
-            numbers.append((start, stop, middle, span, look))
+            widths.append((start, stop))
+            if 2 * half * row >= NUMBER_SIZES[-1] / 72:
+                numbers.append((start, stop, middle, span, look))
         elif span.op == Op.RECV:
             half, fill, outline = 0.06, WAIT, "none"
         elif span.op in OPTIMIZER_OPS:
@@ -147,7 +150,7 @@ def draw_boxes(
         polygons.append([(start, low), (stop, low), (stop, high), (start, high)])
         fills.append(fill)
         outlines.append(outline)
-    thin = min([0.6, *((stop - start) * scale.inches * 10 for start, stop, *_ in numbers)])
+    thin = min([0.6, *((stop - start) * scale.inches * 10 for start, stop in widths)])
     for hatch, (polygons, fills, outlines) in sheets.items():
         axes.add_collection(
             PolyCollection(polygons, facecolors=fills, edgecolors=outlines,

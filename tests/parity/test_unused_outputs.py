@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
+from torch import nn
 
+from raymm.model.dag_module import DagLoss, DagModule
+from raymm.model.module_dag import ModuleDag
 from raymm.runtime.specs import ParallelSpec, dag_plan
-from tests.actors.multiplex_models import pooled_dag
+from tests.actors.multiplex_models import WIDTH, MeanSquare, Pooled, pooled_dag
 from tests.parity.test_mapped_graphs import mapped, split
 from tests.parity.test_pipelined_graphs import check, steps_of
 
@@ -50,3 +54,62 @@ def test_outputs_that_nobody_uses_by_samples(batch):
     specs = {"tower": ParallelSpec(dp=2), "error": ParallelSpec(dp=2)}
     plan = split(dag_plan(dag, specs, 2, "zero_bubble"), "tower", "error")
     check(dag, plan, steps_of(batch, 2), unmoved)
+
+
+class PooledReader(hf.ModernBertModel):
+    """A transformer over states, to which it adds what was pooled only where a sample has it used.
+    """
+
+    def __init__(self, config: hf.ModernBertConfig) -> None:
+        super().__init__(config)
+        self.widen = nn.Linear(2, WIDTH)
+        self.get_input_embeddings().requires_grad_(False)  # nothing is looked up in it
+
+    def forward(
+        self, states: torch.Tensor, pooled: torch.Tensor, used: torch.Tensor
+    ) -> torch.Tensor:
+        states = states[:, None] * torch.arange(1.0, 6.0)[:, None]
+        if used.any():
+            states = states + (used[:, None] * self.widen(pooled))[:, None]
+        return super().forward(inputs_embeds=states).last_hidden_state.mean(1)
+
+
+def read_pools() -> ModuleDag:
+    torch.manual_seed(8)
+    config = hf.ModernBertConfig(
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=9, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
+        sep_token_id=2, local_attention=4,
+    )  # fmt: skip
+    example = {"states": torch.randn(3, WIDTH), "pooled": torch.randn(3, 2), "used": torch.ones(3)}
+    return ModuleDag({
+        "tower": DagModule(Pooled(), reads="x"),
+        "reader": DagModule(
+            PooledReader(config), reads="used", example_inputs=example,
+            inputs={name: f"tower.{name}" for name in ("states", "pooled")},
+        ),
+        "mean": DagLoss(MeanSquare(), inputs={"x": "reader"}),
+    })
+
+
+def last_sample(size: int, seed: int) -> dict[str, torch.Tensor]:
+    """Of which only one process has the sample whose pooled state is used."""
+    batch = pooled_batch(size, seed)
+    batch["used"][:-1] = 0
+    return batch
+
+
+@pytest.mark.parametrize("spec", [
+    {"cp": 2}, {"dp": 2, "sharding": "fsdp"}, {"tp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2},
+    {"cp": 2, "ranks": (0,)},
+], ids=["cp", "fsdp", "tp", "stages", "on one rank"])  # fmt: skip
+@pytest.mark.parametrize("batch", [never, last_sample])
+def test_outputs_that_no_process_uses(spec, batch):
+    """Processes that share a microbatch agree on what any of them has used."""
+    dag = read_pools()
+    specs = {"reader": ParallelSpec(**spec)}
+    if "ranks" in spec:
+        specs["tower"] = ParallelSpec(**(spec | {"cp": 1, "dp": 1}))
+    parameters = {f"reader.widen.{kind}" for kind in ("weight", "bias")}
+    parameters |= {name for name in POOL if name.startswith("tower")}
+    check(dag, dag_plan(dag, specs, 2), steps_of(batch, 2), parameters if batch is never else ())
