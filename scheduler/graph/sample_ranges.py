@@ -44,12 +44,6 @@ def share(size: int, index: int, count: int) -> Range:
     return Range(index * size // count, (index + 1) * size // count)
 
 
-def deal(whole: Range, count: int) -> tuple[Range, ...]:
-    """All shares of a range (:func:`share`)."""
-    shares = (share(whole.size, index, count) for index in range(count))
-    return tuple(Range(whole.lo + part.lo, whole.lo + part.hi) for part in shares)
-
-
 def rows_of(samples: Range, offsets: Sequence[int] | None) -> Range:
     """Where samples' rows are in a tensor of the whole batch.
 

@@ -58,11 +58,6 @@ class Block(NamedTuple):
     guests: tuple[Guest, ...] = ()
 
     @property
-    def all_modules(self) -> tuple[str, ...]:
-        """Guests, too."""
-        return (*self.modules, *(guest.module for guest in self.guests))
-
-    @property
     def devices(self) -> int:
         """How many it has."""
         return self.stages * self.copies

@@ -68,10 +68,13 @@ class PooledReader(hf.ModernBertModel):
     def forward(
         self, states: torch.Tensor, pooled: torch.Tensor, used: torch.Tensor
     ) -> torch.Tensor:
-        states = states[:, None] * torch.arange(1.0, 6.0)[:, None]
+        place = torch.arange(1.0, 6.0, device=states.device)
+        states = states[:, None] * place[:, None]
         if used.any():
             states = states + (used[:, None] * self.widen(pooled))[:, None]
-        return super().forward(inputs_embeds=states).last_hidden_state.mean(1)
+        states = super().forward(inputs_embeds=states).last_hidden_state
+        # Of states with a norm the mean square has hardly a gradient.
+        return states.mean(1) * torch.arange(1.0, 1.0 + WIDTH, device=states.device)
 
 
 def read_pools() -> ModuleDag:
@@ -101,15 +104,12 @@ def last_sample(size: int, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("spec", [
     {"cp": 2}, {"dp": 2, "sharding": "fsdp"}, {"tp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2},
-    {"cp": 2, "ranks": (0,)},
-], ids=["cp", "fsdp", "tp", "stages", "on one rank"])  # fmt: skip
+], ids=["cp", "fsdp", "tp", "stages"])  # fmt: skip
 @pytest.mark.parametrize("batch", [never, last_sample])
 def test_outputs_that_no_process_uses(spec, batch):
     """Processes that share a microbatch agree on what any of them has used."""
     dag = read_pools()
-    specs = {"reader": ParallelSpec(**spec)}
-    if "ranks" in spec:
-        specs["tower"] = ParallelSpec(**(spec | {"cp": 1, "dp": 1}))
+    plan = dag_plan(dag, {"reader": ParallelSpec(**spec)}, 2)
     parameters = {f"reader.widen.{kind}" for kind in ("weight", "bias")}
     parameters |= {name for name in POOL if name.startswith("tower")}
-    check(dag, dag_plan(dag, specs, 2), steps_of(batch, 2), parameters if batch is never else ())
+    check(dag, plan, steps_of(batch, 2), parameters if batch is never else ())

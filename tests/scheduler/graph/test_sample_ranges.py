@@ -5,14 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.graph.sample_ranges import Range, deal, overlap, rows_of, share, union
+from raymm.scheduler.graph.sample_ranges import Range, overlap, rows_of, share, union
 
 RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda t: Range(*t)))
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
 def test_dealt_ranges_are_even_and_in_order(lo, size, count):
-    shares = deal(Range(lo, lo + size), count)
+    parts = (share(size, index, count) for index in range(count))
+    shares = [Range(lo + part.lo, lo + part.hi) for part in parts]
     assert [s for share in shares for s in range(*share)] == list(range(lo, lo + size))
     sizes = [share.size for share in shares]
     assert len(sizes) == count and max(sizes) - min(sizes) <= 1

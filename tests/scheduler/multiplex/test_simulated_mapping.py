@@ -3,7 +3,8 @@ GPUs that go on as soon as they can are never later than in lockstep."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping as ByModule
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -19,10 +20,10 @@ from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
-from raymm.scheduler.multiplex.surface_seconds import SurfaceSeconds
+from raymm.scheduler.multiplex.surface_seconds import module_seconds
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.stage import Stage
-from raymm.scheduler.program.program import BACKWARDS
+from raymm.scheduler.plan.stage import Stage, StageId
+from raymm.scheduler.program.program import BACKWARDS, FORWARDS, Instruction, Op
 from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import full_program, lower
@@ -31,6 +32,41 @@ from raymm.scheduler.schedule.plan_drift import PlanDrift, device_costs
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import edge_bytes, op_seconds, stage_costs
 from raymm.scheduler.search.evaluation import evaluate, step_timeline
+
+
+@dataclass(frozen=True)
+class SurfaceSeconds:
+    """As :data:`raymm.scheduler.schedule.simulate.GroupSeconds` says, by what disturbs a module on
+    the GPU where it runs (eq. 7 and 8). Modules that the problem does not have take no time.
+
+    Attributes:
+        problem: with surfaces and interference.
+        plan: of a mapping of the problem.
+        forward_share: share of a module's iteration that is its forward.
+    """
+
+    problem: MappingProblem
+    plan: Plan
+    forward_share: float = 1 / 3
+
+    def __call__(self, instruction: Instruction, quotas: ByModule[str, float]) -> float:
+        """Of an instruction in a group of modules with these quotas."""
+        module = instruction.stage.module
+        if module not in self.problem.names:
+            return 0.0
+        return self._share(instruction.op) * module_seconds(
+            self.problem, module, len(self.plan.replicas(module)), quotas
+        )
+
+    def whole(self) -> dict[tuple[StageId, Op], float]:
+        """Per stage and operation, on a whole device."""
+        return {
+            (stage.id, op): self(Instruction(op, stage.id), {stage.module: 1.0})
+            for stage in self.plan.stages for op in (*FORWARDS, Op.BACKWARD)
+        }
+
+    def _share(self, op: Op) -> float:
+        return 1 - self.forward_share if op in BACKWARDS else self.forward_share
 
 
 def graph_of(problem: MappingProblem) -> ModuleGraph:
