@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import Multiprocessors
+from raymm.scheduler.multiplex.mapping import Placement, module_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.surface_seconds import module_seconds
 
 
 class Slice(NamedTuple):
@@ -50,8 +50,10 @@ class SurfaceSeconds:
             self.slices[other].module: share for other, share in colocated.items()
             if other in self.slices
         }
-        seconds = module_seconds(self.problem, name, degree, {**quotas, name: quota})
-        return seconds * part * self.share
+        steps = {other: round(share * self.problem.steps) for other, share in quotas.items()}
+        own = Placement(name, tuple(range(degree)), round(quota * self.problem.steps))
+        others = [Placement(o, (0,), n) for o, n in steps.items() if o != name]
+        return module_seconds(self.problem, [own, *others])[0] * part * self.share
 
 
 @dataclass(frozen=True)

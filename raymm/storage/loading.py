@@ -72,25 +72,14 @@ def load_into_whole(
     Raises:
         CheckpointError: as from :func:`restore`, or it has no averages.
     """
-    manifest = read_manifest(folder)
     tensors = model.materialize().state_dict(keep_vars=True)
-    stored = StoredTensors(folder, manifest.index, manifest.shards)
-    left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
-    lacking: set[str] = set()
-    copied = 0
-    for module, trained in model.trained.items():
-        own = {f"{module}/module.{name}": tensor for name, tensor in tensors.items()}
-        try:
-            read = stored.read(dict.fromkeys(own))
-            copy_tensors(read, own.items())
-            copied += _copy_averages(stored, own) if averaged else 0
-        except ShardError as error:
-            raise CheckpointError(f"{folder}: {error}") from None
-        lacking |= {f"{module}/module.{name}" for name in trained} - set(read)
-        left -= set(read)
-    _check_both_ways(folder, lacking, left)
-    _check_averages(folder, averaged, copied)
-    return manifest
+    return _load_parts({
+        module: (
+            {f"{module}/module.{name}": tensor for name, tensor in tensors.items()},
+            {f"{module}/module.{name}" for name in trained},
+        )
+        for module, trained in model.trained.items()
+    }, folder, averaged)
 
 
 def load_into_model(
@@ -106,25 +95,42 @@ def load_into_model(
     Raises:
         CheckpointError: as from :func:`restore`, or it has no averages.
     """
-    manifest = read_manifest(folder)
     model.materialize()
     parts = {name: model.encoders[name] for name in model.encoder_names}
     parts[LANGUAGE_MODEL] = model.language_model
+    return _load_parts({
+        name: (
+            {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()},
+            {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad},
+        )
+        for name, part in parts.items()
+    }, folder, averaged)
+
+
+def _load_parts(
+    parts: Mapping[str, tuple[Mapping[str, torch.Tensor], set[str]]], folder: Path | str,
+    averaged: bool,
+) -> Manifest:
+    """
+    Args:
+        parts: per module, tensors by their names in the checkpoint, which are written into, and
+            the names of those that are trained.
+        folder, averaged: as of :func:`load_into_model`.
+    """
+    manifest = read_manifest(folder)
     stored = StoredTensors(folder, manifest.index, manifest.shards)
     left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
     lacking: set[str] = set()
     copied = 0
-    for name, part in parts.items():
-        own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
+    for own, trained in parts.values():
         try:
-            tensors = stored.read(dict.fromkeys(own))
-            copy_tensors(tensors, own.items())
+            read = stored.read(dict.fromkeys(own))
+            copy_tensors(read, own.items())
             copied += _copy_averages(stored, own) if averaged else 0
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None
-        trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
-        lacking |= trainable - set(tensors)
-        left -= set(tensors)
+        lacking |= trained - set(read)
+        left -= set(read)
     _check_both_ways(folder, lacking, left)
     _check_averages(folder, averaged, copied)
     return manifest

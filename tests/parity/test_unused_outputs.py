@@ -70,7 +70,7 @@ class PooledReader(hf.ModernBertModel):
     ) -> torch.Tensor:
         place = torch.arange(1.0, 6.0, device=states.device)
         states = states[:, None] * place[:, None]
-        if used.any():
+        if used.is_meta or used.any():
             states = states + (used[:, None] * self.widen(pooled))[:, None]
         states = super().forward(inputs_embeds=states).last_hidden_state
         # Of states with a norm the mean square has hardly a gradient.

@@ -17,10 +17,14 @@ from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
-from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.mapping import (
+    Mapping,
+    MultiplexStage,
+    Placement,
+    module_seconds,
+)
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
-from raymm.scheduler.multiplex.surface_seconds import module_seconds
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage, StageId
 from raymm.scheduler.program.program import BACKWARDS, FORWARDS, Instruction, Op
@@ -54,9 +58,15 @@ class SurfaceSeconds:
         module = instruction.stage.module
         if module not in self.problem.names:
             return 0.0
-        return self._share(instruction.op) * module_seconds(
-            self.problem, module, len(self.plan.replicas(module)), quotas
+        steps = self.problem.steps
+        own = Placement(
+            module, tuple(range(len(self.plan.replicas(module)))), round(quotas[module] * steps)
         )
+        others = [
+            Placement(name, (0,), round(quota * steps)) for name, quota in quotas.items()
+            if name != module and name in self.problem.names
+        ]
+        return self._share(instruction.op) * module_seconds(self.problem, [own, *others])[0]
 
     def whole(self) -> dict[tuple[StageId, Op], float]:
         """Per stage and operation, on a whole device."""
