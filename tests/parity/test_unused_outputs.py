@@ -72,9 +72,10 @@ class PooledReader(hf.ModernBertModel):
         states = states[:, None] * place[:, None]
         if used.is_meta or used.any():
             states = states + (used[:, None] * self.widen(pooled))[:, None]
-        states = super().forward(inputs_embeds=states).last_hidden_state
+        output = super().forward(inputs_embeds=states).last_hidden_state
+        assert output is not None
         # Of states with a norm the mean square has hardly a gradient.
-        return states.mean(1) * torch.arange(1.0, 1.0 + WIDTH, device=states.device)
+        return output.mean(1) * torch.arange(1.0, 1.0 + WIDTH, device=states.device)
 
 
 def read_pools() -> ModuleDag:
