@@ -124,14 +124,27 @@ def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, 
     return tuple(_row_mask(row, policy, masks) for row in rows)
 
 
+def document_lengths(layout: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Per row, tokens of each of its documents, in order; right padding is the last.
+
+    Args:
+        layout: (3, B, T).
+    """
+    return tuple(tuple(_lengths(row)) for row in on_host(layout)[2].numpy())
+
+
+def _lengths(documents: np.ndarray[Any, Any]) -> list[int]:
+    starts = np.flatnonzero(np.diff(documents, prepend=documents[:1] - 1))
+    return np.diff(np.append(starts, len(documents))).tolist()
+
+
 def _row_mask(
     row: np.ndarray[Any, Any], policy: MaskPolicy, masks: dict[bytes, AttentionMask]
 ) -> AttentionMask:
     key = row.tobytes()
     if key not in masks:
         kinds, items, documents = row
-        starts = np.flatnonzero(np.diff(documents, prepend=documents[:1] - 1))
-        lengths = np.diff(np.append(starts, len(documents))).tolist()
+        lengths = _lengths(documents)
         # Items of two documents are two, also where they touch and have the same number.
         spans = kinds_and_items(kinds, items + _NUMBERS * documents.astype(np.int64))
         masks[key] = mask = policy(len(kinds), spans, document_lengths=lengths)

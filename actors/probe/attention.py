@@ -6,18 +6,22 @@ what changes where a token changes says what its layers see.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import input_embeddings, method_of
+from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings, method_of
 from raymm.actors.probe.cut import ProbeError, small_language_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
+from raymm.kernels.hf.document_rows import DOCUMENTS_ARGUMENT, Lengths, mix_by_documents
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.patterns import causal, multimodal
+from raymm.kernels.mask.patterns import causal, documents, multimodal
 from raymm.kernels.mask.spans import Span
 
 _TOKENS = 8
@@ -27,14 +31,109 @@ _NOISE = 1e-5
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
-def probe_mask(source: ModuleSource) -> None:
+def find_mixers(source: ModuleSource) -> frozenset[str]:
+    """Classes of layers that carry something from one document to another, whatever a mask says:
+    convolutions, linear attention, state-space layers. They have to be called with documents as
+    rows (:mod:`raymm.kernels.hf.document_rows`); whether that is enough, :func:`probe_mask` says.
+
+    Args:
+        source: of a causal language model; of one that cannot obey a mask, there are none.
+    """
+    try:
+        _, model = _model_with_masks(source, "have a mask")
+    except ProbeError:
+        return frozenset()
+    if (path := find_blocks(model)) is None:
+        return frozenset()
+    found = mixing_layers(
+        block_list(model, path),
+        lambda: _logits(model, _embeddings(model), raymm_mask=(_probe_mask(),)),
+        _TOKENS // 2,
+    )
+    for mixers in filter(None, found):
+        with contextlib.suppress(ProbeError):
+            probe_mask(source, mixers)
+            return mixers
+    return frozenset()
+
+
+def mixing_layers(
+    blocks: Sequence[nn.Module], run: Callable[[], Any], start: int
+) -> list[frozenset[str]]:
+    """Classes of layers within blocks whose second document hears of the first: of the outermost
+    ones; and, where attention is in some of these, of the innermost ones.
+
+    Args:
+        blocks: of a small copy.
+        run: runs it on one row of two documents that see nothing of each other.
+        start: where the second begins.
+    """
+    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(layer, (args, kwargs))
+
+    layers = dict.fromkeys(each for block in blocks for each in block.modules())
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        run()
+    except _FAILURES:
+        return [frozenset()]  # the next probe says why
+    finally:
+        for hook in hooks:
+            hook.remove()
+    mixing = {each for each in calls if _carries_over(each, *calls[each], start)}
+    mixing -= set(blocks)
+
+    def outer(layer: nn.Module) -> set[str]:
+        own = [{type(c).__name__} if c in mixing else outer(c) for c in layer.children()]
+        return set().union(*own)
+
+    inner = {m for m in mixing if not mixing & set(islice(m.modules(), 1, None))}
+    found = [set().union(*map(outer, blocks)), {type(each).__name__ for each in inner}]
+    return list(dict.fromkeys(map(frozenset, found)))
+
+
+@torch.no_grad()
+def _carries_over(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], start: int
+) -> bool:
+    """Whether a layer's output from ``start`` on changes with the token just before."""
+    values = [*args, *kwargs.values()]
+    tensors = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+    hidden = next((v for v in tensors if v.dim() == 3 and v.shape[0] == 1), None)
+    if hidden is None or hidden.shape[1] <= start:
+        return False
+    other = hidden.clone()
+    other[:, start - 1] += torch.randn(hidden.shape[2], generator=torch.Generator().manual_seed(1))
+    changed = [other if value is hidden else value for value in values]
+    try:
+        first, second = (
+            layer(*each[: len(args)], **dict(zip(kwargs, each[len(args) :], strict=True)))
+            for each in (values, changed)
+        )
+    except _FAILURES:
+        return False
+    if isinstance(first, tuple):
+        first, second = first[0], second[0]
+    if not isinstance(first, torch.Tensor) or first.shape[:2] != hidden.shape[:2]:
+        return False
+    return bool((first - second)[:, start:].norm() > _NOISE * first.norm())
+
+
+def probe_mask(source: ModuleSource, mixers: Collection[str] = ()) -> None:
     """Check that a causal language model's attention obeys a raymm mask.
+
+    Args:
+        source: of the language model.
+        mixers: what :func:`find_mixers` found.
 
     Raises:
         ProbeError: if it has its own attention, drops the mask on the way to its layers, or
             needs more than a mask (sinks, position biases, dropout).
     """
     name, model = _model_with_masks(source, "have a mask; leave mask out")
+    documents = _mixing(model, mixers, ((_TOKENS // 2, _TOKENS - _TOKENS // 2),))
     model.train(source.skeleton().training)
     half = _TOKENS // 2
     embeds = _embeddings(model)
@@ -43,7 +142,8 @@ def probe_mask(source: ModuleSource) -> None:
     other[:, half - 1] += torch.randn(embeds.shape[2], generator=torch.Generator().manual_seed(1))
     try:
         first, second = (
-            _logits(model, each, raymm_mask=(_probe_mask(),)) for each in (embeds, other)
+            _logits(model, each, raymm_mask=(_probe_mask(),), **documents)
+            for each in (embeds, other)
         )
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot have a mask: {error}") from error
@@ -60,21 +160,60 @@ def probe_mask(source: ModuleSource) -> None:
         )
 
 
-def probe_shared_tokens(
-    source: ModuleSource, has_mask: bool, what: str = "have cp above 1"
-) -> None:
-    """Check that processes may each have a part of a sample's tokens (context parallelism), or one
-    row several samples (packing): that nothing but attention knows of other tokens, and
-    positions are what ``position_ids`` say.
+def probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str] = ()) -> None:
+    """Check that one row may hold several samples: that they are then what rows of their own are.
 
     Args:
         source: of the language model.
         has_mask: whether it is given a mask; if not, its own must be the causal one.
-        what: it is to do, for errors.
+        mixers: what :func:`find_mixers` found.
+
+    Raises:
+        ProbeError: as :func:`probe_mask`, or if samples of one row give another result.
+    """
+    what = "have its samples packed"
+    name, model = _model_with_masks(source, what)
+    probe_mask(source, mixers)
+    lengths = (_TOKENS, _TOKENS // 2 + 1)
+    row = _embeddings(model)
+    one = torch.cat([row, row[:, -lengths[1] :]], dim=1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    try:
+        rows = [_logits(model, row), _logits(model, one[:, _TOKENS:])]
+        if has_mask:
+            own = [multimodal(n, [Span(0, n // 2)]) for n in lengths]
+            rows = [
+                _logits(model, each, raymm_mask=(mask,))
+                for each, mask in zip((row, one[:, _TOKENS:]), own, strict=True)
+            ]
+            spans = [Span(0, lengths[0] // 2), Span(_TOKENS, _TOKENS + lengths[1] // 2)]
+            mask = multimodal(sum(lengths), spans, document_lengths=lengths)
+        else:
+            mask = documents(lengths)
+        told = _mixing(model, mixers, (lengths,))
+        packed = _logits(model, one, raymm_mask=(mask,), position_ids=positions, **told)
+    except _FAILURES as error:
+        raise ProbeError(f"{name} cannot {what}: {error}") from error
+    due = torch.cat(rows, dim=1)
+    if not bool((packed - due).norm() <= _NOISE * due.norm()):
+        raise ProbeError(
+            f"{name} cannot {what}: samples of one row give another result than rows of their own"
+            f"{'' if has_mask else ', or its own mask is not causal'}"
+        )
+
+
+def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
+    """Check that processes may each have a part of a sample's tokens (context parallelism): that
+    nothing but attention knows of other tokens, and positions are what ``position_ids`` say.
+
+    Args:
+        source: of the language model.
+        has_mask: whether it is given a mask; if not, its own must be the causal one.
 
     Raises:
         ProbeError: as :func:`probe_mask`, or if tokens in another order give another result.
     """
+    what = "have cp above 1"
     name, model = _model_with_masks(source, what)
     probe_mask(source)
     embeds, order = _embeddings(model), torch.arange(_TOKENS).roll(3).flip(0)
@@ -115,6 +254,17 @@ def _model_with_masks(source: ModuleSource, what: str) -> tuple[str, nn.Module]:
     model = small_language_model(source)
     method_of(model, "set_attn_implementation")(hf_attention.NAME)
     return name, model
+
+
+def _mixing(
+    model: nn.Module, mixers: Collection[str], lengths: Lengths
+) -> dict[str, Lengths]:
+    """What a model is told of documents, whose layers are made to ask for it."""
+    path = find_blocks(model)
+    if not mixers or path is None:
+        return {}
+    mix_by_documents(block_list(model, path), mixers)
+    return {DOCUMENTS_ARGUMENT: lengths}
 
 
 def _probe_mask() -> AttentionMask:

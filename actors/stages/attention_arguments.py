@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from raymm.actors.modules.token_layout import MaskPolicy, row_masks
+from raymm.actors.modules.blocks import block_list
+from raymm.actors.modules.token_layout import MaskPolicy, document_lengths, row_masks
 from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.context_rows import (
     pad_layout,
@@ -17,12 +19,47 @@ from raymm.actors.sharding.context_rows import (
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, cross_arguments
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.hf import self_attention as hf_attention
+from raymm.kernels.hf.cross_attention import share_cross_attention
+from raymm.kernels.hf.document_rows import DOCUMENTS_ARGUMENT, mix_by_documents
 from raymm.kernels.host_copies import on_host
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class MaskedAttention:
+    """A language model, or a part of it, whose attention obeys masks that it is told.
+
+    Args:
+        module: changed until :meth:`detach`.
+        blocks: dotted name of its list of blocks.
+        mixers: classes of layers that mix tokens by other means.
+        cross: whether there are layers of cross attention.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, blocks: str | None, mixers: Collection[str], cross: bool
+    ) -> None:
+        hf_attention.register()
+        self._module, self._before = module, module.config._attn_implementation
+        module.set_attn_implementation(hf_attention.NAME)
+        if cross:
+            share_cross_attention(module)
+        self._undo = None
+        if mixers:
+            assert blocks is not None  # they were found in blocks
+            self._undo = mix_by_documents(block_list(module, blocks), mixers)
+
+    def detach(self) -> None:
+        """Leave it as it was."""
+        self._module.set_attn_implementation(self._before)
+        if self._undo is not None:
+            self._undo()
 
 
 def attention_arguments(
     side: dict[str, Any], embeds: torch.Tensor | None, hidden: torch.Tensor | None,
-    policy: MaskPolicy, exchange: Exchange | None, pairs: int, config: Any,
+    policy: MaskPolicy, exchange: Exchange | None, pairs: int, config: Any, mixes: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor | None, torch.Tensor | None]:
     """What the layers are told of the mask; and, where tokens are shared, what is left of
     the merged microbatch, or of what came, for this process.
@@ -35,6 +72,7 @@ def attention_arguments(
         exchange: the processes that share tokens; None for one alone.
         pairs: what a token costs beside attention, in pairs of a query and a key.
         config: of the model.
+        mixes: whether layers mix tokens by other means, too, and are told of documents.
 
     Returns:
         Keyword arguments of the model; side, embeds and hidden of the process.
@@ -44,6 +82,8 @@ def attention_arguments(
     reads_visual = SHOWN in side
     if exchange is None:
         arguments: dict[str, Any] = {hf_attention.MASK_ARGUMENT: row_masks(layout, policy)}
+        if mixes:
+            arguments[DOCUMENTS_ARGUMENT] = document_lengths(layout)
         if reads_visual:
             arguments |= cross_arguments(side, None, config, device)
         return arguments, side, embeds, hidden

@@ -32,7 +32,7 @@ from raymm.actors.sharding.sample_rows import take_rows, text_of_samples
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, own_visual_tokens
-from raymm.actors.stages.attention_arguments import attention_arguments
+from raymm.actors.stages.attention_arguments import MaskedAttention, attention_arguments
 from raymm.actors.stages.decoding import KeyValueCaches, likeliest
 from raymm.actors.stages.labels import Labelled
 from raymm.actors.stages.part_forward import PartForward
@@ -45,8 +45,6 @@ from raymm.kernels.cross_entropy import (
     token_cross_entropy_sum,
     vocabulary_parallel_cross_entropy_sum,
 )
-from raymm.kernels.hf import self_attention as hf_attention
-from raymm.kernels.hf.cross_attention import share_cross_attention
 from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.preference import PreferenceLoss
@@ -68,6 +66,8 @@ class LanguageSpec:
         mask: which mask the merged tokens get; None for the model's own (causal).
         encoders: names of all encoders; the mask counts their kinds from 1 in this order.
         packing: run a microbatch's rows as one, without padding, each a document by itself.
+        mixers: classes of layers that mix tokens by other means than attention, and are called
+            with documents as rows (:mod:`raymm.kernels.hf.document_rows`).
         ports: of what the merge policy returns, what layers of later stages read.
         preference: the loss of rows that are pairs of answers; None for cross entropy.
         mixture: of experts, if it is one.
@@ -81,6 +81,7 @@ class LanguageSpec:
     mask: MaskPolicy | None = None
     encoders: tuple[str, ...] = ()
     packing: bool = False
+    mixers: frozenset[str] = frozenset()
     ports: tuple[Port, ...] = ()
     preference: PreferenceLoss | None = None
     mixture: Mixture | None = None
@@ -124,7 +125,7 @@ class LanguageStage(StageModule):
             if head is None:
                 raise TypeError(f"{type(module).__name__} has no output embeddings (no lm_head)")
             self._hook = head.register_forward_pre_hook(self._keep_labelled_rows)
-        self._own_attention: str | None = None
+        self._masked: MaskedAttention | None = None
         self._exchange: Exchange | None = None
         self._samples: Exchange | None = None
         self._vocabulary: tuple[int, TensorGroup] | None = None
@@ -138,11 +139,9 @@ class LanguageStage(StageModule):
             self._use_masks()
 
     def _use_masks(self) -> None:
-        hf_attention.register()
-        self._own_attention = self.module.config._attn_implementation
-        self.module.set_attn_implementation(hf_attention.NAME)
-        if self._has_cross_layers:
-            share_cross_attention(self.module)
+        self._masked = MaskedAttention(
+            self.module, self._forward.blocks, self.spec.mixers, self._has_cross_layers
+        )
 
     def share_tokens(self, exchange: Exchange) -> None:
         """Work on a part of every sample's tokens, together with the processes of a group."""
@@ -195,8 +194,8 @@ class LanguageStage(StageModule):
         self._routing.detach()
         if self.last:
             self._hook.remove()
-        if self._own_attention is not None:
-            self.module.set_attn_implementation(self._own_attention)
+        if self._masked is not None:
+            self._masked.detach()
 
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:
@@ -258,7 +257,8 @@ class LanguageStage(StageModule):
         attention: dict[str, Any] = {}
         if self._mask is not None and "token_layout" in side:
             attention, side, embeds, hidden = attention_arguments(
-                side, embeds, hidden, self._mask, self._exchange, self._pairs, self.module.config
+                side, embeds, hidden, self._mask, self._exchange, self._pairs, self.module.config,
+                bool(self.spec.mixers),
             )
         start = embeds if hidden is None else hidden
         assert start is not None  # what came, or the first stage's embeddings

@@ -120,7 +120,9 @@ class WholeLanguageStage(LanguageStage):
     def _use_entry(self) -> None:
         if self._entry is None:
             assert self._forward.blocks is not None  # a probe has looked
-            self._entry = TextEntry(self.module, self._forward.blocks)
+            self._entry = TextEntry(
+                self.module, self._forward.blocks, self.spec.mixers
+            )
 
     def _share(
         self, shape: tuple[int, int], real: torch.Tensor | None

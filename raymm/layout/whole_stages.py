@@ -75,7 +75,7 @@ def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, Shar
         towers, inputs = (), model.tower(name).inputs(model.example) or {}
     if isinstance(spec, WholeLanguageSpec) and spec.packing:
         with _refused("packing is true; accepted: false"):
-            probe_packing(spec, towers, inputs)
+            spec = replace(spec, mixers=probe_packing(spec, towers, inputs))
     if first.cp > 1:
         with _refused(f"cp of {name!r} is {first.cp}; accepted: 1"):
             if isinstance(spec, WholeLanguageSpec):

@@ -20,8 +20,7 @@ from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import MergePolicy, Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
-from raymm.actors.probe.attention import probe_mask, probe_shared_tokens
-from raymm.actors.probe.experts.router_loss import mixture_of
+from raymm.actors.probe.attention import find_mixers, probe_mask, probe_packing
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask
@@ -111,14 +110,17 @@ class MultimodalModule(nn.Module):
                 raise ModelError(
                     f"a mask tells at most {MAX_KIND} encoders apart, got {len(self.encoder_names)}"
                 )
-            probe_mask(llm_source)
+        mixes = self.mask is not None or packing
+        self.mixers = find_mixers(llm_source) if mixes else frozenset[str]()
+        if self.mask is not None:
+            probe_mask(llm_source, self.mixers)
         if packing and (ports := getattr(self.merge, "ports", ())):
             raise ModelError(
                 f"packing is True, and the merge policy hands layers {', '.join(ports)} of each "
                 "sample; accepted: False"
             )
         if packing:
-            probe_shared_tokens(llm_source, self.mask is not None, "have its samples packed")
+            probe_packing(llm_source, self.mask is not None, self.mixers)
         width = _embedding_width(llm_source)
         check_weights("the language model", llm_source)
         for name, encoder in (encoders or {}).items():
@@ -186,7 +188,7 @@ class MultimodalModule(nn.Module):
         source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
         return LanguageSpec(
             LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
-            mask=self.mask, encoders=self.encoder_names, packing=self.packing,
+            mask=self.mask, encoders=self.encoder_names, packing=self.packing, mixers=self.mixers,
             preference=self.preference, mixture=self.mixture,
         )
 
@@ -273,8 +275,8 @@ class MultimodalModule(nn.Module):
         stage = LanguageStage(
             LanguageSpec(
                 LANGUAGE_MODEL, cast(ModuleSource, None), 1, self.merge, mask=self.mask,
-                encoders=self.encoder_names, packing=self.packing, preference=self.preference,
-                mixture=self.mixture,
+                encoders=self.encoder_names, packing=self.packing, mixers=self.mixers,
+                preference=self.preference, mixture=self.mixture,
             ),
             0, 1, language_model,
         )

@@ -105,7 +105,8 @@ MODEL_CLASSES = {
 def build(config: hf.PretrainedConfig, seed: int = 0) -> nn.Module:
     """A live model with random weights; biases and norms too, so that none is a special case."""
     torch.manual_seed(seed)
-    model = MODEL_CLASSES[type(config)](config)
+    made = MODEL_CLASSES.get(type(config), hf.AutoModelForCausalLM.from_config)
+    model = made(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.attention import mixing_layers
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.items import probe_shared_items
@@ -95,7 +96,9 @@ def probe_tokens(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inp
     of_one_that_runs(cast(PartSource, spec.source).whole, probe)
 
 
-def probe_packing(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs) -> None:
+def probe_packing(
+    spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs
+) -> frozenset[str]:
     """Check that rows of a whole model's text may be put together as documents of one.
 
     Args:
@@ -103,19 +106,47 @@ def probe_packing(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: In
         towers: that it reads.
         inputs: of the whole model.
 
+    Returns:
+        Classes of layers that have to be called with documents as rows, as they mix tokens by
+        other means than attention.
+
     Raises:
         ProbeError: documents of one row give another result than rows.
     """
     rows = twice(inputs, towers)
 
-    def probe(whole: nn.Module) -> None:
+    def probe(whole: nn.Module) -> frozenset[str]:
         trial = LanguageTrial(spec, towers, whole, rows)
         shape, real = tuple(rows["input_ids"].shape[:2]), rows.get("attention_mask")
         tokens = packed_tokens(shape, real)
         part = TokenShare(shape, packed=tokens, documents=tokens)
-        _compare_real(trial, part, real, None, "documents of one row see one another")
+        refused: list[ProbeError] = []
+        expected = _with_raymm_attention(trial)
+        for mixers in dict.fromkeys((frozenset[str](), *_mixing(trial, part))):
+            try:
+                why = "documents of one row see one another"
+                _compare_tokens(trial, part, expected, why, real, mixers=mixers)
+            except ProbeError as error:
+                refused.append(error)
+            else:
+                return mixers
+        raise refused[0]
 
-    of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+    return of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+
+
+def _mixing(trial: LanguageTrial, part: TokenShare) -> list[frozenset[str]]:
+    """As :func:`mixing_layers`, of a model whose rows are put together."""
+    model = copy.deepcopy(trial.model)
+    documents = part.lengths()
+    if (path := find_blocks(model)) is None or documents is None:
+        return []
+
+    def run() -> None:
+        with torch.no_grad(), TextEntry(model, path).sharing(part):
+            trial.logits(model, trial.features)
+
+    return mixing_layers(block_list(model, path), run, documents[0])
 
 
 def _of_whole(trial: LanguageTrial) -> torch.Tensor:
@@ -131,6 +162,15 @@ def _compare_real(
     Raises:
         ProbeError: a share's logits are not what the whole's are of its tokens.
     """
+    _compare_tokens(trial, part, _with_raymm_attention(trial), why, real, attend)
+
+
+def _with_raymm_attention(trial: LanguageTrial) -> torch.Tensor:
+    """What the model gives by its own attention; from then on it has raymm's.
+
+    Raises:
+        ProbeError: it can have no other.
+    """
     if not hf_attention.can_use(trial.model):
         raise ProbeError(
             f"{type(trial.model).__name__} does not take its attention from transformers' "
@@ -139,12 +179,12 @@ def _compare_real(
     expected = _of_whole(trial)
     hf_attention.register()
     cast(Any, trial.model).set_attn_implementation(hf_attention.NAME)
-    _compare_tokens(trial, part, expected, why, real, attend)
+    return expected
 
 
 def _compare_tokens(
     trial: LanguageTrial, part: TokenShare, expected: torch.Tensor, why: str,
-    real: torch.Tensor | None = None, attend: Any = None,
+    real: torch.Tensor | None = None, attend: Any = None, mixers: frozenset[str] = frozenset(),
 ) -> None:  # fmt: skip
     """
     Raises:
@@ -155,7 +195,7 @@ def _compare_tokens(
     if blocks is None:
         raise ProbeError(f"{name} has no list of blocks")
     model = copy.deepcopy(trial.model)
-    entry = TextEntry(model, blocks)
+    entry = TextEntry(model, blocks, mixers)
     try:
         with torch.no_grad(), entry.sharing(part, real, attend):
             logits = trial.logits(model, trial.features)

@@ -8,14 +8,16 @@ share's tokens is the innermost module around the blocks whose forward runs them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import block_list
 from raymm.actors.sharding.whole.token_share import TokenShare, TokenShareError
+from raymm.kernels.hf.document_rows import DOCUMENTS_ARGUMENT, mix_by_documents
 from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT
 from raymm.kernels.hf.text_masks import enter_masks_of
@@ -29,9 +31,15 @@ class TextEntry:
     Args:
         module: a whole model, or a stage's part of it.
         blocks: dotted name of its list of blocks.
+        mixers: classes of layers in them that are called with documents as rows.
     """
 
-    def __init__(self, module: nn.Module, blocks: str) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: str, mixers: Collection[str] = ()
+    ) -> None:
+        self._mixes = bool(mixers)
+        if mixers:
+            mix_by_documents(block_list(module, blocks), mixers)
         where = blocks.rpartition(".")[0]
         while isinstance(module.get_submodule(where), nn.ModuleList | nn.ModuleDict):
             where = where.rpartition(".")[0]
@@ -97,4 +105,8 @@ class TextEntry:
         own = share.of_arguments(arguments)
         if share.is_of_tokens:
             self._left = enter_masks_of(share.all_tokens(self._real))
-        return (), own if self._attend is None else {**own, ATTEND_ARGUMENT: self._attend}
+        if self._attend is not None:
+            own[ATTEND_ARGUMENT] = self._attend
+        if self._mixes and (documents := share.lengths()):
+            own[DOCUMENTS_ARGUMENT] = (documents,)
+        return (), own

@@ -62,9 +62,7 @@ class TokenShare:
         """
         rows, length = self.shape
         if self.documents is not None:
-            counts = torch.bincount(self.documents // length, minlength=rows).tolist()
-            of_rows = tuple(count for count in counts if count)
-            return AllTokens(1, len(self.documents), documents=of_rows)
+            return AllTokens(1, len(self.documents), documents=self.lengths())
         if self.columns is None:
             return None
         own = self.rows or range(rows)
@@ -73,6 +71,14 @@ class TokenShare:
             if not bool((real[:, 1:] & ~real[:, :-1]).any()):
                 real = None  # on the right: nobody sees it
         return AllTokens(len(own), length, real)
+
+    def lengths(self) -> tuple[int, ...] | None:
+        """Of the documents of the one row; None where rows are not put together."""
+        if self.documents is None:
+            return None
+        rows, length = self.shape
+        counts = torch.bincount(self.documents // length, minlength=rows).tolist()
+        return tuple(count for count in counts if count)
 
     def of_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What a text model is called with of these tokens.

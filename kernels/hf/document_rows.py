@@ -1,0 +1,122 @@
+"""Layers that mix tokens by other means than attention, called with every document as a row.
+
+A short convolution, a linear attention or a state-space layer carries what it has seen from token
+to token and knows no mask; within a row of several documents it would carry it into the next one.
+transformers has arguments for some (``seq_idx``, ``cu_seq_lens_q``), which only some kernels read
+and torch's own paths drop. Here such a layer is called with its documents as rows, padded on the
+right, which nothing before can see; so it needs to know nothing, whatever computes it.
+
+Legend: ``B`` rows, ``T`` tokens of a row, ``D`` documents, ``L`` tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.kernels.host_copies import to_device
+
+DOCUMENTS_ARGUMENT = "raymm_documents"
+"""Keyword argument of a model's forward, which it hands down to its blocks as it does a
+``raymm_mask``: per row the lengths of its documents, in order; together T."""
+
+Lengths = tuple[tuple[int, ...], ...]
+
+
+class DocumentRows:
+    """Where documents of rows lie.
+
+    Args:
+        lengths: per row, of its documents.
+    """
+
+    def __init__(self, lengths: Lengths) -> None:
+        flat = torch.tensor([n for row in lengths for n in row], dtype=torch.int64, device="cpu")
+        self.shape = (len(lengths), sum(lengths[0]))
+        starts = flat.cumsum(0) - flat
+        places = torch.arange(int(flat.max()), device="cpu")
+        inside = places < flat[:, None]
+        # Padding repeats a document's last token, so it is as finite as that one.
+        self._taken = starts[:, None] + places.minimum(flat[:, None] - 1)
+        self._back = inside.flatten().nonzero()[:, 0]
+
+    def split(self, value: Any) -> Any:
+        """(B, T, ...) -> (D, L, ...), also within tuples and lists; other things as they are."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.split(entry) for entry in value)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != self.shape:
+            return value
+        taken = to_device(self._taken, value.device)
+        rows = value.flatten(0, 1).index_select(0, taken.flatten())
+        return rows.unflatten(0, tuple(taken.shape))
+
+    def join(self, value: Any) -> Any:
+        """(D, L, ...) -> (B, T, ...), as :meth:`split`."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.join(entry) for entry in value)
+        shape = tuple(self._taken.shape)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != shape:
+            return value
+        back = to_device(self._back, value.device)
+        return value.flatten(0, 1).index_select(0, back).unflatten(0, self.shape)
+
+
+def mix_by_documents(
+    blocks: Sequence[nn.Module], mixers: Collection[str]
+) -> Callable[[], None]:
+    """Have layers of some classes called so from now on, where blocks are told of documents.
+
+    Args:
+        blocks: of a model; their calls are intercepted, within recomputation, if there is any.
+        mixers: names of classes.
+
+    Returns:
+        What leaves the layers as they were.
+    """
+    before: list[tuple[nn.Module, Any]] = []
+
+    def call_by(module: nn.Module, function: Callable[..., Any], known: list) -> None:
+        before.append((module, vars(module).get("forward")))
+        module.forward = partial(function, module.forward, known)
+
+    for block in blocks:
+        known: list[DocumentRows] = []
+        for module in list(block.modules()):
+            if type(module).__name__ in mixers:
+                call_by(module, _by_documents, known)
+        call_by(block, _told, known)
+
+    def undo() -> None:
+        for module, forward in reversed(before):
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+    return undo
+
+
+def _told(
+    forward: Callable[..., Any], known: list[DocumentRows], *args: Any,
+    raymm_documents: Lengths | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    if raymm_documents is None or all(len(row) == 1 for row in raymm_documents):
+        return forward(*args, **kwargs)
+    known.append(DocumentRows(raymm_documents))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        known.clear()
+
+
+def _by_documents(
+    forward: Callable[..., Any], known: list[DocumentRows], *args: Any, **kwargs: Any
+) -> Any:
+    if not known:
+        return forward(*args, **kwargs)
+    (rows,) = known
+    split = {name: rows.split(value) for name, value in kwargs.items()}
+    return rows.join(forward(*map(rows.split, args), **split))
