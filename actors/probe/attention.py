@@ -7,7 +7,7 @@ what changes where a token changes says what its layers see.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any
 
@@ -46,7 +46,7 @@ def find_mixers(source: ModuleSource) -> frozenset[str]:
     if (path := find_blocks(model)) is None:
         return frozenset()
     found = mixing_layers(
-        block_list(model, path),
+        list(block_list(model, path)),
         lambda: _logits(model, _embeddings(model), raymm_mask=(_probe_mask(),)),
         _TOKENS // 2,
     )
@@ -58,7 +58,7 @@ def find_mixers(source: ModuleSource) -> frozenset[str]:
 
 
 def mixing_layers(
-    blocks: Sequence[nn.Module], run: Callable[[], Any], start: int
+    blocks: Collection[nn.Module], run: Callable[[], Any], start: int
 ) -> list[frozenset[str]]:
     """Classes of layers within blocks whose second document hears of the first: of the outermost
     ones; and, where attention is in some of these, of the innermost ones.

@@ -41,7 +41,7 @@ class MaskedAttention:
         self, module: PreTrainedModel, blocks: str | None, mixers: Collection[str], cross: bool
     ) -> None:
         hf_attention.register()
-        self._module, self._before = module, module.config._attn_implementation
+        self._module, self._before = module, cast(str, module.config._attn_implementation)
         module.set_attn_implementation(hf_attention.NAME)
         if cross:
             share_cross_attention(module)

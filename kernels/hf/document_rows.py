@@ -11,7 +11,7 @@ Legend: ``B`` rows, ``T`` tokens of a row, ``D`` documents, ``L`` tokens of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ class DocumentRows:
 
 
 def mix_by_documents(
-    blocks: Sequence[nn.Module], mixers: Collection[str]
+    blocks: Iterable[nn.Module], mixers: Collection[str]
 ) -> Callable[[], None]:
     """Have layers of some classes called so from now on, where blocks are told of documents.
 

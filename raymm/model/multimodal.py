@@ -21,6 +21,7 @@ from raymm.actors.modules.merge import MergePolicy, Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.probe.attention import find_mixers, probe_mask, probe_packing
+from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask

@@ -146,7 +146,7 @@ def _mixing(trial: LanguageTrial, part: TokenShare) -> list[frozenset[str]]:
         with torch.no_grad(), TextEntry(model, path).sharing(part):
             trial.logits(model, trial.features)
 
-    return mixing_layers(block_list(model, path), run, documents[0])
+    return mixing_layers(list(block_list(model, path)), run, documents[0])
 
 
 def _of_whole(trial: LanguageTrial) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import block_list
 from raymm.actors.sharding.whole.token_share import TokenShare, TokenShareError
 from raymm.kernels.hf.document_rows import DOCUMENTS_ARGUMENT, mix_by_documents
 from raymm.kernels.hf.known_masks import no_packed_rows
@@ -39,7 +38,7 @@ class TextEntry:
     ) -> None:
         self._mixes = bool(mixers)
         if mixers:
-            mix_by_documents(block_list(module, blocks), mixers)
+            mix_by_documents(module.get_submodule(blocks).children(), mixers)
         where = blocks.rpartition(".")[0]
         while isinstance(module.get_submodule(where), nn.ModuleList | nn.ModuleDict):
             where = where.rpartition(".")[0]
