@@ -45,12 +45,12 @@ def find_mixers(source: ModuleSource) -> frozenset[str]:
         return frozenset()
     if (path := find_blocks(model)) is None:
         return frozenset()
-    found = mixing_layers(
+    candidates = mixing_layers(
         list(block_list(model, path)),
         lambda: _logits(model, _embeddings(model), raymm_mask=(_probe_mask(),)),
         _TOKENS // 2,
     )
-    for mixers in filter(None, found):
+    for mixers in filter(None, candidates):
         with contextlib.suppress(ProbeError):
             probe_mask(source, mixers)
             return mixers
@@ -90,8 +90,8 @@ def mixing_layers(
         return set().union(*own)
 
     inner = {m for m in mixing if not mixing & set(islice(m.modules(), 1, None))}
-    found = [set().union(*map(outer, blocks)), {type(each).__name__ for each in inner}]
-    return list(dict.fromkeys(map(frozenset, found)))
+    candidates = [set().union(*map(outer, blocks)), {type(each).__name__ for each in inner}]
+    return list(dict.fromkeys(map(frozenset, candidates)))
 
 
 @torch.no_grad()
@@ -190,8 +190,8 @@ def probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str] 
             mask = multimodal(sum(lengths), spans, document_lengths=lengths)
         else:
             mask = documents(lengths)
-        told = _mixing(model, mixers, (lengths,))
-        packed = _logits(model, one, raymm_mask=(mask,), position_ids=positions, **told)
+        arguments = _mixing(model, mixers, (lengths,))
+        packed = _logits(model, one, raymm_mask=(mask,), position_ids=positions, **arguments)
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot {what}: {error}") from error
     due = torch.cat(rows, dim=1)

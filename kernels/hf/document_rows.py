@@ -79,16 +79,16 @@ def mix_by_documents(
     """
     before: list[tuple[nn.Module, Any]] = []
 
-    def call_by(module: nn.Module, function: Callable[..., Any], known: list) -> None:
+    def call_by(module: nn.Module, function: Callable[..., Any], current: list) -> None:
         before.append((module, vars(module).get("forward")))
-        module.forward = partial(function, module.forward, known)
+        module.forward = partial(function, module.forward, current)
 
     for block in blocks:
-        known: list[DocumentRows] = []
+        current: list[DocumentRows] = []
         for module in list(block.modules()):
             if type(module).__name__ in mixers:
-                call_by(module, _by_documents, known)
-        call_by(block, _told, known)
+                call_by(module, _by_documents, current)
+        call_by(block, _with_documents, current)
 
     def undo() -> None:
         for module, forward in reversed(before):
@@ -99,24 +99,24 @@ def mix_by_documents(
     return undo
 
 
-def _told(
-    forward: Callable[..., Any], known: list[DocumentRows], *args: Any,
+def _with_documents(
+    forward: Callable[..., Any], current: list[DocumentRows], *args: Any,
     raymm_documents: Lengths | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     if raymm_documents is None or all(len(row) == 1 for row in raymm_documents):
         return forward(*args, **kwargs)
-    known.append(DocumentRows(raymm_documents))
+    current.append(DocumentRows(raymm_documents))
     try:
         return forward(*args, **kwargs)
     finally:
-        known.clear()
+        current.clear()
 
 
 def _by_documents(
-    forward: Callable[..., Any], known: list[DocumentRows], *args: Any, **kwargs: Any
+    forward: Callable[..., Any], current: list[DocumentRows], *args: Any, **kwargs: Any
 ) -> Any:
-    if not known:
+    if not current:
         return forward(*args, **kwargs)
-    (rows,) = known
+    (rows,) = current
     split = {name: rows.split(value) for name, value in kwargs.items()}
     return rows.join(forward(*map(rows.split, args), **split))
