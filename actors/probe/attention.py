@@ -176,22 +176,22 @@ def probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str] 
     probe_mask(source, mixers)
     lengths = (_TOKENS, _TOKENS // 2 + 1)
     row = _embeddings(model)
-    one = torch.cat([row, row[:, -lengths[1] :]], dim=1)
+    joined = torch.cat([row, row[:, -lengths[1] :]], dim=1)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     try:
-        rows = [_logits(model, row), _logits(model, one[:, _TOKENS:])]
+        rows = [_logits(model, row), _logits(model, joined[:, _TOKENS:])]
         if has_mask:
             own = [multimodal(n, [Span(0, n // 2)]) for n in lengths]
             rows = [
                 _logits(model, each, raymm_mask=(mask,))
-                for each, mask in zip((row, one[:, _TOKENS:]), own, strict=True)
+                for each, mask in zip((row, joined[:, _TOKENS:]), own, strict=True)
             ]
             spans = [Span(0, lengths[0] // 2), Span(_TOKENS, _TOKENS + lengths[1] // 2)]
             mask = multimodal(sum(lengths), spans, document_lengths=lengths)
         else:
             mask = documents(lengths)
         arguments = _mixing(model, mixers, (lengths,))
-        packed = _logits(model, one, raymm_mask=(mask,), position_ids=positions, **arguments)
+        packed = _logits(model, joined, raymm_mask=(mask,), position_ids=positions, **arguments)
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot {what}: {error}") from error
     due = torch.cat(rows, dim=1)
