@@ -25,7 +25,7 @@ def open_split(config: DataConfig, split: str) -> Dataset:
     if not sources:
         raise DataError(f"data.{split} is not set")
     readers = [_open(config, source) for source in sources]
-    return readers[0] if len(readers) == 1 else Mixture(readers)
+    return readers[0] if len(readers) == 1 else Mixture(readers, split == "train")
 
 
 def _open(config: DataConfig, source: SourceConfig) -> Reader | Repeated:
@@ -41,6 +41,9 @@ def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
         text_columns={r: name for r in TEXT_ROLES if (name := source.columns.get(r)) is not None},
         frames=frozenset(name for name, modality in config.modalities.items() if modality.frames),
         media_folders=tuple(config.media_folders),
+        subset=source.subset,
+        split=source.split,
+        revision=source.revision,
         skip=config.on_error == "skip",
         limits=config.limits,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from raymm.data.readers.base import Reader, ReaderOptions
 from raymm.data.readers.datasets_folder import SPLITS_FILE, STATE_FILE, DatasetsFolder
+from raymm.data.readers.hub_dataset import HubDataset
 from raymm.data.readers.json_rows import JsonDataset
 from raymm.data.readers.mixture import Mixture
 from raymm.data.readers.parquet import ParquetDataset
@@ -16,6 +17,7 @@ from raymm.data.readers.repeated import Repeated
 from raymm.data.readers.tar_shards import TarDataset
 from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.errors import DataError
+from raymm.data.samples.source_config import HUB
 
 Dataset = Reader | Repeated | Mixture
 
@@ -24,6 +26,7 @@ FORMATS: dict[str, type[Reader]] = {
     "parquet": ParquetDataset,
     "tar": TarDataset,
     "datasets": DatasetsFolder,
+    "hub": HubDataset,
 }
 _SUFFIXES = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tar": "tar",
@@ -36,6 +39,8 @@ def format_of(path: str | Path) -> str:
     Raises:
         DataError: it does not exist, or nothing tells.
     """
+    if str(path).startswith(HUB):
+        return "hub"
     place = located(path)
     if isinstance(place, RemotePath):
         return _remote_format(place)

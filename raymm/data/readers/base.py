@@ -29,6 +29,8 @@ class ReaderOptions:
             ``"id"`` -> column, where it has another name.
         frames: modalities whose items are lists of frames.
         media_folders: where rows may name files, besides the source's own folder.
+        subset, split, revision: of a data set by name
+            (:class:`raymm.data.readers.hub_dataset.HubDataset`).
         skip: keep rows that cannot be used, and raise only when they are read.
         limits: of items.
     """
@@ -38,6 +40,9 @@ class ReaderOptions:
     text_columns: Mapping[str, str] = field(default_factory=dict)
     frames: frozenset[str] = frozenset()
     media_folders: tuple[str, ...] = ()
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
     skip: bool = False
     limits: Limits = Limits()
 

@@ -1,6 +1,7 @@
 """Rows of a folder that ``datasets.Dataset.save_to_disk`` wrote."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +36,11 @@ class DatasetsFolder(Reader):
         if not (self.path / STATE_FILE).is_file():
             raise DataError(f"{self.path} is no folder that datasets' save_to_disk wrote")
         self.files = sorted(file for file in self.path.iterdir() if file.is_file())
+        self._index(self._loaded())
+
+    def _index(self, rows) -> None:
+        """Look at the columns of a ``datasets.Dataset``, and count items."""
         self._rows = None
-        rows = self._loaded()
         self._length = len(rows)
         self._check_columns(set(rows.column_names))
         columns = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
@@ -60,13 +64,7 @@ class DatasetsFolder(Reader):
 
     def _loaded(self):
         """The folder's ``datasets.Dataset``, whose rows come as Arrow tables."""
-        try:
-            import datasets
-        except ImportError:
-            raise DataError(
-                "reading a folder of datasets needs the package datasets: "
-                "pip install 'raymm[datasets]'"
-            ) from None
+        datasets = datasets_package()
         try:
             return datasets.load_from_disk(str(self.path)).with_format("arrow")
         except Exception as error:  # Arrow's, JSON's and its own errors
@@ -99,6 +97,22 @@ class DatasetsFolder(Reader):
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_rows": None}
+
+
+def datasets_package() -> Any:
+    """The package ``datasets``.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            "reading a folder of datasets, or one by name, needs the package datasets: "
+            "pip install 'raymm[datasets]'"
+        ) from None
+    return datasets
 
 
 def _storage(values):

@@ -26,9 +26,12 @@ class Mixture:
         counts: modality -> (N,) int32, items per sample.
         path: the sources' paths, for messages.
         files: all files.
+        tells_sources: whether microbatches say which source their samples are of, for the loss of
+            each.
     """
 
-    def __init__(self, readers: Sequence[Reader | Repeated]):
+    def __init__(self, readers: Sequence[Reader | Repeated], tells_sources: bool = False):
+        self.tells_sources = tells_sources
         self.readers = list(readers)
         self.names = tuple(reader.name for reader in self.readers)
         twice = sorted({name for name in self.names if self.names.count(name) > 1})

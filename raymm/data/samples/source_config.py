@@ -18,6 +18,9 @@ from raymm.files.section import MOST_COUNT, Section, Text
 MOST_REPEAT = 10_000
 Weight = Annotated[float, Field(ge=0, le=MOST_REPEAT)]
 StepNumber = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+# What names of data sets of the hub begin with.
+HUB = "hf://datasets/"
+_HUB_NAME = re.compile(rf"{HUB}[\w.-]+(/[\w.-]+)?")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -26,13 +29,16 @@ class SourceConfig(Section):
 
     Attributes:
         path: file, folder or glob, or the URL of one: ``s3://BUCKET/...``, ``gs://BUCKET/...``, or
-            of one file ``https://...``, of a server that answers range requests.
+            of one file ``https://...``, of a server that answers range requests; or the name of a
+            data set of Hugging Face's hub, ``hf://datasets/ORG/NAME``.
         format: ``"json"`` (or JSONL), ``"parquet"``, ``"tar"`` (webdataset's shards) or
             ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
         name: samples carry it; by default the file's name without its suffix.
         columns: where columns have other names in this source: ``text``, ``messages``, ``prompt``,
             ``chosen``, ``rejected``, ``id`` or a modality -> column; null says that this source
             lacks the modality.
+        subset, split, revision: of a data set by name: its configuration, the name of a split, and
+            a branch, tag or commit.
         repeat: how often each of its samples comes per epoch, which mixes sources in other
             proportions than their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
             them and half of them again: that part is drawn with ``data.seed`` and the same in
@@ -47,6 +53,9 @@ class SourceConfig(Section):
     format: Literal["json", "parquet", "tar", "datasets"] | None = None
     name: Text | None = None
     columns: dict[str, Text | None] = Field(default_factory=dict)
+    subset: Text | None = None
+    split: Text = "train"
+    revision: Text | None = None
     repeat: float = Field(default=1.0, gt=0, le=MOST_REPEAT)
     weight: Weight | dict[StepNumber, Weight] | None = None
 
@@ -54,6 +63,10 @@ class SourceConfig(Section):
     @classmethod
     def _is_path_or_url(cls, path):
         if not _URL.match(path):
+            return path
+        if path.startswith("hf://"):
+            if not _HUB_NAME.fullmatch(path):
+                raise ValueError(f"expected {HUB}ORG/NAME, with subset, split and revision beside")
             return path
         if path.startswith("file://"):
             return check_location(path)
@@ -67,6 +80,21 @@ class SourceConfig(Section):
                 raise ValueError(f"{role!r} needs the name of a column, got null")
         return columns
 
+
+    @model_validator(mode="after")
+    def _names_a_split(self):
+        if not re.fullmatch(r"[\w.-]+", self.split):
+            raise ValueError(f"split is {self.split!r}; accepted: the name of one")
+        by_name = self.path.startswith(HUB)
+        given = (self.subset, self.split, self.revision) != (None, "train", None)
+        if given and not by_name:
+            raise ValueError(
+                f"subset, split and revision are of data sets by name ({HUB}ORG/NAME), and path is "
+                f"{self.path!r}"
+            )
+        if by_name and self.format is not None:
+            raise ValueError(f"format is {self.format!r}; accepted with {self.path}: none")
+        return self
 
     @model_validator(mode="after")
     def _weight_fits(self):

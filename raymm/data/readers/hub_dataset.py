@@ -1,0 +1,68 @@
+"""Rows of a data set of Hugging Face's hub, by its name."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raymm.data.readers.base import ReaderOptions
+from raymm.data.readers.datasets_folder import DatasetsFolder, datasets_package
+from raymm.data.remote.path import DataPath
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.source_config import HUB
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class HubDataset(DatasetsFolder):
+    """Samples of ``hf://datasets/ORG/NAME``, which ``datasets`` fetches into its cache
+    (``HF_HOME``) when the source is opened, or finds there. Read from the cache as
+    :class:`DatasetsFolder` reads a folder. Scripts of a data set are not run. A node without the
+    cache's files fetches the same commit.
+    """
+
+    def __init__(
+        self, path: str | DataPath, columns: Mapping[str, str] | None = None,
+        options: ReaderOptions | None = None,
+    ) -> None:
+        self._hub_name = str(path).removeprefix(HUB)
+        super().__init__(path, columns, options)
+
+    def _open(self) -> None:
+        rows = self._fetched(self.options.revision)
+        self.files = [Path(file["filename"]) for file in rows.cache_files]
+        if not self.files:
+            raise DataError(f"{self._url} has no rows in split {self.options.split!r}")
+        self.path = self.files[0].parent
+        commit = self.path.name if _COMMIT.fullmatch(self.path.name) else None
+        self._commit = self.options.revision or commit
+        self._index(rows)
+
+    @property
+    def _url(self) -> str:
+        return f"{HUB}{self._hub_name}"
+
+    def _fetched(self, revision: str | None) -> Any:
+        options = self.options
+        try:
+            rows = datasets_package().load_dataset(
+                self._hub_name, options.subset, split=options.split, revision=revision
+            )
+        except DataError:
+            raise
+        except Exception as error:  # of the hub, of the network, of what reads the files
+            raise DataError(
+                f"{self._url}: datasets cannot load it, split {options.split!r}, subset "
+                f"{options.subset!r} ({type(error).__name__}: {error}); accepted: a data set that "
+                "the hub has and that brings no script, with the hub within reach or the data set "
+                "in its cache; or a folder of save_to_disk"
+            ) from None
+        return rows.with_format("arrow")
+
+    def _loaded(self) -> Any:
+        if not all(Path(file).is_file() for file in self.files):
+            return self._fetched(self._commit)
+        datasets = datasets_package()
+        parts = [datasets.Dataset.from_file(str(file)) for file in self.files]
+        return datasets.concatenate_datasets(parts).with_format("arrow")
+

@@ -1,0 +1,74 @@
+"""Data sets by name, as datasets' cache has them; the hub is out of reach."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+from pydantic import ValidationError
+from same_rows import write_datasets_folder
+
+from raymm.data import DataConfig, DataError, open_split
+
+NAME = "hf://datasets/some-org/some_pictures"
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A data set that was fetched before, as ``datasets`` leaves it in its cache."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    saved = write_datasets_folder(tmp_path, 20)
+    folder = tmp_path / "cache" / "some-org___some_pictures" / "default" / "0.0.0" / ("a" * 40)
+    folder.mkdir(parents=True)
+    (file,) = saved.glob("*.arrow")
+    shutil.copy(file, folder / "some_pictures-train.arrow")
+    info = json.loads((saved / "dataset_info.json").read_text())
+    split = {"name": "train", "num_bytes": 1, "num_examples": 20, "dataset_name": "some_pictures"}
+    info |= {
+        "dataset_name": "some_pictures", "config_name": "default", "splits": {"train": split},
+        "builder_name": "parquet", "version": {"version_str": "0.0.0", "major": 0, "minor": 0,
+                                               "patch": 0},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+def test_by_name_it_is_what_the_folder_is(make_config, tmp_path, cached):
+    dataset = open_split(make_config(train=NAME), "train")
+    folder = open_split(make_config(train=str(tmp_path / "saved")), "train")
+    assert dataset.name == "some_pictures" and dataset.path == cached and len(dataset) == 20
+    again = pickle.loads(pickle.dumps(dataset))
+    for name in ("vision", "audio"):
+        assert dataset.counts[name].tolist() == folder.counts[name].tolist()
+    for i in range(20):
+        assert again[i].id == folder[i].id and again[i].messages == folder[i].messages
+        assert list(again[i].media) == list(folder[i].media)
+    (cached / "some_pictures-train.arrow").unlink()
+    with pytest.raises(DataError, match="cannot load it"):
+        pickle.loads(pickle.dumps(dataset))[0]
+
+
+def test_what_the_hub_does_not_give_is_named(make_config, cached):
+    for source, reason in (
+        ("hf://datasets/some-org/other", "other.*cannot load it, split 'train', subset None"),
+        ({"path": NAME, "split": "test"}, "split 'test'.*accepted: a data set that the hub has"),
+        ({"path": NAME, "subset": "large"}, "subset 'large'"),
+    ):
+        with pytest.raises(DataError, match=f"(?s){reason}"):
+            open_split(make_config(train=source), "train")
+
+
+@pytest.mark.parametrize(("source", "reason"), [
+    ("hf://models/a/b", "expected hf://datasets/ORG/NAME"),
+    ("hf://datasets/a/b/c.parquet", "expected hf://datasets/ORG/NAME"),
+    ({"path": NAME, "split": "train[:10%]"}, "split is 'train.:10%.'; accepted: the name of one"),
+    ({"path": NAME, "format": "json"}, "format is 'json'; accepted with hf://.*: none"),
+    ({"path": "a.jsonl", "split": "test"}, "are of data sets by name"),
+])
+def test_names_that_are_refused(source, reason):
+    with pytest.raises(ValidationError, match=reason):
+        DataConfig(train=source, tokenizer="t", batch_size=1, microbatches=1)
