@@ -229,6 +229,8 @@ class StageActions:
                 step.routed[stage, microbatch] = output.routed
             if output.loss is not None:
                 step.losses[stage, microbatch] = loss = output.loss.detach()
+                if output.by_source:
+                    step.by_source[stage, microbatch] = output.by_source
                 if step.learns:
                     observer.saw("output", stage, microbatch, (loss,), None, *rows)
                     observer.loss(loss)

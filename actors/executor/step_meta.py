@@ -93,6 +93,8 @@ class StepResult:
 
     Attributes:
         losses: by stage that computes one, and microbatch, its share of the loss.
+        by_source: the same by number of a source: its sum of cross entropies, and over how many
+            labels; of microbatches whose samples say which source they are of.
         scores: of a step of references, the same of its rows' log-probabilities.
         labels: of the tasks that ran (:func:`pack_labels`), the same in every step of a program.
         times: when they began, all of them, and when they ended: seconds on this host's wall
@@ -107,6 +109,9 @@ class StepResult:
 
     losses: dict[tuple[StageId, int], float] = field(default_factory=dict)
     scores: dict[tuple[StageId, int], list[float]] = field(default_factory=dict)
+    by_source: dict[tuple[StageId, int], dict[int, tuple[float, int]]] = field(
+        default_factory=dict
+    )
     labels: bytes = b""
     times: bytes = b""
     grad_norm: float | None = None

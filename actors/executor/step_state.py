@@ -9,7 +9,7 @@ import torch
 
 from raymm.actors.executor.split_backward import DeferredWeights
 from raymm.actors.executor.step_meta import StepMeta, StepResult
-from raymm.actors.modules.message import Message, Routed
+from raymm.actors.modules.message import Message, Routed, SourceSums
 from raymm.scheduler.plan.stage import StageId
 
 Received = list[Message]
@@ -33,12 +33,13 @@ class StepState:
         deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
         losses: by stage and microbatch.
         routed: by stage and microbatch, of mixtures of experts.
+        by_source: as ``losses``, of microbatches whose samples say which source they are of.
         result: of the step, as far as it is known.
     """
 
     __slots__ = (
-        "deferred", "inputs", "learns", "losses", "messages", "meta", "received", "result",
-        "routed", "saved",
+        "by_source", "deferred", "inputs", "learns", "losses", "messages", "meta", "received",
+        "result", "routed", "saved",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +54,7 @@ class StepState:
         self.deferred: list[DeferredWeights | None] = [None] * activations
         self.losses: dict[tuple[StageId, int], torch.Tensor] = {}
         self.routed: dict[tuple[StageId, int], Routed] = {}
+        self.by_source: dict[tuple[StageId, int], SourceSums] = {}
         self.result = StepResult()
 
     def finish(self) -> StepResult:
@@ -62,6 +64,10 @@ class StepState:
             result.scores = {place: scores.tolist() for place, scores in self.losses.items()}
         else:
             result.losses = {place: float(loss) for place, loss in self.losses.items()}
+            result.by_source = {
+                place: {source: (float(total), n) for source, (total, n) in sums.items()}
+                for place, sums in self.by_source.items()
+            }
         loads: dict[str, torch.Tensor] = {}
         for routed in self.routed.values():
             for name, load in routed.loads.items():

@@ -34,6 +34,12 @@ class Routed(NamedTuple):
     counts: torch.Tensor | None = None
 
 
+# By number of a source: a sum of cross entropies, a scalar on the device, and over how many labels.
+SourceSums = dict[int, tuple[torch.Tensor, int]]
+# Of a microbatch's text: (B,) int64, numbers of its samples' sources, where there are several.
+SOURCES = "sources"
+
+
 class Message(NamedTuple):
     """One microbatch's data on one edge.
 
@@ -46,6 +52,8 @@ class Message(NamedTuple):
         loss: what the stage computes of the step's loss, a scalar; it stays where it is. Of a step
             that writes text, the next token.
         routed: of a mixture of experts; it stays where it is, too.
+        by_source: where samples say which source they are of, what the loss is the sum of before it
+            is divided; it stays where it is.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -53,6 +61,7 @@ class Message(NamedTuple):
     names: tuple[str, ...] = ()
     loss: torch.Tensor | None = None
     routed: Routed | None = None
+    by_source: SourceSums = {}
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:

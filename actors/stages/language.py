@@ -34,7 +34,7 @@ from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, own_visual_tokens
 from raymm.actors.stages.attention_arguments import MaskedAttention, attention_arguments
 from raymm.actors.stages.decoding import KeyValueCaches, likeliest
-from raymm.actors.stages.labels import Labelled
+from raymm.actors.stages.labels import Labelled, with_sources
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
 from raymm.actors.weights.part import Part
@@ -236,7 +236,7 @@ class LanguageStage(StageModule):
             the loss; of a step that writes text, its next token; of one of references, (B,).
         """
         hidden: torch.Tensor | None = None
-        inputs = dict(inputs or {})
+        inputs = with_sources(inputs or {})
         reference = inputs.pop(REFERENCE, None)
         if self.first:
             if context.samples:
@@ -303,8 +303,7 @@ class LanguageStage(StageModule):
         """The loss, the next token, or the rows' log-probabilities."""
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         if context.decode is not None:
-            start, group = self._vocabulary or (0, None)
-            return Message((), {}, loss=likeliest(rows[-1], start, group))
+            return Message((), {}, loss=likeliest(rows[-1], *(self._vocabulary or (0, None))))
         if (loss := self.spec.preference) is None:
             total = self._cross_entropy_sum(rows, labelled.targets)
         else:
@@ -312,7 +311,8 @@ class LanguageStage(StageModule):
             if reference is None:  # it is asked for
                 return Message((), {}, loss=scores)
             total = loss(scores, reference)
-        return Message((), {}, loss=total / max(context.label_tokens, 1))
+        sums = labelled.by_source(self._cross_entropy_sum, rows, total)
+        return Message((), {}, loss=total / max(context.label_tokens, 1), by_source=sums)
 
     def _with_room(
         self, hidden: torch.Tensor, side: dict[str, Any]

@@ -39,6 +39,8 @@ class StepOutput:
         losses: by module that computes one, what ``loss`` is the sum of.
         expert_loads: of a mixture of experts, by name of a layer's experts, how many of the step's
             tokens (padding is none) each of them got.
+        source_losses: by number of a source, the mean over its label tokens and how many they are;
+            of steps whose samples are of several.
     """
 
     loss: float
@@ -50,6 +52,7 @@ class StepOutput:
     skipped: SkippedStep | None = None
     losses: dict[str, float] = field(default_factory=dict)
     expert_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    source_losses: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     @property
     def expert_imbalance(self) -> dict[str, float]:

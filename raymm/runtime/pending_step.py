@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from raymm.actors.executor.step_meta import StepResult, measured_timeline
@@ -76,7 +76,23 @@ class PendingStep:
             skipped=self._skipped(loss, results),
             losses=losses,
             expert_loads=_expert_loads([result for p, result in pairs if p.tp == 0]),
+            source_losses=source_losses(r for p, r in pairs if p.tp == 0),
         )
+
+
+def source_losses(results: Iterable[StepResult]) -> dict[int, tuple[float, int]]:
+    """By number of a source: the mean over its labels of the whole step, and how many they are.
+
+    Args:
+        results: of processes that have each a part of their own.
+    """
+    parts = [part for result in results for part in result.by_source.items()]
+    sums: dict[int, tuple[float, int]] = {}
+    for _, of_sources in sorted(parts, key=lambda part: part[0][1]):
+        for source, (total, count) in of_sources.items():
+            before, labels = sums.get(source, (0.0, 0))
+            sums[source] = before + total, labels + count
+    return {source: (total / count, count) for source, (total, count) in sorted(sums.items())}
 
 
 def grad_norm(results: Sequence[StepResult]) -> float | None:

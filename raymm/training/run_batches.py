@@ -49,6 +49,21 @@ class Batches:
         workers = data.num_workers if isinstance(data, DataConfig) else 0
         self._places, self.heldout_places = places[:workers], places[workers:]
 
+    def by_source(self, losses: Mapping[int, tuple[float, int]]) -> dict[str, dict[str, Any]]:
+        """What a row of the metrics has of several sources: each one's mean loss over its label
+        tokens, and how many they are.
+
+        Args:
+            losses: as of :class:`raymm.runtime.parallel_module.StepOutput`.
+        """
+        if not losses or (dataset := self._training.dataset) is None:
+            return {}
+        names = dataset.names
+        return {
+            "source_losses": {names[number]: loss for number, (loss, _) in losses.items()},
+            "source_label_tokens": {names[number]: n for number, (_, n) in losses.items()},
+        }
+
     def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
         """Training data from a position on.
 

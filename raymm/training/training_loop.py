@@ -330,11 +330,10 @@ class TrainingLoop:
             },
             "skipped": len(batch.skipped),
             "peak_memory_bytes": list(output.peak_bytes),
-            # How long the driver waited for data. Ranks were busy with the step before meanwhile,
-            # if one was under way: they stood still for as long at most.
+            # Ranks were busy with the step before meanwhile, if one was under way.
             "data_wait_s": round(waited, 4),
             **self._throughput.after_step(batch.meta, seconds),
-            **observed, **output.expert_metrics,
+            **observed, **output.expert_metrics, **self._batches.by_source(output.source_losses),
             **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
         }
 

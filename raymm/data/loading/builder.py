@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -74,11 +74,13 @@ def none_usable(skipped: Sequence[Skipped]) -> DataError:
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """Microbatches of a step as tensors, their metadata, and what was left out."""
+    """Microbatches of a step as tensors, their metadata, what was left out, and of training data of
+    several sources the number of every row's."""
 
     microbatches: list[Microbatch]
     meta: list[MicrobatchMeta]
     skipped: list[Skipped]
+    sources: list[list[int]] = field(default_factory=list)
 
 
 def check_data(config: DataConfig) -> None:
@@ -224,7 +226,9 @@ class StepBuilder:
             )
             for microbatch, group in zip(microbatches, groups, strict=True)
         ]
-        return BuiltStep(microbatches, meta, skipped)
+        telling = getattr(self.dataset, "tells_sources", False) and not self.config.preferences
+        sources = [[sample.source for sample in group] for group in groups] if telling else []
+        return BuiltStep(microbatches, meta, skipped, sources)
 
     def _kept(self, indices: Sequence[int] | Sequence[Sequence[int]]) -> StepFeatures:
         """What was kept of all samples of a step."""
@@ -282,7 +286,8 @@ class StepBuilder:
             name: of_samples[sample.index] for name, of_samples in kept.keys.items()
             if name in media and name not in kept.features
         }
-        encoded = EncodedSample(sample.id, *texts[0], media, keys)
+        source = int(self.dataset.sources[sample.index])
+        encoded = EncodedSample(sample.id, *texts[0], media, keys, source=source)
         if sample.preference is not None:
             rejected = EncodedSample(f"{sample.id}:rejected", *texts[1], media, keys)
             encoded = replace(encoded, id=f"{sample.id}:chosen", rejected=rejected)

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 
 from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.whereabouts import task
+from raymm.actors.modules.message import SOURCES
 from raymm.data.loading.builder import Skipped
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.object_store import ItemStack, StoredTensors
@@ -94,7 +95,10 @@ class DataWorker(ObservedActor):
         try:
             built = self._builder.build(indices, self._shuffled, stack=ItemStack)
             for number, microbatch in enumerate(built.microbatches):
-                for name, part in self._builder.parts(microbatch).items():
+                own = self._builder.parts(microbatch)
+                if built.sources:
+                    own["text"][SOURCES] = torch.tensor(built.sources[number])
+                for name, part in own.items():
                     parts[number * len(names) + names.index(name)] = StoredTensors(part)
             return StoredStep(built.meta, built.skipped), *parts
         except DataError as error:

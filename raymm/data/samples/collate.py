@@ -22,7 +22,8 @@ Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; mod
 @dataclass(frozen=True)
 class EncodedSample:
     """A sample as tensors: token ids, labels, per modality the tensors of each item, and what its
-    features are to be kept under; beside a chosen answer, the same with the rejected one."""
+    features are to be kept under; beside a chosen answer, the same with the rejected one; and the
+    number of its source."""
 
     id: str
     input_ids: list[int]
@@ -30,6 +31,7 @@ class EncodedSample:
     media: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
     keys: dict[str, list[str]] = field(default_factory=dict)
     rejected: "EncodedSample | None" = None
+    source: int = 0
 
     @property
     def rows(self) -> "list[EncodedSample]":

@@ -1,11 +1,21 @@
 """Other formats and their errors through Ray's data workers."""
 
+from itertools import islice
+
 import pytest
 import ray
 import torch
 from same_rows import write_parquet, write_shards
 
-from raymm.data import DataError, SampleError, StepLoader, join_parts, local_steps
+from raymm.data import (
+    DataError,
+    SampleError,
+    StepLoader,
+    join_parts,
+    local_steps,
+    open_split,
+    training_sampler,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -20,14 +30,18 @@ def mixed(make_config, tmp_path):
 
 
 def test_a_mixture_through_workers_is_the_local_stream(mixed):
-    reference = list(local_steps(mixed, steps=6))
+    reference, dataset = list(local_steps(mixed, steps=6)), open_split(mixed, "train")
+    indices = [own for own, _ in islice(training_sampler(mixed, dataset).batches(), 6)]
     with StepLoader(mixed, steps=6) as loader:
         assert loader.num_samples == 40 and "shards" in str(loader.path)
         for step, want in zip(loader, reference, strict=True):
             assert (step.meta, step.state_after) == (want.meta, want.state_after)
+            sources = []
             for parts, expected in zip(step.microbatches, want.microbatches, strict=True):
                 got = join_parts({name: ray.get(ref) for name, ref in parts.items()})
+                sources += got.pop("sources").tolist()  # for the loss of each
                 torch.testing.assert_close(got, expected, rtol=0, atol=0)
+            assert sorted(sources) == sorted(dataset.sources[indices[step.index]].tolist())
 
 
 def test_errors_of_workers_name_file_sample_and_column(mixed, tmp_path):
