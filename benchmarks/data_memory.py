@@ -1,0 +1,185 @@
+"""Memory of a data worker over a stream of many items, from files here and from an S3 server.
+
+Tar shards of pictures and texts are made, and read once from this machine's disk and once by URL
+from a loopback S3 server (moto, in a process of its own) by `StepLoader` with one worker, which
+decodes, tokenizes and collates all of them. After every so many items the worker's own memory is
+read from `/proc/PID/status`: resident pages without those that it shares with Ray's object store
+(`RssAnon + RssFile`). `growth_mib` is its median over the last quarter of the run less that over
+the second one: the first has imports and caches that fill.
+
+    python -m benchmarks.data_memory --json
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks import _common
+
+SHARDS = 10
+SIZE = 64  # pixels a side
+BATCH = 20
+BUCKET = "items"
+SERVER_SECONDS = 60
+WORDS = [f"w{number}" for number in range(50)]
+
+
+def pixels(file: Any) -> dict[str, torch.Tensor]:
+    """What a data worker makes of a picture: (3, SIZE, SIZE) float32."""
+    from raymm.data import read_image
+
+    values = torch.from_numpy(np.array(read_image(file)))
+    return {"pixel_values": values.permute(2, 0, 1).float() / 255}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of fifty words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<unk>", *WORDS]
+    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def write_shards(folder: Path, items: int) -> int:
+    """Tar shards of pictures of noise, which nothing compresses; their bytes."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    folder.mkdir()
+    for shard in range(SHARDS):
+        with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
+            for number in range(shard, items, SHARDS):
+                picture = io.BytesIO()
+                noise = generator.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(picture, "png")
+                text = " ".join(generator.choice(WORDS, 12))
+                for suffix, content in (("png", picture.getvalue()), ("txt", text.encode())):
+                    member = tarfile.TarInfo(f"{number:07}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def start_server(folder: Path) -> tuple[subprocess.Popen, str]:
+    """An S3 server that has the shards, and their URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    from pyarrow.fs import S3FileSystem
+
+    deadline = time.monotonic() + SERVER_SECONDS
+    client = S3FileSystem(
+        endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True
+    )
+    while True:
+        try:
+            client.create_dir(BUCKET)
+            break
+        except OSError:
+            if time.monotonic() > deadline or server.poll() is not None:
+                server.terminate()
+                raise
+            time.sleep(0.2)
+    for file in sorted(folder.iterdir()):
+        with client.open_output_stream(f"{BUCKET}/shards/{file.name}") as target:
+            target.write(file.read_bytes())
+    return server, f"s3://{BUCKET}/shards?endpoint_override=127.0.0.1:{port}&scheme=http"
+
+
+def resident_mib(pid: int) -> float:
+    """A process's own resident memory, in MiB."""
+    lines = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssFile")) / 1024
+
+
+def measure(path: str, tokenizer: Path, items: int, every: int) -> dict[str, Any]:
+    """A worker's memory over one pass of a source."""
+    import ray
+
+    from raymm.data import DataConfig, StepLoader
+
+    config = DataConfig(
+        train={"path": path, "format": "tar"}, tokenizer=str(tokenizer),
+        modalities={"vision": {"column": "png", "processor": "benchmarks.data_memory:pixels"}},
+        batch_size=BATCH, microbatches=2,
+    )
+    memory, done, pid = [], 0, 0
+    start = time.perf_counter()
+    with StepLoader(config, steps=items // BATCH) as loader:
+        for step in loader:
+            pid = pid or ray.get(step.owner.pid.remote())
+            done += sum(meta.num_samples for meta in step.meta)
+            if done % every == 0:
+                memory.append(round(resident_mib(pid), 1))
+            del step
+    seconds = time.perf_counter() - start
+    quarter = max(len(memory) // 4, 1)
+    growth = statistics.median(memory[-quarter:]) - statistics.median(memory[quarter : 2 * quarter])
+    return {
+        "items": done, "resident_mib": memory, "most_mib": max(memory),
+        "growth_mib": round(growth, 1), "items_per_s": round(done / seconds, 1),
+    }
+
+
+def main() -> None:
+    options = _common.parser(__doc__.splitlines()[0])
+    options.add_argument("--items", type=int, default=10_000, help="of the stream")
+    options.add_argument("--every", type=int, default=500, help="items from one look to the next")
+    args = options.parse_args()
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+    os.environ.update(keys, AWS_EC2_METADATA_DISABLED="true")
+    with tempfile.TemporaryDirectory(prefix="raymm-memory-") as name:
+        folder = Path(name)
+        write_tokenizer(folder / "tokenizer")
+        size = write_shards(folder / "shards", args.items)
+        server, url = start_server(folder / "shards")
+        try:
+            with _common.local_ray(num_cpus=2, environment=keys):
+                found = {
+                    where: measure(path, folder / "tokenizer", args.items, args.every)
+                    for where, path in (("local", str(folder / "shards")), ("s3", url))
+                }
+        finally:
+            server.terminate()
+            server.wait(SERVER_SECONDS)
+    looks = f"MiB after every {args.every}"
+    table = Table("source", "items/s", "most MiB", "growth MiB", looks)
+    for where, values in found.items():
+        table.add_row(
+            where, str(values["items_per_s"]), str(values["most_mib"]), str(values["growth_mib"]),
+            json.dumps(values["resident_mib"]),
+        )
+    _common.console().print(table)
+    _common.emit(
+        {"machine": _common.machine(), "source_mib": round(size / 2**20, 1), **found}, args.json
+    )
+
+
+if __name__ == "__main__":
+    main()
