@@ -56,7 +56,9 @@ def test_the_data_page_has_four_sources():
     sources = configs[0].data.sources("train")
     assert [source.name for source in sources] == [None, "laion", None, None]
     assert configs[0].data.limits.max_image_pixels == 50_000_000
-    assert configs[1].data.batching.rebalance.every == 50
+    by_url = [source.path.partition(":")[0] for source in configs[1].data.sources("train")]
+    assert by_url == ["s3", "s3", "gs", "https", "hf"]
+    assert configs[2].data.batching.rebalance.every == 50
 
 
 def test_the_reference_has_every_field():

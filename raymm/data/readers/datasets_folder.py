@@ -1,13 +1,12 @@
 """Rows of a folder that ``datasets.Dataset.save_to_disk`` wrote."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from raymm.data.readers.arrow_rows import count_column, row_of
 from raymm.data.readers.base import Reader
-from raymm.data.remote.path import RemotePath
+from raymm.data.remote.path import DataPath, RemotePath
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.rows import ID, MESSAGES, TEXT
 
@@ -92,7 +91,7 @@ class DatasetsFolder(Reader):
         return f"{self.path}[{index}]"
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> DataPath:
         return self.path
 
     def __getstate__(self) -> dict:

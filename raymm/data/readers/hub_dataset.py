@@ -60,7 +60,7 @@ class HubDataset(DatasetsFolder):
         return rows.with_format("arrow")
 
     def _loaded(self) -> Any:
-        if not all(Path(file).is_file() for file in self.files):
+        if not all(file.is_file() for file in self.files):
             return self._fetched(self._commit)
         datasets = datasets_package()
         parts = [datasets.Dataset.from_file(str(file)) for file in self.files]

@@ -86,8 +86,8 @@ class SourceConfig(Section):
         if not re.fullmatch(r"[\w.-]+", self.split):
             raise ValueError(f"split is {self.split!r}; accepted: the name of one")
         by_name = self.path.startswith(HUB)
-        given = (self.subset, self.split, self.revision) != (None, "train", None)
-        if given and not by_name:
+        is_said = (self.subset, self.split, self.revision) != (None, "train", None)
+        if is_said and not by_name:
             raise ValueError(
                 f"subset, split and revision are of data sets by name ({HUB}ORG/NAME), and path is "
                 f"{self.path!r}"
