@@ -19,6 +19,10 @@ class HubDataset(DatasetsFolder):
     (``HF_HOME``) when the source is opened, or finds there. Read from the cache as
     :class:`DatasetsFolder` reads a folder. Scripts of a data set are not run. A node without the
     cache's files fetches the same commit.
+
+    Args:
+        path: ``hf://datasets/ORG/NAME``.
+        columns, options: as of :class:`raymm.data.readers.base.Reader`.
     """
 
     def __init__(
