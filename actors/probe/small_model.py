@@ -93,14 +93,16 @@ def parameters_of(model: nn.Module) -> int:
 
 def special_ids(config: PretrainedConfig) -> dict[int, int]:
     """What becomes of the ids of tokens that a model of several parts knows (placeholders, what is
-    around them) in a copy with a small vocabulary."""
+    around them) in a copy with a small vocabulary; nothing if the model's own is small."""
     ids: set[int] = set()
+    if (getattr(config.get_text_config(), "vocab_size", None) or 0) <= _PROBE_VOCABULARY:
+        return {}
 
     def look(part: PretrainedConfig) -> None:
         for name, value in vars(part).items():
             if isinstance(value, PretrainedConfig):
                 look(value)
-            elif _is_special(name) and type(value) is int and value >= _PROBE_VOCABULARY:
+            elif _is_special(name) and type(value) is int and value >= 0:
                 ids.add(value)
 
     look(config)

@@ -29,11 +29,14 @@ class TowerSpec(EncoderSpec):
         form: structure of what the call returns.
         layers: which of it are lists with an entry of all items, where others have one of each;
             known where processes are to share items.
+        zeros_left_out: whether nothing comes of items of nothing but zeros (padding of samples
+            with fewer); known as ``layers``.
     """
 
     constants: tuple[tuple[str, Any], ...] = ()
     form: Form | None = None
     layers: frozenset[int] = frozenset()
+    zeros_left_out: bool = False
 
 
 class TowerStage(EncoderStage):
@@ -70,7 +73,8 @@ class TowerStage(EncoderStage):
             items = None
             if self._items is not None:
                 inputs, items = items_of_share(
-                    spec.name, inputs, self._items.rank, self._items.processes
+                    spec.name, inputs, self._items.rank, self._items.processes,
+                    spec.zeros_left_out,
                 )
             side = to_side(inputs, spec.travels, spec.name) if self._cut else {}
             if items is not None:

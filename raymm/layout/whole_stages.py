@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
 from raymm.actors.probe.whole.shares import (
     leaves_out_blocks,
+    leaves_out_zeros,
     probe_item_tokens,
     probe_items,
     probe_packing,
@@ -20,7 +21,9 @@ from raymm.actors.probe.whole.shares import (
     probe_tokens,
     probe_whole_tensor,
 )
+from raymm.actors.probe.whole.towers import Tower
 from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.stages.encoder import EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.language import LanguageStage
 from raymm.actors.stages.language_parameters import language_stage_parameters
@@ -70,29 +73,64 @@ def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, Shar
         ProbeError, PlanError: as of :func:`whole_stage_builders`.
     """
     first, name = plan.replicas(spec.name)[0][0], spec.name
-    towers, inputs = model.towers, model.example
-    if name != LANGUAGE_MODEL:
-        towers, inputs = (), model.tower(name).inputs(model.example) or {}
+    towers, inputs = _tried_with(model, name)
     if isinstance(spec, WholeLanguageSpec) and spec.packing:
         with _refused("packing is true; accepted: false"):
             spec = replace(spec, mixers=probe_packing(spec, towers, inputs))
     if first.cp > 1:
         with _refused(f"cp of {name!r} is {first.cp}; accepted: 1"):
-            if isinstance(spec, WholeLanguageSpec):
-                probe_tokens(spec, towers, inputs)
-            else:
-                probe_item_tokens(spec, inputs)
+            probe_shared_tokens_of(model, spec)
     if first.fsdp > 1:
         check_norms(spec, SHARDED_NORMS.format(name))
         with _refused(f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'"):
             if isinstance(spec, WholeLanguageSpec):
                 probe_rows(spec, towers, inputs)
             else:
-                spec = replace(spec, layers=probe_items(spec, inputs))
+                spec = replace(
+                    spec, layers=probe_items(spec, inputs),
+                    zeros_left_out=leaves_out_zeros(spec, inputs),
+                )
     if max(first.cp, first.fsdp) > 1 and leaves_out_blocks(spec, towers, inputs):
         raise PlanError(LAYER_DROP.format(name))
-    tensors = partial(probe_whole_tensor, spec, first.tp, towers, inputs)
-    return spec, shard_spec(spec, first, tensors)
+    return spec, shard_spec(spec, first, partial(probe_tensor_of, model, spec, first.tp))
+
+
+def _tried_with(model: WholeModel, name: str) -> tuple[tuple[Tower, ...], Mapping[str, Any]]:
+    """Towers that a module reads, and inputs that it is tried with."""
+    if name == LANGUAGE_MODEL:
+        return model.towers, model.example
+    return (), model.tower(name).inputs(model.example) or {}
+
+
+def probe_shared_tokens_of(model: WholeModel, spec: AnySpec) -> None:
+    """
+    Args:
+        model: the description.
+        spec: of a module of it, whose tokens processes are to share.
+
+    Raises:
+        ProbeError: its code does not allow that.
+    """
+    towers, inputs = _tried_with(model, spec.name)
+    if isinstance(spec, WholeLanguageSpec):
+        probe_tokens(spec, towers, inputs)
+    else:
+        probe_item_tokens(spec, inputs)
+
+
+def probe_tensor_of(model: WholeModel, spec: AnySpec, tp: int) -> TensorPlan:
+    """Which shards of its parameters each process has.
+
+    Args:
+        model: the description.
+        spec: of a module of it.
+        tp: processes that share it.
+
+    Raises:
+        ProbeError: its code does not allow that.
+        PlanError: its sizes do not.
+    """
+    return probe_whole_tensor(spec, tp, *_tried_with(model, spec.name))
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from raymm.actors.sharding.sample_rows import shares
+from raymm.actors.sharding.whole.token_share import packed_tokens
 from raymm.actors.stages.whole_language import language_inputs
 from raymm.model.batch_rules import IDS, LABELS, BatchError, check_tensor
 from raymm.model.module_kind import LANGUAGE_MODEL
@@ -48,6 +50,38 @@ def text_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, to
 
 
 @dataclass(frozen=True)
+class TextShares:
+    """How processes share the text of a microbatch.
+
+    Attributes:
+        tokens: processes that share the tokens of every row, ``cp``.
+        rows: processes that share rows, ``fsdp``.
+        packing: whether a process's rows are put together as one.
+    """
+
+    tokens: int = 1
+    rows: int = 1
+    packing: bool = False
+
+    def check(self, microbatch: Batch) -> None:
+        """
+        Raises:
+            BatchError: a process would have no token.
+        """
+        shape, real = tuple(microbatch[IDS].shape), microbatch.get("attention_mask")
+        for own in shares(shape[0], self.rows) if self.tokens > 1 else ():
+            tokens = shape[1]
+            if self.packing:
+                tokens = len(packed_tokens((shape[0], tokens), real, own or range(1)))
+            if tokens < self.tokens:
+                raise BatchError(
+                    f"rows of {IDS} have {tokens} tokens{' together' * self.packing}, of which "
+                    f"each of the {self.tokens} processes of cp is to have one; accepted: at least "
+                    f"{self.tokens}"
+                )
+
+
+@dataclass(frozen=True)
 class WholeBatchCheck:
     """Looks whether a model can take a microbatch, without it.
 
@@ -55,11 +89,13 @@ class WholeBatchCheck:
         towers: of the model.
         kinds: of every entry of its example, dtype and dimensions.
         sized: towers the sizes of whose items say how many rows they have, in the example.
+        shares: how processes share the text.
     """
 
     towers: TowerInputs
     kinds: Mapping[str, tuple[torch.dtype, int]]
     sized: frozenset[str]
+    shares: TextShares = TextShares()
 
     @classmethod
     def of(cls, towers: TowerInputs, example: Batch) -> WholeBatchCheck:
@@ -100,6 +136,7 @@ class WholeBatchCheck:
                     f"{name} is of dtype {value.dtype} and {value.dim()} dimensions; accepted: "
                     f"{dtype} and {dimensions}, as in the example"
                 )
+        self.shares.check(microbatch)
         for tower in self.sized:
             if own := _entries(tower, self.towers, microbatch):
                 check_rows(tower, own)

@@ -13,6 +13,7 @@ from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.language import LanguageSpec
+from raymm.layout.whole_stages import probe_shared_tokens_of, probe_tensor_of
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan, PlanError
@@ -112,9 +113,6 @@ class DegreeRequest:
             if (module, "cp") not in self.fixed:
                 most = max(1, tokens.get(module, 0) // LEAST_TOKENS)
                 allowed["cp"] = tuple(n for n in allowed["cp"] if n <= most)
-            if isinstance(model, WholeModel):  # its modules are not shared out
-                for kind in ("tp", "cp"):
-                    allowed[kind] = tuple(n for n in allowed[kind] if n == 1)
             allowed["dp"] = tuple(n for n in allowed["dp"] if num_microbatches % n == 0)
             if (module, "tp") not in self.fixed:
                 allowed["tp"] = tuple(n for n in allowed["tp"] if _divides(model, module, n))
@@ -166,7 +164,7 @@ def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Re
     what would be refused when the plan is started."""
     refused: dict[Refused, str] = {}
     if isinstance(model, WholeModel):
-        return refused
+        return _refused_of_whole(model, plan)
     for node in plan.graph.nodes:
         name, degrees = node.name, degrees_of(plan, node.name)
         spec = model.spec(name)
@@ -187,6 +185,25 @@ def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Re
         if degrees.tp > 1:
             try:
                 probe_tensor(spec.source, degrees.tp, name, example)
+            except (ProbeError, PlanError) as error:
+                refused[name, "tp", degrees.tp] = str(error)
+    return refused
+
+
+def _refused_of_whole(model: WholeModel, plan: Plan) -> dict[Refused, str]:
+    refused: dict[Refused, str] = {}
+    for node in plan.graph.nodes:
+        name, degrees = node.name, degrees_of(plan, node.name)
+        spec = model.spec(name)
+        if degrees.cp > 1:
+            try:
+                probe_shared_tokens_of(model, spec)
+            except (ProbeError, PlanError) as error:
+                for degree in range(2, plan.num_processes + 1):
+                    refused[name, "cp", degree] = str(error)
+        if degrees.tp > 1:
+            try:
+                probe_tensor_of(model, spec, degrees.tp)
             except (ProbeError, PlanError) as error:
                 refused[name, "tp", degrees.tp] = str(error)
     return refused

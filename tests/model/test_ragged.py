@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.actors.sharding.whole.item_rows import rows_per_item
+from raymm.actors.sharding.sample_rows import shares
+from raymm.actors.sharding.whole.item_rows import items_of_share, rows_per_item
+from raymm.actors.sharding.whole.token_share import zigzag
 from raymm.model.batch_rules import BatchError
 from raymm.model.ragged import check_rows, split_rows
+from raymm.model.whole_batch import TextShares
 
 
 @st.composite
@@ -55,3 +58,42 @@ def test_grids_that_contradict_patches_are_refused():
         check_rows("vision", entries)
     rows = rows_per_item("vision", {**entries, "pixel_values": torch.zeros(10, 4)}, 2)
     assert rows["pixel_values"].tolist() == [4, 6]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_items_of_nothing_but_zeros_are_nobodys(processes):
+    pixels = torch.zeros(6, 2, 3)
+    real = [0, 3, 4]
+    pixels[real] = 1
+    shown, counts = [], []
+    for place in range(processes):
+        own, count = items_of_share("vision", {"pixel_values": pixels}, place, processes, True)
+        assert len(own["pixel_values"]) == max(count, 1)  # one without works on another's
+        assert bool((own["pixel_values"] == 1).all())
+        counts.append(count)
+    assert sum(counts) == len(real) and max(counts) - min(counts) <= 1
+    for place in range(processes):
+        shown += [items_of_share("vision", {"pixel_values": pixels}, place, processes)[1]]
+    assert sum(shown) == len(pixels)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_text_is_refused_where_a_process_would_have_no_token(data):
+    rows, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    lengths = [data.draw(st.integers(1, length)) for _ in range(rows)]
+    tokens, fsdp = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    packing = data.draw(st.booleans())
+    mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+    batch = {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
+    fewest = length
+    if packing:  # of a process's rows together; one without rows has the first
+        fewest = min(sum(lengths[r] for r in own or [0]) for own in shares(rows, fsdp))
+    check = TextShares(tokens, fsdp, packing).check
+    if tokens > 1 and fewest < tokens:
+        with pytest.raises(BatchError, match="each of the . processes of cp"):
+            check(batch)
+    else:
+        check(batch)
+        if tokens > 1:
+            zigzag(fewest, tokens)

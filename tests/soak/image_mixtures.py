@@ -1,6 +1,6 @@
-"""``python -m tests.soak.image_mixtures --steps N --seed S``: a whole vision-language model on
-actors, whose microbatches have 0 to 5 images of random sizes each, beside the model's own forward
-in one process: losses of all steps, and who worked on what.
+"""``python -m tests.soak.image_mixtures --steps N --seed S --layout NAME``: a whole vision-language
+model on actors, whose samples have 0 to 5 images of random sizes each, beside the model's own
+forward in one process: losses of all steps, and who worked on what.
 
 Training on what is random amplifies rounding: one process that adds the same microbatches up in
 the other order, the control, differs from the first by more than 1e-5 after some 240 steps. So
@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 
 from benchmarks._family_classes import Family
@@ -42,7 +43,14 @@ SYNC = 20
 TIMEOUT_SECONDS = 120
 MAX_NORM = 1.0
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=MAX_NORM)
-TWO = ParallelSpec(pp=2)
+_SHARDED = ParallelSpec(dp=2, sharding="fsdp")
+LAYOUTS: dict[str, dict[str, ParallelSpec]] = {
+    "pp 2": dict.fromkeys(("vision", "llm"), ParallelSpec(pp=2)),
+    "tp 2": dict.fromkeys(("vision", "llm"), ParallelSpec(tp=2)),
+    "fsdp 2": {"vision": _SHARDED, "llm": _SHARDED},
+    "cp 2": {"vision": _SHARDED, "llm": ParallelSpec(cp=2)},
+}
+MOST_ROWS = 3
 
 
 def mixture(
@@ -77,6 +85,23 @@ def mixture(
         width = example["pixel_values"].shape[1]
         generator.manual_seed(draw.randrange(2**32))
         batch["pixel_values"] = torch.randn(rows, width, generator=generator)
+    return batch
+
+
+def together(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A microbatch of several rows, padded on the right.
+
+    Args:
+        samples: microbatches of one row each.
+    """
+    longest = max(sample["input_ids"].shape[1] for sample in samples)
+    batch: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample):
+        values = [sample[name] for sample in samples if name in sample]
+        if name not in ("pixel_values", "image_grid_thw"):
+            fill = -100 if name == "labels" else 0
+            values = [F.pad(v, (0, longest - v.shape[1]), value=fill) for v in values]
+        batch[name] = torch.cat(values)
     return batch
 
 
@@ -119,13 +144,17 @@ class OneProcess:
         return worst
 
 
-def soak(steps: int, seed: int, sync: int = SYNC) -> dict[str, Any]:
+def soak(
+    steps: int, seed: int, sync: int = SYNC, layout: str = "pp 2", packing: bool = False
+) -> dict[str, Any]:
     """Train on mixtures.
 
     Args:
         steps: how many.
         seed: of the weights, and of what is drawn.
         sync: after how many steps both processes take over the actors' parameters; 0: never.
+        layout: one of :data:`LAYOUTS`.
+        packing: of the model.
 
     Returns:
         What the command prints.
@@ -133,17 +162,21 @@ def soak(steps: int, seed: int, sync: int = SYNC) -> dict[str, Any]:
     cls = getattr(transformers, MODEL)
     config, (example, *_) = runnable(Family(KIND, cls, cls.config_class))
     config.architectures = [MODEL]
-    model = from_pretrained(config, example, seed=seed)
+    model = from_pretrained(config, example, seed=seed, packing=packing)
     draw, report = random.Random(seed), dict.fromkeys(("in_vain", "left_out"), 0)
+    rows = 1 if layout == "pp 2" and not packing else MOST_ROWS
     images: dict[int, int] = {}
     worst, worst_control, apart, started = 0.0, 0.0, 0.0, time.monotonic()
     alone, control = OneProcess(model), OneProcess(from_pretrained(config, example, seed=seed))
-    plan = whole_plan(model, {"vision": TWO, "llm": TWO}, MICROBATCHES)
+    plan = whole_plan(model, LAYOUTS[layout], MICROBATCHES)
     with WholeParallelModule(
         model, plan, optimizer=OPTIMIZER, timeout_s=TIMEOUT_SECONDS
     ) as running:
         for step in range(steps):
-            batches = [mixture(config, example, draw) for _ in range(MICROBATCHES)]
+            batches = [
+                together([mixture(config, example, draw) for _ in range(draw.randint(1, rows))])
+                for _ in range(MICROBATCHES)
+            ]
             output = running.train_step(batches)
             due, other = alone.step(batches), control.step(batches[::-1])
             worst = max(worst, abs(output.loss - due) / abs(due))
@@ -163,7 +196,8 @@ def soak(steps: int, seed: int, sync: int = SYNC) -> dict[str, Any]:
                 count = len(batch.get("image_grid_thw", ()))
                 images[count] = images.get(count, 0) + 1
     return {
-        "steps": steps, "microbatches_by_images": dict(sorted(images.items())),
+        "steps": steps, "layout": layout, "packing": packing,
+        "microbatches_by_images": dict(sorted(images.items())),
         "sync": sync, "worst_loss_difference": worst, "worst_of_control": worst_control,
         "worst_parameter_difference": apart, **report,
         "seconds": round(time.monotonic() - started, 1),
@@ -181,6 +215,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sync", type=int, default=SYNC)
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="pp 2")
+    parser.add_argument("--packing", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -190,7 +226,9 @@ def main() -> int:
             num_cpus=8, log_to_driver=False, object_store_memory=200 * 2**20, _temp_dir=folder
         )
         try:
-            report = soak(options.steps, options.seed, options.sync)
+            report = soak(
+                options.steps, options.seed, options.sync, options.layout, options.packing
+            )
         finally:
             ray.shutdown()
     print(json.dumps(report))

@@ -173,7 +173,7 @@ def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Te
     """The cut of a tower in its own sizes: blocks are numbered as in the tower itself."""
     if not cut.relayed:
         return cut
-    model = _of_zeros(cast(PartSource, spec.source))
+    model = of_zeros(cast(PartSource, spec.source))
     return replace(cut, relayed=read_outputs(model, cut.blocks, cut.tuple_length, run))
 
 
@@ -204,7 +204,7 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
         return tower
     try:
         blocks, length = of_one_that_runs(own, tuple_length)
-        model = _of_zeros(own)
+        model = of_zeros(own)
         if blocks is None:
             run(model)
         else:
@@ -217,8 +217,12 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
     return replace(tower, form=tower.form.like(outputs[-1]))
 
 
-def _of_zeros(source: PartSource) -> nn.Module:
-    """A part in its own sizes, whose parameters are zeros and take no memory."""
+def of_zeros(source: PartSource) -> nn.Module:
+    """A part in its own sizes, whose parameters are zeros and take no memory, in evaluation mode.
+
+    Args:
+        source: of the part.
+    """
     model = source.whole.skeleton()
     if isinstance(model, PreTrainedModel):
         initialize_by_name(model, [], 0)

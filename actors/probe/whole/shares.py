@@ -150,8 +150,17 @@ def _mixing(trial: LanguageTrial, part: TokenShare) -> list[frozenset[str]]:
 
 
 def _of_whole(trial: LanguageTrial) -> torch.Tensor:
-    with torch.no_grad():
-        return trial.logits(copy.deepcopy(trial.model), trial.features)
+    """
+    Raises:
+        NotRunError: the copy does not run on the inputs.
+    """
+    try:
+        with torch.no_grad():
+            return trial.logits(copy.deepcopy(trial.model), trial.features)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise NotRunError(
+            f"{type(trial.model).__name__} does not run on the example: {brief(error)}"
+        ) from error
 
 
 def _compare_real(
@@ -261,6 +270,37 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
         for tensor, due in zip(joined, expected, strict=True):
             _compare(name, tensor, due, why)
         return layers
+
+    return of_one_that_runs(spec.source, probe)
+
+
+def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
+    """Whether items of nothing but zeros, as which processors pad samples with fewer items, bring
+    nothing, whatever others there are.
+
+    Args:
+        spec: of the tower.
+        inputs: of it.
+    """
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    if len({len(value) for value in tensors.values()}) != 1:
+        return False  # of items of different sizes there are as many as there are
+    padded = {**inputs, **{
+        name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in tensors.items()
+    }}  # fmt: skip
+
+    def probe(model: nn.Module) -> bool:
+        trial = TowerTrial(spec, model, inputs)
+        with torch.no_grad():
+            try:
+                due = trial.read(copy.deepcopy(model), trial.inputs)
+            except USER_CODE_RAISES as error:  # whatever a model may raise
+                raise NotRunError(f"it does not run on the example: {brief(error)}") from error
+            try:
+                features = trial.read(copy.deepcopy(model), padded)
+            except USER_CODE_RAISES:  # it takes no such items
+                return False
+        return features.shape == due.shape and torch.equal(features, due)
 
     return of_one_that_runs(spec.source, probe)
 

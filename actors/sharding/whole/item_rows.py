@@ -74,7 +74,7 @@ def take_items(name: str, entries: Entries, own: torch.Tensor) -> dict[str, torc
 
 
 def items_of_share(
-    name: str, entries: Entries, place: int, processes: int
+    name: str, entries: Entries, place: int, processes: int, zeros_left_out: bool = False
 ) -> tuple[dict[str, torch.Tensor], int]:
     """A process's items, the first one if it has none; and how many are really its own.
 
@@ -83,6 +83,7 @@ def items_of_share(
         entries: tensors (N, ...) or (R, ...).
         place: of the process among those that share them.
         processes: how many do.
+        zeros_left_out: whether items of nothing but zeros are padding, of which nothing comes.
 
     Raises:
         SplitSamplesError: rows that do not add up.
@@ -90,11 +91,21 @@ def items_of_share(
     hosts = {key: on_host(value) if value.dim() <= 2 and not value.is_floating_point() else value
              for key, value in entries.items()}  # fmt: skip
     count = min(map(len, entries.values()))
-    share = shares(count, processes)[place]
+    items = _not_zero(entries, count) if zeros_left_out else list(range(count))
+    share = shares(len(items), processes)[place]
     own = torch.zeros(count, dtype=torch.bool)
-    own[list(share or range(1))] = True
+    own[[items[n] for n in share or range(1)]] = True
     taken = take_items(name, hosts, own)
     return {key: value.to(entries[key].device) for key, value in taken.items()}, len(share)
+
+
+def _not_zero(entries: Entries, count: int) -> list[int]:
+    """Items with a float that is not zero; all if there are none."""
+    shown = torch.zeros(count, dtype=torch.bool)
+    for value in entries.values():
+        if value.is_floating_point() and len(value) == count:
+            shown |= on_host((value != 0).flatten(1).any(dim=1))
+    return shown.nonzero()[:, 0].tolist() or list(range(count))
 
 
 def gather_parts(parts: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:

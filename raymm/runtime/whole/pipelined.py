@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from raymm.layout.plan_check import differences
 from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
-from raymm.model.whole_batch import TEXT, text_parts
+from raymm.model.whole_batch import TEXT, TextShares, text_parts
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pending_step import PendingStep
@@ -79,7 +80,10 @@ class WholeParallelModule(PlannedModule):
         super().__init__(model, RuntimeOptions.of(options))
         if texts := differences(plan.graph, model.graph):
             raise PlanError(f"the plan is not of this model: {'; '.join(texts)}")
-        self._check = model.batch_check
+        text = plan.replicas(LANGUAGE_MODEL)[0][0]
+        self._check = replace(
+            model.batch_check, shares=TextShares(text.cp, text.fsdp, model.packing)
+        )
         self._start(plan)
 
     def _full_name(self, stage: StageId, name: str) -> str:
@@ -120,7 +124,7 @@ class WholeParallelModule(PlannedModule):
             )
         parts, meta = [], []
         for microbatch in batches:
-            self.model.check(microbatch)
+            self._check(microbatch)
             own = text_parts(self.model.tower_inputs, microbatch)
             ids = [str(row) for row in range(len(microbatch["input_ids"]))]
             present = {name: [0] for name in own if name != TEXT}
