@@ -31,11 +31,14 @@ class Load:
         tokens: of each, as its blocks see them. For an encoder, class tokens included.
         labels: tokens of the microbatch with a label, which the language model's head runs
             on; all of them by default.
+        places: of products with weights that were seen to run, by name, for how many places each
+            token of its blocks makes them do so; of others it follows from their sizes.
     """
 
     samples: int
     tokens: int
     labels: int | None = None
+    places: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("samples", 1), ("tokens", 1), ("labels", 0)):
@@ -113,9 +116,13 @@ class LoadedModule:
         self.head = find_head() if find_head is not None and causal else None
         self.hidden = config_number(WIDTH, config)
         self.path = find_blocks(module)
+        self.places = dict(load.places)
 
     def rows(self, name: str) -> float:
-        """Rows that come to a submodule: every token, or one per sample in a pooling head."""
+        """Rows that come to a submodule: as it was seen, else every token, or one per sample in a
+        pooling head."""
+        if name in self.places:
+            return self.places[name] * self.load.total
         if self.pools(name):
             return float(self.load.samples)
         return float(self.load.total)

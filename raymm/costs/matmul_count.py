@@ -144,7 +144,9 @@ class MatmulCounter:
         )
 
     def _convolution(self, name: str, module: _ConvNd) -> Matmul:
-        rows = self.loaded.rows(name) * self.strides[id(module)]
+        rows = self.loaded.rows(name)
+        if name not in self.loaded.places:
+            rows *= self.strides[id(module)]
         numel = (
             module.out_channels * module.in_channels // module.groups
             * math.prod(module.kernel_size)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map_only
 
 from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
+from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.whole.cut import of_zeros
+from raymm.actors.weights.source import on_meta
 from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.data.sampling.batching import ItemTokens
 from raymm.errors import USER_CODE_RAISES
@@ -76,8 +83,9 @@ def microbatch_workload(
 
 
 def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
-    """Of a whole model's microbatch. A tower is taken to have the tokens of its largest input's
-    rows, or of an image of pixels what its config says."""
+    """Of a whole model's microbatch. A tower has the tokens that were seen to enter its blocks on
+    the meta device, else those of its largest input's rows, or of an image of pixels what its
+    config says."""
     ids, labels = microbatch[IDS], microbatch[LABELS]
     loads, notes = {}, []
     for name in model.tower_names:
@@ -85,11 +93,15 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
         inputs = max(own, key=lambda value: value.numel(), default=None)
         if inputs is None:
             continue
+        if (seen := _seen_load(model, name, microbatch)) is not None:
+            loads[name] = seen
+            continue
         if inputs.dim() == FLAT_ROWS:  # patches of all items, one after another
             loads[name] = Load(1, len(inputs))
             continue
         try:
-            tokens = default_tokens(model.tower_spec(name).source.skeleton())
+            skeleton = model.tower_spec(name).source.skeleton()
+            tokens = default_tokens(skeleton.get_submodule(model.tower(name).root))
         except LoadError:
             tokens = ASSUMED_TOKENS
             notes.append(
@@ -102,6 +114,63 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
     rows, length = ids.shape
     loads[LANGUAGE_MODEL] = Load(rows, length, min(learned, ids.numel()))
     return ModuleWorkloads(loads, tuple(notes))
+
+
+def _seen_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> Load | None:
+    """Of a tower that runs without values, or up to its blocks without weights; None of others."""
+    tower, source = model.tower(name), model.tower_spec(name).source
+    inputs = tower.inputs(microbatch) or {}
+    shapes = tree_map_only(torch.Tensor, lambda value: value.to("meta"), inputs)
+    return _load_of(on_meta(source.skeleton()).to("meta"), {**shapes, **dict(tower.constants)}) or (
+        _load_of(of_zeros(source), {**inputs, **dict(tower.constants)}, leave=True)
+    )
+
+
+def _load_of(module: nn.Module, inputs: Mapping[str, Any], leave: bool = False) -> Load | None:
+    """What is seen of a tower; nothing if it does not come to its blocks.
+
+    Args:
+        module: it.
+        inputs: of it.
+        leave: at its first block.
+    """
+    seen, products = _Entering(module, leave), _Products(module)
+    try:
+        with torch.no_grad():
+            module(**inputs)
+    except USER_CODE_RAISES:  # not every forward runs without data; then blocks may have run
+        pass
+    finally:
+        seen.close()
+        products.close()
+    if seen.tokens is None:
+        return None
+    return Load(seen.rows, seen.tokens, places=products.per_token(seen.rows * seen.tokens))
+
+
+class _Products:
+    """Notes for how many places linear layers and convolutions work."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._places: dict[str, int] = {}
+        self._handles = [
+            child.register_forward_hook(partial(self._note, name))
+            for name, child in module.named_modules()
+            if isinstance(child, nn.Linear | _ConvNd)
+        ]
+
+    def _note(self, name: str, module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        channels = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        count = output.numel() // int(cast(int, channels))
+        self._places[name] = self._places.get(name, 0) + count
+
+    def per_token(self, tokens: int) -> tuple[tuple[str, float], ...]:
+        """By name, divided by a number of tokens."""
+        return tuple((name, count / tokens) for name, count in self._places.items())
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def item_tokens(
@@ -222,10 +291,16 @@ def encoder_tokens(
 
 
 class _Entering:
-    """Notes the length of the hidden state that enters a module's first block."""
+    """Notes the length of the hidden state that enters a module's first block.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        module: whose.
+        leave: its forward there.
+    """
+
+    def __init__(self, module: torch.nn.Module, leave: bool = False) -> None:
         self.tokens: int | None = None
+        self.rows, self._leave = 1, leave
         path = find_blocks(module)
         first = module if path is None else next(iter(block_list(module, path)), module)
         self._name = "hidden_states" if path is None else hidden_name(first)
@@ -233,8 +308,11 @@ class _Entering:
 
     def _note(self, _: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs.get(self._name)
-        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
-            self.tokens = hidden.shape[1]
+        if isinstance(hidden, torch.Tensor) and hidden.dim() > FLAT_ROWS:
+            # (rows, tokens, width), or tokens in rows and columns of an image.
+            self.rows, self.tokens = hidden.shape[0], hidden.shape[1:-1].numel()
+        if self._leave:
+            raise CutReached(hidden)
 
     def close(self) -> None:
         self._handle.remove()

@@ -6,7 +6,7 @@ metadata, ``local_steps`` the same steps as tensors without Ray.
 
 from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
 from raymm.data.loading.loader import Step, StepLoader, local_steps
-from raymm.data.loading.processed import step_builder
+from raymm.data.loading.processed import measure_of, step_builder
 from raymm.data.loading.shuffle import shuffle_modality
 from raymm.data.loading.sources import open_split
 from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
@@ -80,6 +80,7 @@ __all__ = [
     "is_there",
     "join_parts",
     "local_steps",
+    "measure_of",
     "open_source",
     "open_split",
     "scan",

@@ -13,7 +13,6 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
 from raymm.actors.probe.whole.shares import (
     leaves_out_blocks,
-    leaves_out_zeros,
     probe_item_tokens,
     probe_items,
     probe_packing,
@@ -22,6 +21,7 @@ from raymm.actors.probe.whole.shares import (
     probe_whole_tensor,
 )
 from raymm.actors.probe.whole.towers import Tower
+from raymm.actors.probe.whole.zero_items import leaves_out_zeros
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.stages.encoder import EncoderStage, encoder_stage_parameters

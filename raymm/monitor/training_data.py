@@ -16,6 +16,7 @@ from raymm.data import (
     SampleError,
     Sampler,
     StepBuilder,
+    measure_of,
     open_split,
     training_sampler,
 )
@@ -66,11 +67,12 @@ def training_data(
         sampler = training_sampler(data, dataset)
         sampler.check(state)
         return TrainingData(dataset, sampler)
-    assert isinstance(model, MultimodalModule)  # data of a whole one are taken at random
-    tokens = item_tokens(model, one_item_each(data, dataset))
+    tokens = {}
+    if isinstance(model, MultimodalModule):  # a whole one's processor says
+        tokens = item_tokens(model, one_item_each(data, dataset))
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
-        sampler = training_sampler(data, dataset, tokens, progress)
+        sampler = training_sampler(data, dataset, tokens, progress, measure_of(data))
     assert isinstance(sampler, GroupSampler)  # as the method is not "random"
     sampler.open(state)
     console.print(_summary(sampler), highlight=False, soft_wrap=True)

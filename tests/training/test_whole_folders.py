@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import yaml
@@ -105,6 +106,48 @@ def test_a_folder_is_trained_gone_on_with_and_written_again(tmp_path):
     first, second = (AutoProcessor.from_pretrained(each) for each in (folder, out))
     assert first.chat_template == second.chat_template
     assert first.to_dict() == second.to_dict()
+
+
+def close(actual, expected):
+    return float((actual - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+def losses(tmp_path):
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_adapters_packing_and_shared_tokens_by_configuration(tmp_path):
+    folder, _ = tiny("gemma3")
+    lora = {"lora": {"r": 2, "alpha": 4}}
+    file = configuration(
+        tmp_path, "gemma3",
+        model={
+            "path": folder, "packing": True,
+            "train": {"vision": "frozen", "projector": "frozen", "language_model": lora},
+        },
+        parallel={"language_model": {"cp": 2}, "encoders": {"vision": {}}},
+    )
+    assert main(["train", str(file)]) == 0
+    config = load_config(file)
+    assert losses(tmp_path) == pytest.approx(losses_in_one_process(config), rel=1e-5)
+    out = tmp_path / "out"
+    assert main(["export", str(file), "--out", str(out)]) == 0
+    model = build_model(config)
+    assert isinstance(model, WholeModel)
+    checkpoint = CheckpointStore(config.run.storage_path).newest()
+    assert checkpoint is not None
+    load_into_whole(model, checkpoint.folder)
+    base, example = AutoModelForImageTextToText.from_pretrained(folder).eval(), dict(model.example)
+    with torch.no_grad():
+        due, before = model.materialize().eval()(**example).logits, base(**example).logits
+        read = peft.PeftModel.from_pretrained(base, out).eval()(**example).logits
+    assert close(read, due) and not close(before, due)
+    assert AutoProcessor.from_pretrained(out).chat_template
+    assert main(["export", str(file), "--out", str(tmp_path / "merged"), "--merge"]) == 0
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert close(merged(**example).logits, due)
 
 
 def test_a_plan_is_made_of_a_folder_and_its_data(tmp_path, capsys):

@@ -274,37 +274,6 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
     return of_one_that_runs(spec.source, probe)
 
 
-def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
-    """Whether items of nothing but zeros, as which processors pad samples with fewer items, bring
-    nothing, whatever others there are.
-
-    Args:
-        spec: of the tower.
-        inputs: of it.
-    """
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    if len({len(value) for value in tensors.values()}) != 1:
-        return False  # of items of different sizes there are as many as there are
-    padded = {**inputs, **{
-        name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in tensors.items()
-    }}  # fmt: skip
-
-    def probe(model: nn.Module) -> bool:
-        trial = TowerTrial(spec, model, inputs)
-        with torch.no_grad():
-            try:
-                due = trial.read(copy.deepcopy(model), trial.inputs)
-            except USER_CODE_RAISES as error:  # whatever a model may raise
-                raise NotRunError(f"it does not run on the example: {brief(error)}") from error
-            try:
-                features = trial.read(copy.deepcopy(model), padded)
-            except USER_CODE_RAISES:  # it takes no such items
-                return False
-        return features.shape == due.shape and torch.equal(features, due)
-
-    return of_one_that_runs(spec.source, probe)
-
-
 def _list_lengths(side: Tensors) -> dict[int, int]:
     """By leaf that is a list, how many entries it has."""
     return {

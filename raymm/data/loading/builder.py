@@ -179,6 +179,16 @@ class StepBuilder:
         """What different stages need of a microbatch: ``"text"`` and modalities."""
         return split_parts(microbatch)
 
+    def alone(self, encoded: Any) -> tuple[dict[str, dict[str, torch.Tensor]], MicrobatchMeta]:
+        """:meth:`parts` of a microbatch of one sample, with its metadata.
+
+        Args:
+            encoded: what :meth:`encode` has made of it.
+        """
+        microbatch = collate([encoded], self.pad_id, self.config.columns)
+        meta = describe(microbatch, [encoded.id], self.text.placeholder_ids)
+        return self.parts(microbatch), meta
+
     def build(
         self,
         indices: Sequence[int] | Sequence[Sequence[int]],

@@ -23,7 +23,7 @@ from raymm.actors.faults.inquiry import (
 from raymm.actors.faults.stacks import Address, Look
 from raymm.data.loading.builder import SampleCheck, Skipped, check_tools, most_groups
 from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.data.loading.processed import step_builder
+from raymm.data.loading.processed import measure_of, step_builder
 from raymm.data.loading.sources import open_split
 from raymm.data.loading.worker import StoredStep, part_names, start_worker
 from raymm.data.readers import Dataset
@@ -293,7 +293,8 @@ def _plan(
     sampler: Sampler | None,
 ) -> Iterator[tuple[list[int] | list[list[int]], State]]:
     if split == "train":
-        sampler = training_sampler(config, dataset) if sampler is None else sampler
+        if sampler is None:
+            sampler = training_sampler(config, dataset, measure=measure_of(config))
         sampler.check(start_state)
         return islice(sampler.batches(start_state), steps)
     in_order = EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)

@@ -32,6 +32,7 @@ from raymm.data.samples.processors import frames_of, read_audio, read_image
 from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import IGNORE_INDEX, check_characters, roles_without_labels
 from raymm.data.sampling.sampler import flat
+from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.whole_batch import text_parts
@@ -58,6 +59,20 @@ class ProcessedBuilder(StepBuilder):
         """Of the model."""
         assert self.config.processor is not None  # see step_builder
         return ModelProcessor(self.config.processor, self.config.trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the processor."""
+        return self.processor.tokenizer
+
+    def alone(self, encoded: Any) -> tuple[dict[str, dict[str, torch.Tensor]], MicrobatchMeta]:
+        """As of :class:`StepBuilder`.
+
+        Raises:
+            SampleError: it cannot be used.
+        """
+        microbatch = self._microbatch([encoded])
+        return self.parts(microbatch), self._described(microbatch, [encoded])
 
     def parts(self, microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
         return text_parts(self.config.towers, microbatch)
@@ -246,6 +261,46 @@ class ProcessedBuilder(StepBuilder):
             microbatch, parts, [sample.id for sample in group],
             {name: rows.get(name, [0]) for name in parts if name != "text"},
         )
+
+
+def measure_of(config: DataConfig) -> Measure | None:
+    """What says how large samples are, where a whole model's processor does."""
+    return None if config.processor is None else ProcessedSizes
+
+
+class ProcessedSizes:
+    """How large samples are, as the processor makes them: numbers that their towers are given, and
+    tokens with those of items.
+
+    Args:
+        dataset: the samples.
+        config: of the data.
+    """
+
+    def __init__(self, dataset: Dataset, config: DataConfig) -> None:
+        self._builder = ProcessedBuilder(config, dataset)
+
+    def __call__(self, sample: Sample) -> tuple[int, dict[str, list[tuple[int, int, int]]]]:
+        """
+        Args:
+            sample: one of them.
+
+        Raises:
+            SampleError: it cannot be used.
+        """
+        encoded = self._builder.encode(sample)
+        parts, meta = self._builder.alone(encoded)
+        kinds = self._builder.config.modalities
+        counts = {kind: len(encoded.media.get(kind, ())) for kind in kinds}
+        items: dict[str, list[tuple[int, int, int]]] = {}
+        for kind, count in counts.items():
+            tower = TOWER_OF[kind]
+            total = sum(v.numel() for v in parts.get(tower, {}).values() if v.is_floating_point())
+            # Of all items of a sample together; those of one sample are never apart.
+            own = sum(n for other, n in counts.items() if TOWER_OF[other] == tower)
+            each = [total * (n + 1) // max(own, 1) - total * n // max(own, 1) for n in range(count)]
+            items[kind] = [(size, 1, 1) for size in each]
+        return meta.tokens, items
 
 
 def describe_whole(

@@ -127,7 +127,8 @@ class BatchingConfig(Section):
         units: modality -> ``"pkg.mod:fn"``, from the (M, 3) int64 array of its items (of an image
             width, height, frames; of a sound length, Hz, channels) to (M,) whole units. Without
             one an item counts as the tokens that the model's encoder makes of it. Units of
-            ``"text"`` are tokens of the language model.
+            ``"text"`` are tokens of the language model. With ``data.processor`` an item has what
+            the processor makes of it, in numbers that the tower is given (and 1, 1).
         alike: how different in size microbatches of a step may be, relative to their mean, for
             steps that mix more: 0 to 1 (``plan_balanced``).
         source_weight: how much the mix of sources counts beside sizes.
@@ -278,9 +279,10 @@ class DataConfig(Section):
                     raise ValueError(f"modalities.{name}.processor is not given")
             return self
         self.tokenizer = self.tokenizer or self.processor
-        if self.batching.method != "random":
+        if self.batching.rebalance is not None:
             raise ValueError(
-                f"batching is {self.batching.method!r}; accepted with a processor: 'random'"
+                f"batching.rebalance is {self.batching.rebalance!r}; accepted with a processor: "
+                "none"
             )
         for name, modality in self.modalities.items():
             if name not in KINDS:

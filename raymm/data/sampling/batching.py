@@ -14,7 +14,7 @@ from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampling.sampler import EpochSampler
 from raymm.data.sampling.scan_cache import default_cache
 from raymm.data.sampling.scan_result import SampleScan, Units
-from raymm.data.sampling.scanner import Progress, scan
+from raymm.data.sampling.scanner import Measure, Progress, scan
 from raymm.data.sampling.weighted_sampler import WeightedSampler
 from raymm.errors import USER_CODE_RAISES
 from raymm.scheduler.minibatch.budgets import suggest_budgets
@@ -41,6 +41,7 @@ def training_sampler(
     dataset: Dataset,
     tokens: Mapping[str, ItemTokens] | None = None,
     progress: Progress | None = None,
+    measure: Measure | None = None,
 ) -> Sampler:
     """What the steps of the training data consist of.
 
@@ -48,7 +49,7 @@ def training_sampler(
         config: the data configuration.
         dataset: its training samples.
         tokens: modality -> tokens of an item; without, an item is one unit.
-        progress: of the scan, see :func:`raymm.data.scan`.
+        progress, measure: of the scan, see :func:`raymm.data.scan`.
 
     Raises:
         DataError: sizes that cannot be planned, or what the scan raises.
@@ -63,7 +64,7 @@ def training_sampler(
         return EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
     cache = batching.cache or default_cache()
     try:
-        scanned = scan(dataset, config, cache=cache, progress=progress)
+        scanned = scan(dataset, config, cache=cache, progress=progress, measure=measure)
     except OSError as error:
         raise DataError(
             f"data.batching.cache: cannot keep the scan of the samples in {str(cache)!r}: {error}"
@@ -118,6 +119,8 @@ def sample_sizes(
         text += counts * of_item.prepended
         if name in config.batching.units:
             units[name] = _units(name, config.batching.units[name])
+        elif config.processor is not None:  # it has said what becomes of each item
+            units[name] = lambda items: items[:, 0]
         else:
             units[name] = lambda items, each=of_item.encoder: np.full(len(items), each, np.int64)
     sizes = samples.sizes(units)

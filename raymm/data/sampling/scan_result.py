@@ -19,7 +19,8 @@ class SampleScan:
         counts: modality -> (N,) int64, items; 0 where ``unusable``.
         items: modality -> (M, 3) int64: of an image (width, height, frames, which is 1 except
             for items made of frames), of a sound (length in frames, Hz, channels), of anything
-            else zeros.
+            else zeros; of what a whole model's processor makes, (numbers that its tower is given,
+            1, 1).
         sources: (N,) int64, number of the source in ``source_names``.
         source_names: names of the sources.
         unusable: (K,) int64, samples that cannot be used, ascending.

@@ -1,7 +1,9 @@
-"""Sizes of all samples of a data set, without decoding one: what balanced batches need.
+"""Sizes of all samples of a data set: what balanced batches need.
 
-Text is tokenized; of images and sounds only headers are read. Worker processes share the
-samples out, and the result is kept in a cache (``raymm.data.sampling.scan_cache``).
+Text is tokenized; of images and sounds only headers are read. Where a whole model's processor makes
+the data, it is asked for every sample, once, as nobody else knows what becomes of an item. Worker
+processes share the samples out, and the result is kept in a cache
+(``raymm.data.sampling.scan_cache``).
 """
 
 import os
@@ -31,6 +33,10 @@ _SAMPLES_PER_WORKER = 10_000
 _MAX_WORKERS = 16
 
 Progress = Callable[[int, int], None]  # (samples done, samples in all)
+# Tokens of a sample's text, and by modality three numbers of each of its items.
+Sizes = tuple[int, dict[str, list[tuple[int, int, int]]]]
+# What is made of a data set and its configuration: a function from a sample to its sizes.
+Measure = Callable[[Dataset, DataConfig], Callable[[Sample], Sizes]]
 
 
 def scan(
@@ -39,6 +45,7 @@ def scan(
     workers: int | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
+    measure: Measure | None = None,
 ) -> SampleScan:
     """Sizes of every sample.
 
@@ -52,6 +59,8 @@ def scan(
             files, columns, tokenizer and the configuration are the same; media files that are
             replaced under their name are not noticed.
         progress: called in this process with (samples done, samples in all).
+        measure: what says how large a sample is, where that is not its text and headers; it can be
+            imported by workers.
 
     Raises:
         SampleError: the first unusable sample, unless ``on_error`` is ``"skip"``.
@@ -64,7 +73,8 @@ def scan(
         if progress is not None:
             progress(len(dataset), len(dataset))
         return stored
-    result = _joined(dataset, config, list(_parts(dataset, config, workers, progress)))
+    measure = measure or _HeaderSizes
+    result = _joined(dataset, config, list(_parts(dataset, config, workers, progress, measure)))
     if cache is not None and key is not None:
         save_scan(cache, key, result)
     return result
@@ -83,21 +93,16 @@ class _Part:
 class _Scanner:
     """Scans ranges of samples in one process."""
 
-    def __init__(self, dataset: Dataset, config: DataConfig):
+    def __init__(self, dataset: Dataset, config: DataConfig, measure: Measure):
         self.dataset, self.config = dataset, config
-        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
-        self.text = TextEncoder(
-            tokenizer, config.max_length, config.modalities, config.vocabulary
-        )
+        self._sizes = measure(dataset, config)
 
     def scan(self, start: int, stop: int) -> _Part:
         names = list(self.config.modalities)
         part = _Part([], {name: [] for name in names}, {name: [] for name in names}, [])
         for index in range(start, stop):
             try:
-                sample = self.dataset[index]
-                tokens = len(self.text.encode(sample)[0])
-                items = {name: self._items(name, sample) for name in names}
+                tokens, items = self._sizes(self.dataset[index])
             except SampleError as error:
                 error.__cause__ = error.__context__ = None  # may not be picklable
                 part.unusable.append((index, error))
@@ -109,6 +114,21 @@ class _Scanner:
                 part.counts[name].append(len(items[name]))
                 part.items[name].extend(items[name])
         return part
+
+
+class _HeaderSizes:
+    """Of a sample's text, and its items' headers."""
+
+    def __init__(self, _: Dataset, config: DataConfig):
+        self.config = config
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
+        self.text = TextEncoder(
+            tokenizer, config.max_length, config.modalities, config.vocabulary
+        )
+
+    def __call__(self, sample: Sample) -> Sizes:
+        tokens = len(self.text.encode(sample)[0])
+        return tokens, {name: self._items(name, sample) for name in self.config.modalities}
 
     def _items(self, name: str, sample: Sample) -> list[tuple[int, int, int]]:
         items, sampling = [], self.config.sampling(name)
@@ -139,14 +159,16 @@ def _numbers(headers: list[Header], sampling: FrameSampling | None) -> tuple[int
 
 
 def _parts(
-    dataset: Dataset, config: DataConfig, workers: int | None, progress: Progress | None
-) -> Iterator[_Part]:
+    dataset: Dataset, config: DataConfig, workers: int | None, progress: Progress | None,
+    measure: Measure,
+) -> Iterator[_Part]:  # fmt: skip
     total, done = len(dataset), 0
     ranges = [(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
     if workers is None:
         workers = min(len(os.sched_getaffinity(0)), total // _SAMPLES_PER_WORKER, _MAX_WORKERS)
     run = _in_this_process if workers <= 1 else _in_workers
-    for (start, stop), part in zip(ranges, run(dataset, config, ranges, workers), strict=True):
+    parts = run(dataset, config, ranges, workers, measure)
+    for (start, stop), part in zip(ranges, parts, strict=True):
         if part.unusable and config.on_error == "raise":
             raise part.unusable[0][1]
         done += stop - start
@@ -155,16 +177,17 @@ def _parts(
         yield part
 
 
-def _in_this_process(dataset, config, ranges, _workers) -> Iterator[_Part]:
-    scanner = _Scanner(dataset, config)
+def _in_this_process(dataset, config, ranges, _workers, measure) -> Iterator[_Part]:
+    scanner = _Scanner(dataset, config, measure)
     for start, stop in ranges:
         yield scanner.scan(start, stop)
 
 
-def _in_workers(dataset, config, ranges, workers) -> Iterator[_Part]:
+def _in_workers(dataset, config, ranges, workers, measure) -> Iterator[_Part]:
     # Not forked: this process may have threads (Ray, torch), whose locks a fork would copy.
     pool = ProcessPoolExecutor(
-        min(workers, len(ranges)), get_context("spawn"), _start_worker, (dataset, config)
+        min(workers, len(ranges)), get_context("spawn"), _start_worker,
+        (dataset, config, measure),
     )
     try:
         yield from pool.map(_scan_range, ranges)
@@ -175,10 +198,10 @@ def _in_workers(dataset, config, ranges, workers) -> Iterator[_Part]:
 _scanner: _Scanner | None = None  # of a worker process
 
 
-def _start_worker(dataset: Dataset, config: DataConfig) -> None:
+def _start_worker(dataset: Dataset, config: DataConfig, measure: Measure) -> None:
     global _scanner
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _scanner = _Scanner(dataset, config)
+    _scanner = _Scanner(dataset, config, measure)
 
 
 def _scan_range(bounds: tuple[int, int]) -> _Part:

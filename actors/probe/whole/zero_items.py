@@ -1,0 +1,50 @@
+"""Items of nothing but zeros, as which processors pad samples with fewer items than others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.error import NotRunError
+from raymm.actors.probe.whole.trials import TowerTrial
+from raymm.actors.stages.tower import TowerSpec
+from raymm.errors import USER_CODE_RAISES
+
+Inputs = Mapping[str, Any]
+
+
+def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
+    """Whether items of nothing but zeros, as which processors pad samples with fewer items, bring
+    nothing, whatever others there are.
+
+    Args:
+        spec: of the tower.
+        inputs: of it.
+    """
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    if len({len(value) for value in tensors.values()}) != 1:
+        return False  # of items of different sizes there are as many as there are
+    padded = {**inputs, **{
+        name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in tensors.items()
+    }}  # fmt: skip
+
+    def probe(model: nn.Module) -> bool:
+        trial = TowerTrial(spec, model, inputs)
+        with torch.no_grad():
+            try:
+                due = trial.read(copy.deepcopy(model), trial.inputs)
+            except USER_CODE_RAISES as error:  # whatever a model may raise
+                raise NotRunError(f"it does not run on the example: {brief(error)}") from error
+            try:
+                features = trial.read(copy.deepcopy(model), padded)
+            except USER_CODE_RAISES:  # it takes no such items
+                return False
+        return features.shape == due.shape and torch.equal(features, due)
+
+    return of_one_that_runs(spec.source, probe)
