@@ -41,7 +41,7 @@ WORDS = [f"w{number}" for number in range(50)]
 
 def pixels(file: Any) -> dict[str, torch.Tensor]:
     """What a data worker makes of a picture: (3, SIZE, SIZE) float32."""
-    from raymm.data import read_image
+    from raymm.data.samples.processors import read_image
 
     values = torch.from_numpy(np.array(read_image(file)))
     return {"pixel_values": values.permute(2, 0, 1).float() / 255}

@@ -262,3 +262,19 @@ def test_large_items_are_read_by_ranges(tmp_path, web):
         file.close()
     web.before = lambda path: None
     assert open_item(f"{web.root}/large", 5, 10).read() == data[5:15]
+
+
+@pytest.mark.parametrize("format", ["json", "parquet", "tar"])
+def test_an_outage_while_rows_are_read_is_named_whatever_reads_them(tmp_path, web, format):
+    folder, _ = written(format, tmp_path)
+    suffix = {"json": "train.jsonl", "parquet": "a.parquet", "tar": "000.tar"}[format]
+    shutil.copy(folder / suffix, web.folder)
+    dataset = pickle.loads(pickle.dumps(open_source(f"{web.root}/{suffix}")))
+    web.before = lambda path: 503
+    with pytest.raises(DataError, match=rf"{suffix}.*503.*tried for 0.5 s"):
+        dataset[1]
+    web.before = lambda path: 404
+    with pytest.raises(DataError, match=rf"{suffix}.* (was removed|changed) while the run"):
+        dataset[1]
+    web.before = lambda path: None
+    assert dataset[1].id == "s1"
