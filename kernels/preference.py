@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+BASE, INITIAL = "base", "initial"
+
 
 @dataclass(frozen=True)
 class PreferenceLoss:
@@ -18,6 +20,8 @@ class PreferenceLoss:
     Attributes:
         beta: how much it costs to be another than the reference.
         label_smoothing: probability that a pair is the wrong way round (conservative DPO).
+        reference: ``"base"``, the model without its adapters; ``"initial"``, the model with the
+            weights that a run begins with, which is asked once, before the first step.
 
     Raises:
         ValueError: naming the field, its value and what is accepted.
@@ -25,6 +29,7 @@ class PreferenceLoss:
 
     beta: float = 0.1
     label_smoothing: float = 0.0
+    reference: str = BASE
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < float("inf"):
@@ -33,6 +38,30 @@ class PreferenceLoss:
             raise ValueError(
                 f"label_smoothing is {self.label_smoothing!r}; accepted: from 0 to below 0.5"
             )
+
+        if self.reference not in (BASE, INITIAL):
+            raise ValueError(f"reference is {self.reference!r}; accepted: {BASE}, {INITIAL}")
+
+    @property
+    def asked_once(self) -> bool:
+        """Whether the reference is the model that a run begins with."""
+        return self.reference == INITIAL
+
+    def rewards(self, scores: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
+        """Means over pairs of what the model has won over its reference, as TRL names them:
+        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, and the share of pairs whose
+        chosen answer has won more, ``rewards/accuracies``.
+
+        Args:
+            scores, reference: as of a call.
+        """
+        won = self.beta * (scores - reference)
+        chosen, rejected = won[0::2], won[1::2]
+        means = {
+            "chosen": chosen, "rejected": rejected, "margins": chosen - rejected,
+            "accuracies": (chosen > rejected).to(won.dtype),
+        }
+        return {f"rewards/{name}": float(values.mean()) for name, values in means.items()}
 
     def __call__(self, scores: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         """Sum over pairs, scalar.

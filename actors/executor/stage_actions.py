@@ -227,6 +227,8 @@ class StageActions:
                 observer.saw("output", stage, microbatch, tensors, None, *rows)
             if output.routed is not None:
                 step.routed[stage, microbatch] = output.routed
+            if output.scores is not None:
+                step.scores[stage, microbatch] = output.scores.detach()
             if output.loss is not None:
                 step.losses[stage, microbatch] = loss = output.loss.detach()
                 if output.by_source:

@@ -95,7 +95,7 @@ class StepResult:
         losses: by stage that computes one, and microbatch, its share of the loss.
         by_source: the same by number of a source: its sum of cross entropies, and over how many
             labels; of microbatches whose samples say which source they are of.
-        scores: of a step of references, the same of its rows' log-probabilities.
+        scores: of pairs of answers, the same of their rows' log-probabilities.
         labels: of the tasks that ran (:func:`pack_labels`), the same in every step of a program.
         times: when they began, all of them, and when they ended: seconds on this host's wall
             clock, float64.

@@ -34,12 +34,13 @@ class StepState:
         losses: by stage and microbatch.
         routed: by stage and microbatch, of mixtures of experts.
         by_source: as ``losses``, of microbatches whose samples say which source they are of.
+        scores: of pairs of answers, the same of their rows' log-probabilities.
         result: of the step, as far as it is known.
     """
 
     __slots__ = (
         "by_source", "deferred", "inputs", "learns", "losses", "messages", "meta", "received",
-        "result", "routed", "saved",
+        "result", "routed", "saved", "scores",
     )  # fmt: skip
 
     def __init__(
@@ -55,19 +56,18 @@ class StepState:
         self.losses: dict[tuple[StageId, int], torch.Tensor] = {}
         self.routed: dict[tuple[StageId, int], Routed] = {}
         self.by_source: dict[tuple[StageId, int], SourceSums] = {}
+        self.scores: dict[tuple[StageId, int], torch.Tensor] = {}
         self.result = StepResult()
 
     def finish(self) -> StepResult:
         """The result, with what was computed on the device."""
         result = self.result
-        if self.meta.reference:
-            result.scores = {place: scores.tolist() for place, scores in self.losses.items()}
-        else:
-            result.losses = {place: float(loss) for place, loss in self.losses.items()}
-            result.by_source = {
-                place: {source: (float(total), n) for source, (total, n) in sums.items()}
-                for place, sums in self.by_source.items()
-            }
+        result.scores = {place: scores.tolist() for place, scores in self.scores.items()}
+        result.losses = {place: float(loss) for place, loss in self.losses.items()}
+        result.by_source = {
+            place: {source: (float(total), n) for source, (total, n) in sums.items()}
+            for place, sums in self.by_source.items()
+        }
         loads: dict[str, torch.Tensor] = {}
         for routed in self.routed.values():
             for name, load in routed.loads.items():

@@ -54,6 +54,7 @@ class Message(NamedTuple):
         routed: of a mixture of experts; it stays where it is, too.
         by_source: where samples say which source they are of, what the loss is the sum of before it
             is divided; it stays where it is.
+        scores: (B,), of pairs of answers the rows' log-probabilities; they stay there, too.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -62,6 +63,7 @@ class Message(NamedTuple):
     loss: torch.Tensor | None = None
     routed: Routed | None = None
     by_source: SourceSums = {}
+    scores: torch.Tensor | None = None
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:

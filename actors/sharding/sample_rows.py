@@ -37,6 +37,18 @@ def shares(count: int, processes: int) -> list[range]:
     return [range(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
 
 
+def row_shares(count: int, processes: int, together: int = 1) -> list[range]:
+    """The same of rows, of which some that follow one another stay together.
+
+    Args:
+        count: of rows, a multiple of ``together``.
+        processes: as of :func:`shares`.
+        together: how many.
+    """
+    groups = shares(count // together, processes)
+    return [range(own.start * together, own.stop * together) for own in groups]
+
+
 def text_of_samples(inputs: Mapping[str, Any], context: MicrobatchContext) -> dict[str, Any]:
     """Of a microbatch's text the rows of a stage's samples, and to which of them their items
     belong.
@@ -57,7 +69,9 @@ def text_of_samples(inputs: Mapping[str, Any], context: MicrobatchContext) -> di
     return own
 
 
-def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str, torch.Tensor]:
+def take_rows(
+    merged: Mapping[str, Any], place: int, processes: int, together: int = 1
+) -> dict[str, torch.Tensor]:
     """A process's share of what a merge policy returned. A process without a row of its own
     gets the first one without a label: its loss and all its gradients are zero.
 
@@ -68,6 +82,7 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
             (B, T, items) and ``routed_tokens`` (B, T); where there is one row for all, it stays.
         place: this process's place among them.
         processes: how many share the rows.
+        together: rows that stay together.
 
     Raises:
         SplitSamplesError: if there is anything else.
@@ -78,7 +93,7 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
             f"{sorted(_ROWS)} and nothing else"
         )
     count = merged["targets"].shape[0]
-    own = shares(count, processes)[place]
+    own = row_shares(count, processes, together)[place]
     taken = own or range(1)
     part = {}
     for name, value in merged.items():

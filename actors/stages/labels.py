@@ -1,4 +1,4 @@
-"""Which tokens of a microbatch have a label."""
+"""Which tokens of a microbatch have a label, and what of their losses pairs of answers are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import SOURCES, SourceSums
+from raymm.actors.sharding.sample_rows import row_shares
+from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import to_device
+from raymm.kernels.preference import PreferenceLoss
+
+PAIR = 2
+"""Rows that stay together where processes share a microbatch's."""
 
 
 def label_mask(labels: torch.Tensor) -> torch.Tensor:
@@ -108,3 +114,27 @@ class Labelled:
         """
         parts = zip(values.split(self._counts), self.targets.split(self._counts), strict=True)
         return torch.stack([function(own, labels) for own, labels in parts])
+
+
+def compared(
+    loss: PreferenceLoss, scores: torch.Tensor, reference: torch.Tensor | None,
+    samples: Exchange | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities of a process's own rows, and the sum of its pairs' losses, if the
+    reference is there.
+
+    Args:
+        loss: of pairs.
+        scores: (B,), of the rows that the process works on; an odd one is nobody's
+            (:func:`raymm.actors.sharding.sample_rows.take_rows`).
+        reference: what it says of all rows of the microbatch.
+        samples: the processes that share them.
+    """
+    if len(scores) % PAIR:
+        return scores[:0], None if reference is None else 0 * scores.sum()
+    if reference is None:
+        return scores, None
+    if samples is not None:
+        own = row_shares(len(reference), samples.size, PAIR)[samples.rank]
+        reference = reference[own.start : own.stop]
+    return scores, loss(scores, reference)

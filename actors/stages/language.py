@@ -34,7 +34,7 @@ from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, own_visual_tokens
 from raymm.actors.stages.attention_arguments import MaskedAttention, attention_arguments
 from raymm.actors.stages.decoding import KeyValueCaches, likeliest
-from raymm.actors.stages.labels import Labelled, with_sources
+from raymm.actors.stages.labels import PAIR, Labelled, compared, with_sources
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
 from raymm.actors.weights.part import Part
@@ -243,8 +243,8 @@ class LanguageStage(StageModule):
                 inputs = text_of_samples(inputs, context)
             context.enter("merge")
             side = self._merge(inputs, received, context)
-            if self._samples is not None:
-                side = take_rows(side, self._samples.rank, self._samples.size)
+            if (own := self._samples) is not None:
+                side = take_rows(side, own.rank, own.size, PAIR if self.spec.preference else 1)
             ports = self._ports(side)
             if self._mask is not None and ports:
                 ports = self._own_ports(ports, side)
@@ -305,14 +305,14 @@ class LanguageStage(StageModule):
         if context.decode is not None:
             return Message((), {}, loss=likeliest(rows[-1], *(self._vocabulary or (0, None))))
         if (loss := self.spec.preference) is None:
-            total = self._cross_entropy_sum(rows, labelled.targets)
+            scores, total = None, self._cross_entropy_sum(rows, labelled.targets)
         else:
             scores = -labelled.row_sums(self._cross_entropy_sum, rows)
-            if reference is None:  # it is asked for
-                return Message((), {}, loss=scores)
-            total = loss(scores, reference)
+            scores, total = compared(loss, scores, reference, self._samples)
+            if total is None:  # the reference is asked for
+                return Message((), {}, scores=scores)
         sums = labelled.by_source(self._cross_entropy_sum, rows, total)
-        return Message((), {}, loss=total / max(context.label_tokens, 1), by_source=sums)
+        return Message((), {}, (), total / max(context.label_tokens, 1), None, sums, scores)
 
     def _with_room(
         self, hidden: torch.Tensor, side: dict[str, Any]

@@ -23,6 +23,7 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Text | Tuple[Text] = ALL_LINEAR
     dora: bool = False
+    base: Literal["int8"] | None = None
 
     def build(self) -> LoraConfig:
         return LoraConfig(**self.model_dump())
@@ -117,16 +118,19 @@ class EncoderSection(SourceSection):
 
 
 class DpoSection(Section):
-    """Direct preference optimisation: see :class:`raymm.kernels.preference.PreferenceLoss`. What
-    trains must be adapters: without them the model is the reference.
+    """Direct preference optimisation: see :class:`raymm.kernels.preference.PreferenceLoss`.
 
     Attributes:
         beta: how much it costs to be another than the reference.
         label_smoothing: probability that a pair is the wrong way round.
+        reference: ``"base"``: what trains must be adapters, and the model without them is the
+            reference; ``"initial"``: it is the model that the run begins with, whatever trains,
+            which is asked of all rows before the first step.
     """
 
     beta: float = Field(default=0.1, gt=0, le=MOST_COUNT)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    reference: Literal["base", "initial"] = "base"
 
 
 class LossSection(Section):

@@ -25,13 +25,15 @@ def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
     if model.preference is None:
         return
     stage = None if plan is None else plan.module_stages(LANGUAGE_MODEL)[0]
-    if plan and plan.splits_samples or stage and max(stage.cp, stage.fsdp) > 1:
+    if plan and plan.splits_samples or stage and stage.cp > 1:
         raise PlanError(
             "of pairs of answers, the language model's processes must each have both whole: "
-            "accepted: pp, tp and dp; not cp, sharding 'fsdp' or a mapping"
+            "accepted: pp, tp, dp and sharding; not cp or a mapping"
         )
     if model.packing:
         raise PlanError("packing is True, and rows are pairs of answers; accepted: False")
+    if model.preference.asked_once:
+        return
     others = [
         f"{name}/{parameter}"
         for name in model.module_names
@@ -43,7 +45,8 @@ def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
         raise PlanError(
             f"{len(others)} parameters are trained that are no adapters ({others[0]}, ...), and "
             "answers are compared with what the model without its adapters says of them; accepted: "
-            "adapters (train: {lora: {r: 16}}), all else frozen, projectors too"
+            "adapters (train: {lora: {r: 16}}), all else frozen, projectors too; or reference: "
+            "initial"
         )
 
 

@@ -216,6 +216,7 @@ class MultimodalModule(nn.Module):
         labels: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         label_tokens: int | None = None,
+        reference: torch.Tensor | None = None,
         **modalities: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """Loss of a microbatch, in this process.
@@ -228,6 +229,8 @@ class MultimodalModule(nn.Module):
                 one; None for all. Padding is before or after a row's tokens.
             label_tokens: what to divide by; by default the microbatch's own label count, or number
                 of pairs.
+            reference: (B,), of pairs of answers what the reference says of each row; by default
+                the model without its adapters is asked.
             **modalities: per encoder, a dict of its keyword arguments, tensors with at least one
                 item, and ``sample_index`` (n_items,) int64: the row each item belongs to
                 (default: item i to row i, where there are as many items as rows). None for none.
@@ -251,9 +254,23 @@ class MultimodalModule(nn.Module):
             label_tokens = int(label_mask(microbatch["labels"]).sum()) if counted else pairs
         text = text_inputs(microbatch)
         if self.preference is not None:
-            with torch.no_grad(), without_adapters(self):
-                text[REFERENCE] = self._outcome(microbatch, text, label_tokens)
+            if reference is None and self.preference.asked_once:
+                raise ModelError("reference is None; give what the initial weights say of each row")
+            text[REFERENCE] = (
+                self.scores(microbatch, label_tokens) if reference is None else reference
+            )
         return self._outcome(microbatch, text, label_tokens)
+
+    def scores(self, microbatch: dict[str, Any], label_tokens: int = 1) -> torch.Tensor:
+        """(B,), log-probabilities of the labels of each row of a complete microbatch of pairs of
+        answers, without adapters and without gradients.
+
+        Args:
+            microbatch: with all that :meth:`forward` fills in.
+            label_tokens: of no matter.
+        """
+        with torch.no_grad(), without_adapters(self):
+            return self._outcome(microbatch, text_inputs(microbatch), label_tokens)
 
     def _outcome(
         self, microbatch: dict[str, Any], text: dict[str, Any], label_tokens: int
@@ -285,8 +302,9 @@ class MultimodalModule(nn.Module):
             message = stage.run(text, received, self._context(LANGUAGE_MODEL, label_tokens))
         finally:
             stage.detach()
-        assert message.loss is not None  # of a whole language model
-        return message.loss
+        outcome = message.scores if message.loss is None else message.loss
+        assert outcome is not None  # of a whole language model
+        return outcome
 
     @contextlib.contextmanager
     def drawing(self, seed: int, step: int, microbatch: int, batch: int = 0) -> Iterator[None]:

@@ -41,6 +41,8 @@ class StepOutput:
             tokens (padding is none) each of them got.
         source_losses: by number of a source, the mean over its label tokens and how many they are;
             of steps whose samples are of several.
+        rewards: of pairs of answers, as of
+            :meth:`raymm.kernels.preference.PreferenceLoss.rewards`.
     """
 
     loss: float
@@ -53,6 +55,7 @@ class StepOutput:
     losses: dict[str, float] = field(default_factory=dict)
     expert_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     source_losses: dict[int, tuple[float, int]] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def expert_imbalance(self) -> dict[str, float]:

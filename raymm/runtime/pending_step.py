@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from raymm.actors.executor.step_meta import StepResult, measured_timeline
@@ -33,18 +34,33 @@ class PendingStep:
         self._label_tokens = label_tokens
         self._keep = keep  # whoever owns the input references must outlive the step
         self._processes = processes
+        self._rewards: Callable[[Mapping[int, list[float]]], dict[str, float]] | None = None
+
+    def compared(self, rewards: Callable[[Mapping[int, list[float]]], dict[str, float]]) -> None:
+        """Of pairs of answers.
+
+        Args:
+            rewards: what of its output follows from :meth:`scores`.
+        """
+        self._rewards = rewards
 
     def forget(self) -> None:
         """Nobody asks for its output any more."""
         self._handle.forget()
 
     def scores(self) -> dict[int, list[float]]:
-        """Of a step of references: by microbatch, its rows' log-probabilities. Raises as
+        """Of pairs of answers: by microbatch, its rows' log-probabilities. Raises as
         :meth:`result`."""
-        return {
-            microbatch: values for result in self._handle.result()
-            for (_, microbatch), values in result.scores.items()
-        }
+        return self._scores(self._handle.result())
+
+    def _scores(self, results: Sequence[StepResult]) -> dict[int, list[float]]:
+        """Processes that share a microbatch's rows have theirs each, in order."""
+        scores: dict[int, list[float]] = {}
+        pairs = zip(self._processes, results, strict=True)
+        for _, result in sorted(((p.fsdp, r) for p, r in pairs if p.tp == 0), key=itemgetter(0)):
+            for (_, microbatch), values in result.scores.items():
+                scores.setdefault(microbatch, []).extend(values)
+        return scores
 
     def result(self) -> StepOutput:
         """The step's output.
@@ -77,6 +93,7 @@ class PendingStep:
             losses=losses,
             expert_loads=_expert_loads([result for p, result in pairs if p.tp == 0]),
             source_losses=source_losses(r for p, r in pairs if p.tp == 0),
+            rewards={} if self._rewards is None else self._rewards(self._scores(results)),
         )
 
 

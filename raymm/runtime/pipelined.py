@@ -60,6 +60,10 @@ class MultimodalParallelModule(PlannedModule):
         plan: what runs where.
         **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
+    Attributes:
+        references: of pairs of answers that are compared with what the model has said of them at
+            first, :meth:`scores` of that time by ids of rows.
+
     Raises:
         TypeError, ValueError: an option that is none, or cannot be.
         PlanError: before any actor starts, if a rank needs more memory than the plan's limit, or
@@ -79,6 +83,7 @@ class MultimodalParallelModule(PlannedModule):
         self._encoders = model.encoder_names
         self._check = BatchCheck(model, self.options.autocast)
         self._tried = TriedInputs(model)
+        self.references: Mapping[str, float] = {}
         check_loss(model)
         check_preference(model, plan)
         self._tried.retries.update(self._start(plan).builders.retries)
@@ -138,7 +143,7 @@ class MultimodalParallelModule(PlannedModule):
         decode: Decode | None = None,
     ) -> PendingStep:
         """As of every model on actors. Of pairs of answers, what the model without its
-        adapters says of them is waited for first.
+        adapters says of them is waited for first, unless :attr:`references` has it.
 
         Args:
             prepared, update, forward_only, keep: as of
@@ -153,9 +158,38 @@ class MultimodalParallelModule(PlannedModule):
                     f"microbatch {number} has {microbatch.num_samples} rows; accepted: pairs of a "
                     "chosen and a rejected answer, one row after the other"
                 )
+        loss, meta = self.model.preference, prepared[1]
+        if loss.asked_once:
+            references = self._kept_references(meta)
+        else:
+            references = self.scores(prepared)
+        pending = self._submit(prepared, update, forward_only, keep, references=references)
+        pending.compared(lambda scores: loss.rewards(
+            torch.tensor([score for index in range(len(meta)) for score in scores[index]]),
+            torch.cat(references),
+        ))
+        return pending
+
+    def _kept_references(self, meta: Sequence[MicrobatchMeta]) -> list[torch.Tensor]:
+        ids = [microbatch.sample_ids for microbatch in meta]
+        if unknown := [row for rows in ids for row in rows if row not in self.references]:
+            raise BatchError(
+                f"nothing is known of what the model has said of {unknown[0]!r} at first; "
+                "accepted: rows that scores() was asked for before training, by ids in references"
+            )
+        return [torch.tensor([self.references[row] for row in rows]) for rows in ids]
+
+    def scores(
+        self, prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]]
+    ) -> list[torch.Tensor]:
+        """Log-probabilities of the answers of rows, without adapters, (B,) fp32 per microbatch;
+        waits for them.
+
+        Args:
+            prepared: as of :meth:`prepare`.
+        """
         scores = self._submit(prepared, forward_only=True, references=()).scores()
-        references = [torch.tensor(scores[index]) for index in range(len(prepared[1]))]
-        return self._submit(prepared, update, forward_only, keep, references=references)
+        return [torch.tensor(scores[index]) for index in range(len(prepared[1]))]
 
     def _submit(
         self, prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],

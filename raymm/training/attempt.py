@@ -15,6 +15,7 @@ from raymm.config.sections import RunConfig
 from raymm.data import DataConfig, DataWorkerError
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.errors import RunFailedError
+from raymm.evaluation.first_scores import keep_references
 from raymm.evaluation.text_evaluation import TextEvaluation
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -111,6 +112,8 @@ class Attempt:
                 self.data, self.training, parallel.sample_check(), parallel.group.places_beside,
                 self.features,
             )
+            if isinstance(parallel, MultimodalParallelModule):
+                keep_references(parallel, batches.once(), folder, self._say)
             samples = None
             if self.run.log_samples:
                 samples = SampleLog(folder / SAMPLES, parallel.steps_taken)

@@ -95,6 +95,16 @@ class Batches:
             return None
         return tuple(self._data.modalities)
 
+    def once(self) -> Iterator[StepLoader]:
+        """A pass over the training data in their order, then one over the held-out data."""
+        assert isinstance(self._data, DataConfig)
+        yield StepLoader(
+            self._data, "heldout", dataset=self._training.dataset, check=self._check,
+            places=self._places, features=self._features,
+        )
+        if self.modalities is not None:
+            yield self.heldout(None, ())
+
     def heldout(self, steps: int | None, shuffled: Sequence[str]) -> StepLoader:
         """One pass over the held-out data, with some modalities' items in the wrong samples."""
         assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones

@@ -90,9 +90,15 @@ def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
 def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
     """The data configuration, told which token ids the model has embeddings for, and which inputs
     the towers of a whole one take."""
+    preference = getattr(model, "preference", None)
     if not isinstance(data, DataConfig):
+        if preference is not None and preference.asked_once:
+            raise ConfigError(
+                f"reference is {preference.reference!r}, and data are batches in memory, whose "
+                "rows have no ids; accepted: a DataConfig"
+            )
         return data
-    pairs = getattr(model, "preference", None) is not None
+    pairs = preference is not None
     if pairs != data.preferences:
         raise ConfigError(
             f"data.preferences is {data.preferences}, and the model's loss is "

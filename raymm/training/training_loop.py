@@ -332,7 +332,7 @@ class TrainingLoop:
             "peak_memory_bytes": list(output.peak_bytes),
             # Ranks were busy with the step before meanwhile, if one was under way.
             "data_wait_s": round(waited, 4),
-            **self._throughput.after_step(batch.meta, seconds),
+            **self._throughput.after_step(batch.meta, seconds), **output.rewards,
             **observed, **output.expert_metrics, **self._batches.by_source(output.source_losses),
             **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import parity_models as pm
@@ -18,7 +19,7 @@ from raymm.actors.adapters.lora import plain_copy
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import BatchError
-from raymm.model.modality_module import ModalityModule
+from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import PlanError
@@ -45,10 +46,12 @@ def rows(pairs: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def model_of(lora: LoraConfig | None = LORA, **options: Any) -> MultimodalModule:
+def model_of(
+    lora: LoraConfig | None = LORA, reference: str = "base", **options: Any
+) -> MultimodalModule:
     language = ModalityModule(pm.build(pm.llama(tied=False, layers=4), 3), lora=lora, seed=7)
     language = noisy(language) if lora is not None else language
-    loss = PreferenceLoss(BETA)
+    loss = PreferenceLoss(BETA, reference=reference)
     return MultimodalModule({}, language, preference=loss, **options)
 
 
@@ -88,6 +91,15 @@ class Trl:
         batch = self._collate([dict(zip(names, pair, strict=True)) for pair in pairs])
         return self._trainer._compute_loss(self.module, batch, False)
 
+    def rewards(self) -> dict[str, float]:
+        """Of the one loss that was asked for."""
+        metrics = self._trainer._metrics["eval" if not self.module.training else "train"]
+        found = {name: values[0] for name, values in metrics.items() if name.startswith("rewards")}
+        assert set(found) == {
+            f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")
+        }
+        return found
+
     def parameters(self) -> dict[str, torch.Tensor]:
         start = "language_model.module."
         return {
@@ -97,7 +109,7 @@ class Trl:
 
 
 @pytest.mark.parametrize("layout", [
-    {"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2},
+    {"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2}, {"dp": 2, "sharding": "fsdp"},
 ], ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))  # fmt: skip
 def test_loss_gradients_and_steps_are_trls(ray_cluster, tmp_path, layout):
     model = model_of()
@@ -118,6 +130,8 @@ def test_loss_gradients_and_steps_are_trls(ray_cluster, tmp_path, layout):
         assert close(parallel.evaluate(step).loss, due.item(), 1e-5)
         output = parallel.execute(step)
         assert close(output.loss, due.item(), 1e-5) and output.label_tokens == pairs
+        for name, value in trl.rewards().items():
+            assert output.rewards[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
         assert gradient_errors(parallel.gradients(), gradients) == []
         parallel.optimizer.zero_grad()
         optimizer.zero_grad()
@@ -152,7 +166,7 @@ def test_the_loss_is_the_papers(pairs, beta, smoothing):
 
 
 @pytest.mark.parametrize(("layout", "options", "says"), [
-    ({"cp": 2}, {}, "accepted: pp, tp and dp"),
+    ({"cp": 2}, {}, "accepted: pp, tp, dp and sharding"),
     ({}, {"packing": True}, "packing is True"),
     ({}, {"lora": None}, "parameters are trained that are no adapters"),
 ])  # fmt: skip
@@ -162,6 +176,53 @@ def test_what_cannot_be_is_refused_before_anything_starts(layout, options, says)
         MultimodalParallelSpec({}, ParallelSpec(**layout), 1).apply(model)
 
 
+def test_a_model_that_is_all_trained(ray_cluster):
+    """Its reference is what it said before it was trained; the oracle is two models in one
+    process."""
+    model = model_of(lora=None, reference="initial")
+    reference, trained = (pm.build(pm.llama(tied=False, layers=4), 3) for _ in range(2))
+
+    def scores(module: Any) -> torch.Tensor:
+        answers = [(p, a) for pairs in STEP for p, *both in pairs for a in both]
+        return torch.stack([_score(module, prompt, answer) for prompt, answer in answers])
+
+    optimizer = torch.optim.AdamW(
+        trained.parameters(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay)
+    due = scores(reference).detach()
+    step, pairs = [rows(own) for own in STEP], sum(map(len, STEP))
+    with pytest.raises(ModelError, match="reference is None"):
+        model(**step[0])
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        prepared = parallel.prepare(step)
+        prepared = (prepared[0], [
+            replace(meta, sample_ids=tuple(f"{number}.{row}" for row in meta.sample_ids))
+            for number, meta in enumerate(prepared[1])
+        ])
+        with pytest.raises(BatchError, match="'0.0' at first"):
+            parallel.submit(prepared)
+        first = parallel.scores(prepared)
+        torch.testing.assert_close(torch.cat(first), due, rtol=1e-5, atol=1e-6)
+        parallel.references = {
+            row: score for meta, own in zip(prepared[1], first, strict=True)
+            for row, score in zip(meta.sample_ids, own.tolist(), strict=True)
+        }
+        for _ in range(3):
+            loss = PreferenceLoss(BETA)(scores(trained), due) / pairs
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), OPTIMIZER.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert close(parallel.submit(prepared, update=True).result().loss, loss.item(), 1e-5)
+
+
+def _score(module: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt + answer])
+    logs = module(input_ids=ids).logits[0].log_softmax(-1)
+    return sum(logs[len(prompt) + n - 1, token] for n, token in enumerate(answer))
+
+
 def test_rows_that_are_no_pairs(ray_cluster):
     with MultimodalParallelSpec({}, ParallelSpec(), 1).apply(model_of()) as parallel:
         with pytest.raises(BatchError, match="has 3 rows; accepted: pairs"):
@@ -169,6 +230,7 @@ def test_rows_that_are_no_pairs(ray_cluster):
 
 
 @pytest.mark.parametrize(("values", "says"), [
+    ({"reference": "none"}, "reference is 'none'"),
     ({"beta": 0.0}, "beta is 0.0"), ({"label_smoothing": 0.5}, "label_smoothing is 0.5"),
 ])  # fmt: skip
 def test_values_that_are_none(values, says):

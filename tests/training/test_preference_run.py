@@ -46,6 +46,33 @@ def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
     assert curve(run) == whole
 
 
+def test_a_run_that_trains_all_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
+    """Its reference is what it was at its beginning, also after it went on."""
+    full = {
+        "model.language_model.train": "full", "model.encoders.vision.projector_train": "full",
+        "model.loss": {"dpo": {"beta": 0.5, "reference": "initial"}},
+    }
+    config, run = make_config({**changes, **full}), tmp_path / "run"
+    code, text = raymm("train", config)
+    assert code == 0, text
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    whole, losses = curve(run), [row["heldout_loss"] for row in heldout_rows(run)]
+    assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[-1] < losses[0]
+    assert steps[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert steps[-1]["rewards/margins"] > 0 and 0 <= steps[-1]["rewards/accuracies"] <= 1
+    for folder in CheckpointStore(run).committed():
+        if folder.name != "step-00000002":
+            shutil.rmtree(folder)
+    kept = (run / "references.json").read_text()
+    (run / "references.json").unlink()
+    code, text = raymm("train", config)
+    assert code == 2 and "references.json" in text
+    (run / "references.json").write_text(kept)
+    assert raymm("train", config)[0] == 0
+    assert curve(run) == whole
+
+
 @pytest.mark.parametrize(("more", "says"), [
     ({"model.language_model.train": "full"}, "no adapters"),
     ({"run.evaluate": {"every": 1}}, "data are pairs of answers"),
