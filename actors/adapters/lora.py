@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
+from raymm.actors.adapters.quantised import SCALE, quantise, quantised_product
 from raymm.actors.modules.draws import derive_seed
 
 LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -33,6 +34,9 @@ class AdaptedLayer(nn.Module):
     With a magnitude m (DoRA), each row of W + s B A is scaled to the norm that m says; no gradient
     goes through the norms it has (DoRA §4.3), and dropout is of the adapted part only, as in
     ``peft``.
+
+    A quantised weight holds codes, and ``weight_scale`` (out,) what each of its outputs is
+    multiplied with (:mod:`raymm.actors.adapters.quantised`).
     """
 
     weight: nn.Parameter
@@ -40,6 +44,7 @@ class AdaptedLayer(nn.Module):
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter | None
+    weight_scale: nn.Parameter | None
     lora: LoraConfig
     left_out: bool = False
 
@@ -69,10 +74,18 @@ class AdaptedLayer(nn.Module):
 
     def _matrix(self) -> torch.Tensor:
         """W as (out, in)."""
+        scale = self._parameters.get(SCALE)
+        return self._kept() if scale is None else self._kept() * scale[:, None]
+
+    def _kept(self) -> torch.Tensor:
+        """The weight as it is kept, as (out, in)."""
         return self.weight.T if isinstance(self, Conv1D) else self.weight
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self._matrix())
+        scale = self._parameters.get(SCALE)
+        if scale is None:
+            return F.linear(hidden, self._kept())
+        return quantised_product(hidden, self._kept(), scale)
 
     def _low_rank(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(hidden, self.lora_A), self.lora_B) * self.lora.scaling
@@ -86,13 +99,19 @@ class AdaptedLayer(nn.Module):
             norms = self.summed_squares(rows.square().sum(dim=1)).sqrt()
         return own[MAGNITUDE] / norms
 
-    def merged(self) -> torch.Tensor:
-        """The weight of a plain layer that computes the same without dropout, shaped as it is
-        kept."""
+    def plain(self, merged: bool) -> torch.Tensor:
+        """The weight of a plain layer that computes the same without dropout, or without the
+        adapter, shaped as it is kept.
+
+        Args:
+            merged: whether with the adapter.
+        """
         with torch.no_grad():
-            rows = self._matrix() + self.lora.scaling * (self.lora_B @ self.lora_A)
-            if self._parameters.get(MAGNITUDE) is not None:
-                rows = self._scale()[:, None] * rows
+            rows = self._matrix()
+            if merged:
+                rows = rows + self.lora.scaling * (self.lora_B @ self.lora_A)
+                if self._parameters.get(MAGNITUDE) is not None:
+                    rows = self._scale()[:, None] * rows
             return rows.T.contiguous() if isinstance(self, Conv1D) else rows
 
 
@@ -141,6 +160,9 @@ def adapt(
         seed: initial values follow from it and the layer's name: A uniform as ``peft`` has it
             (Kaiming with a = √5), B zeros, magnitudes the weights' norms.
         among: whether a parameter, by its name, is of the part that is frozen.
+
+    Raises:
+        AdapterError: a weight that is to be quantised belongs to another module, too.
     """
     for name, parameter in module.named_parameters():
         if among(name):
@@ -148,8 +170,19 @@ def adapt(
     for name in targets:
         layer = _find(module, name)
         if layer is not None and layer._parameters.get("weight") is not None:
+            if config.base is not None:
+                _check_own(module, name, layer, config.base)
             _adapt_layer(layer, config, derive_seed(seed, "lora", name))
     return module
+
+
+def _check_own(module: nn.Module, name: str, layer: nn.Module, base: str) -> None:
+    for other, child in module.named_modules():
+        if child is not layer and any(p is layer.weight for p in child._parameters.values()):
+            raise AdapterError(
+                f"base is {base!r}, but the weight of {name!r} is that of {other!r}, too; "
+                "accepted: targets without it"
+            )
 
 
 def _find(module: nn.Module, name: str) -> nn.Module | None:
@@ -163,7 +196,14 @@ def _find(module: nn.Module, name: str) -> nn.Module | None:
 
 def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
     weight = cast(nn.Parameter, layer.weight)
-    matrix = weight.T if isinstance(layer, Conv1D) else weight
+    transposed = isinstance(layer, Conv1D)
+    matrix = weight.T if transposed else weight
+    scale = None
+    if config.base is not None:
+        codes, scale = quantise(matrix)
+        matrix = codes * scale[:, None]
+        kept = codes.T.contiguous() if transposed else codes
+        layer._parameters["weight"] = nn.Parameter(kept, requires_grad=False)
     out, inner = matrix.shape
     low = torch.empty(config.r, inner, device=weight.device)
     if not weight.is_meta:
@@ -176,6 +216,20 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
     adapted.lora_B = nn.Parameter(torch.zeros(out, config.r, device=weight.device))
     magnitude = nn.Parameter(matrix.detach().norm(dim=1)) if config.dora else None
     layer.register_parameter(MAGNITUDE, magnitude)
+    if scale is not None:
+        layer.register_parameter(SCALE, nn.Parameter(scale, requires_grad=False))
+
+
+def set_trained(module: nn.Module, trained: bool) -> None:
+    """Train or freeze a whole module; of one with adapters these.
+
+    Args:
+        module: is changed in place.
+        trained: which of both.
+    """
+    adapters = [p for name, p in module.named_parameters() if is_adapter(name)]
+    for parameter in adapters or module.parameters():
+        parameter.requires_grad_(trained)
 
 
 def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
@@ -183,15 +237,15 @@ def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
 
     Args:
         module: on any device; left as it is.
-        merged: whether weights have what the adapters add to them.
+        merged: whether weights have what the adapters add to them. Quantised ones are written out.
     """
     module = copy.deepcopy(module)
     for layer in module.modules():
         if isinstance(layer, AdaptedLayer):
-            if merged:
-                layer.weight.data = layer.merged()
-            for name in ADAPTER_NAMES:
-                del layer._parameters[name]
+            if merged or layer._parameters.get(SCALE) is not None:
+                layer.weight = nn.Parameter(layer.plain(merged), requires_grad=False)
+            for name in ADAPTER_NAMES | {SCALE}:
+                layer._parameters.pop(name, None)
             del layer.lora
             cast(Any, layer).__class__ = _PLAIN[type(layer)]
     return module
@@ -200,6 +254,11 @@ def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
 def has_adapters(module: nn.Module) -> bool:
     """Whether any layer of a module has one."""
     return any(isinstance(child, AdaptedLayer) for child in module.modules())
+
+
+def is_of_base(name: str) -> bool:
+    """Whether a parameter is one of the module without adapters, by its name."""
+    return not is_adapter(name) and name.rpartition(".")[2] != SCALE
 
 
 def is_adapter(name: str) -> bool:

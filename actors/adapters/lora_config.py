@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raymm.errors import InputError
 
 ALL_LINEAR = "all-linear"
+BASES = ("int8",)
 
 
 class AdapterError(InputError, ValueError):
@@ -25,6 +26,8 @@ class LoraConfig:
             a regular expression of whole names; several: names, or what names end with after a
             dot, as ``q_proj`` (``target_modules`` of ``peft``).
         dora: train the norms of the weights' rows, too (DoRA).
+        base: how weights under adapters are kept: None, as they are; ``"int8"``, in a byte per
+            element, with a scale per output (:mod:`raymm.actors.adapters.quantised`).
 
     Raises:
         AdapterError: naming the field.
@@ -35,6 +38,7 @@ class LoraConfig:
     dropout: float = 0.0
     targets: str | tuple[str, ...] = ALL_LINEAR
     dora: bool = False
+    base: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or self.r < 1:
@@ -47,6 +51,11 @@ class LoraConfig:
             raise AdapterError(
                 f"targets is {self.targets!r}; accepted: {ALL_LINEAR!r}, a regular expression of "
                 "layers' whole names, or a tuple of names or their ends"
+            )
+        if self.base is not None and self.base not in BASES:
+            raise AdapterError(
+                f"base is {self.base!r}; accepted: {', '.join(BASES)}, or none (int4 needs kernels "
+                "of a GPU, and none are used)"
             )
 
     @property

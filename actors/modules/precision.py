@@ -33,7 +33,8 @@ def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     for child in module.modules():
         if not isinstance(child, CAST_BY_AUTOCAST):
             continue
-        for name, parameter in child._parameters.items():
+        for name in ("weight", "bias"):  # scales of a quantised weight stay as they are
+            parameter = child._parameters.get(name)
             if parameter is None or parameter.requires_grad:
                 continue
             if parameter.dtype == torch.float32:

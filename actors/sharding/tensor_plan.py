@@ -10,7 +10,7 @@ from typing import NoReturn, cast
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, AdaptedLayer
+from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, SCALE, AdaptedLayer
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.tensor_heads import Heads, count_heads, local_attributes
@@ -320,7 +320,7 @@ class _Planner:
     def _shard_adapter(self, where: str, by_output: bool, ranges: Sequence[Ranges]) -> None:
         """What gives a column's outputs is split, and what takes a row's inputs; the other matrix
         is whole everywhere, and each process sees a part of its gradient."""
-        dims, whole = ({HIGH: 0, MAGNITUDE: 0}, LOW) if by_output else ({LOW: 1}, HIGH)
+        dims, whole = ({HIGH: 0, MAGNITUDE: 0, SCALE: 0}, LOW) if by_output else ({LOW: 1}, HIGH)
         for name, dim in dims.items():
             self.shards[f"{where}.{name}"] = tuple(ParameterShard(dim, own) for own in ranges)
         self.partial.add(f"{where}.{whole}")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from raymm.actors.adapters.lora import adapt, is_adapter
+from raymm.actors.adapters.lora import adapt, is_of_base, set_trained
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.adapters.targets import find_targets
 from raymm.actors.weights.model_part import is_within
@@ -26,6 +26,7 @@ class AdaptedSource(ModuleSource):
         lora: what they are.
         seed: of their initial values.
         targets: names of the layers that have one.
+        frozen: whether the adapters are, too.
         places, outside: the part of the module that is frozen and gets some, as of
             :class:`raymm.actors.weights.model_part.PartSource`; all of it by default.
     """
@@ -67,13 +68,16 @@ class AdaptedSource(ModuleSource):
         return self._adapted(self.base.build(part))
 
     def _adapted(self, module: nn.Module) -> nn.Module:
-        return set_mode(adapt(module, self.targets, self.lora, self.seed, self._is_of))
+        adapt(module, self.targets, self.lora, self.seed, self._is_of)
+        if self.frozen:
+            set_trained(module, False)
+        return set_mode(module)
 
     def check(self) -> list[str]:
         return self.base.check()
 
     def for_names(self, names: Iterable[str]) -> AdaptedSource:
-        own = self.base.for_names(name for name in names if not is_adapter(name))
+        own = self.base.for_names(filter(is_of_base, names))
         return replace(self, base=own)
 
     @property

@@ -250,6 +250,7 @@ class _Roofline:
                 round(count.base_parameters * _FP32_BYTES / self._tp),
                 round(count.parameters * _FP32_BYTES / self._tp),
             ),
+            quantised=count.quantised_share,
         )
 
     def _working(self, count: LayerCount) -> float:

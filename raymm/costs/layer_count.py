@@ -64,6 +64,7 @@ class LayerCount:
         data_elements: what it reads of a microbatch's data, of 4 bytes each.
         base_flops, base_weights, base_parameters: of ``matmul_flops``, ``weight_elements`` and
             ``parameters``, those of weights under adapters.
+        quantised: of ``base_parameters``, those that take a byte each.
     """
 
     matmul_flops: float = 0.0
@@ -89,6 +90,12 @@ class LayerCount:
     base_flops: float = 0.0
     base_weights: float = 0.0
     base_parameters: int = 0
+    quantised: int = 0
+
+    @property
+    def quantised_share(self) -> float:
+        """Of ``base_parameters``."""
+        return self.quantised / max(self.base_parameters, 1)
 
     def __add__(self, other: LayerCount) -> LayerCount:
         def together(name: str) -> Any:
@@ -197,12 +204,15 @@ class _LayerCounter:
         parameters: dict[int, int] = {}
         replicated: dict[int, int] = {}
         base: dict[int, int] = {}
+        quantised: dict[int, int] = {}
         for name in names:
             for leaf, parameter in self.module.get_submodule(name)._parameters.items():
                 if parameter is not None:
                     parameters[id(parameter)] = parameter.numel()
                     if self.matmuls.adapted and not is_adapter(leaf):
                         base[id(parameter)] = parameter.numel()
+                        if parameter.dtype == torch.int8:
+                            quantised[id(parameter)] = parameter.numel()
                     # Of an adapter one of two matrices is shared out.
                     if not self._is_shared_out(name, parameter) or leaf == LOW:
                         replicated[id(parameter)] = parameter.numel()
@@ -226,6 +236,7 @@ class _LayerCounter:
             base_flops=sum(m.flops for m in matmuls if m.base),
             base_weights=sum(m.read for m in matmuls if m.base),
             base_parameters=sum(base.values()),
+            quantised=sum(quantised.values()),
         )
 
     def read(self, before: list[str]) -> float:

@@ -323,6 +323,11 @@ def shard_spec(
                 f"sharding of {spec.name!r} is 'fsdp', and no list of blocks was found in it, "
                 "whose parameters it shares out; use none or zero1"
             )
+        if any(not parameter.is_floating_point() for parameter in skeleton.parameters()):
+            raise PlanError(
+                f"sharding of {spec.name!r} is 'fsdp', and weights under its adapters are "
+                "quantised (base); accepted: 'none', 'zero1' (with dp)"
+            )
         units = language_units if isinstance(spec, LanguageSpec) else block_units
         plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)
         return ShardSpec({"module": plan}, stage.shards)

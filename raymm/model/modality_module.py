@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raymm.actors.adapters.lora import adapt
+from raymm.actors.adapters.lora import adapt, set_trained
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.adapters.targets import find_targets
 from raymm.actors.modules.draws import derive_seed
@@ -152,7 +152,10 @@ class ModalityModule(nn.Module):
         if self.module is not None:
             return LiveSource.of(self.module)
         source = self._described(kind)
-        return source if self.lora is None else AdaptedSource.of(source, self.lora, self._seed)
+        if self.lora is None:
+            return source
+        adapted = AdaptedSource.of(source, self.lora, self._seed)
+        return dataclasses.replace(adapted, frozen=self._frozen)
 
     def _described(self, kind: ModuleKind) -> ModuleSource:
         """Where its weights are from that are not adapters'."""
@@ -262,7 +265,7 @@ class ModalityModule(nn.Module):
         return self
 
     def set_frozen(self, frozen: bool, projector: bool) -> None:
-        """Freeze or train all of the module, or of its projector; neither has adapters.
+        """Freeze or train all of the module, or of its projector; of one with adapters these.
 
         Args:
             frozen: which of both.
@@ -273,7 +276,8 @@ class ModalityModule(nn.Module):
         else:
             self._frozen, module = frozen, self.module
         if module is not None:
-            set_mode(module.requires_grad_(not frozen))
+            set_trained(module, not frozen)
+            set_mode(module)
 
     def materialize(self, kind: ModuleKind = ModuleKind.ENCODER) -> nn.Module:
         """The whole module with weights, in this process."""

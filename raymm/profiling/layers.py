@@ -205,7 +205,8 @@ def _measurements(
                 _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
                 round(times_of.tokens * count.key_value_elements * element_bytes),
                 t.working_bytes, t.forward_bytes, t.data_bytes,
-                _FP32_BYTES * count.base_parameters, options=t.options, halved=t.halved,
+                _FP32_BYTES * count.base_parameters,
+                quantised=count.quantised_share, options=t.options, halved=t.halved,
             )
             for t, count in zip(times_of.layers, counts, strict=True)
         )

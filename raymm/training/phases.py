@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from raymm.actors.adapters.lora import is_adapter
 from raymm.actors.optimizer.optimizer_config import PROJECTOR
 from raymm.config.sections import ConfigError
 from raymm.model.multimodal import MultimodalModule
@@ -24,24 +25,21 @@ class Phases:
     Args:
         model: the description.
         at: by step, after which it holds: by module as plans name it, or that with ``_projector``,
-            ``"full"`` or ``"frozen"``.
+            ``"full"`` or ``"frozen"``; of a module with adapters these are.
         steps: of the run.
-        elastic: whether its replicas come and go.
 
     Raises:
-        ConfigError: a module that is none, or has adapters, or is trained in part.
+        ConfigError: a module that is none, or is trained in part.
     """
 
     def __init__(
         self, model: MultimodalModule | WholeModel, at: Mapping[int, Mapping[str, str]],
-        steps: int, elastic: bool = False,
+        steps: int,
     ) -> None:
         self._at = {step: dict(at[step]) for step in sorted(at) if step < steps}
         self._steps = steps
         if not at:
             return
-        if elastic:
-            raise ConfigError("at is given, and dp is a range; accepted: a number of replicas")
         self._model: MultimodalModule = of_parts(model, "at is given")
         names = sorted({name for changes in at.values() for name in changes})
         self._first = {name: self._mode(name) for name in names}
@@ -53,12 +51,9 @@ class Phases:
         accepted += [f"{n}{PROJECTOR}" for n, e in model.encoders.items() if e.projector]
         if name not in accepted:
             raise ConfigError(f"at names {name!r}; the model's are {', '.join(accepted)}")
-        part, projector = self._part(name)
-        if (part.projector_lora if projector else part.lora) is not None:
-            raise ConfigError(
-                f"at names {name!r}, which has adapters; accepted: modules without"
-            )
-        flags = {p.requires_grad for p in self._skeleton(name).parameters()}
+        parameters = dict(self._skeleton(name).named_parameters())
+        adapters = [p for parameter, p in parameters.items() if is_adapter(parameter)]
+        flags = {p.requires_grad for p in adapters or parameters.values()}
         if len(flags) > 1:
             raise ConfigError(
                 f"at names {name!r}, which is trained in part; accepted: modules that are frozen "

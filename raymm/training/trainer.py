@@ -141,7 +141,7 @@ class Trainer:
         self.training = TrainingData()
         self.stop = StopRequest()
         self._fixed_plan = self.plan
-        self._phases = Phases(model, at, run_config.steps, self._elastic is not None)
+        self._phases = Phases(model, at, run_config.steps)
         self._under_way: Attempt | None = None
         self._changed: list[str] = []
         self._restarted = False
@@ -314,12 +314,12 @@ class Trainer:
     ) -> Result:
         step = self._phases.enter_after(checkpoint, self._say)
         store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
-        self.plan = self._phases.plan(self.plan)
         device = pick_device(self.run.device, self._resources)
         resources, placement = self._resources(device), self._placement()
         resources.check_device(device)
         if self._elastic is not None:
             self.plan, placement = self._elastic.plan(resources, placement)
+        self.plan = self._phases.plan(self.plan)
         if self.plan is None:
             planner = RunPlanner(
                 self.request, self.model, self.data, self.run.precision, self.optimizer, self._say

@@ -27,6 +27,7 @@ PROFILE_FORMAT = 1
 # AdamW keeps a gradient and two moments beside each trainable weight, all in fp32.
 TRAINED_COPIES = 4
 MOMENTS = 2
+QUANTISED_SHARE = 0.25  # of an element's fp32 bytes
 
 
 class ProfileError(InputError, ValueError):
@@ -67,6 +68,7 @@ class LayerCost:
         data_bytes: what it reads of a microbatch's data, which is on the device for the whole step.
         base_bytes: of ``parameter_bytes``, what is frozen where the layer is trained: weights under
             adapters.
+        quantised: share of ``base_bytes`` that is kept in a byte per element, in any compute dtype.
         moments: fp32 numbers that the optimizer keeps of each trained parameter: AdamW two.
         in_bf16: share of the trained parameters that are kept in bf16, with their gradients.
         copied: share of them that have a copy in the compute dtype, where that is not fp32.
@@ -94,6 +96,7 @@ class LayerCost:
     moments: float = MOMENTS
     in_bf16: float = 0.0
     copied: float = 1.0
+    quantised: float = 0.0
     options: tuple[LayerOption, ...] = ()
     halved: LayerBytes | None = None
 
@@ -230,6 +233,7 @@ class CostProfile:
             trained * self.state_share(True, moments_shared_by, cost.moments)
             - trained * (cost.in_bf16 + (1 - cost.copied) * compute_copy_share(self.dtype))
             + frozen * self.state_share(False)
+            - cost.base_bytes * cost.quantised * (self.state_share(False) - QUANTISED_SHARE)
         )
 
     @cached_property

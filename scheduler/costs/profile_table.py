@@ -25,7 +25,7 @@ _INTEGER_FIELDS = (
 # Tables of before they were counted lack them.
 _OPTIONAL_FIELDS = (
     "replicated_bytes", "key_value_bytes", "working_bytes", "forward_bytes", "data_bytes",
-    "base_bytes", "moments", "in_bf16", "copied", "options", "halved",
+    "base_bytes", "moments", "in_bf16", "copied", "quantised", "options", "halved",
 )
 
 
@@ -198,7 +198,7 @@ def _nothing(cost: LayerCost) -> LayerCost:
     return LayerCost(
         0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
         replicated_bytes=cost.replicated_bytes, base_bytes=cost.base_bytes,
-        moments=cost.moments, in_bf16=cost.in_bf16, copied=cost.copied,
+        moments=cost.moments, in_bf16=cost.in_bf16, copied=cost.copied, quantised=cost.quantised,
         options=_no_options(cost.options),
         halved=cost.halved and LayerBytes(0, 0, 0, _no_options(cost.halved.options)),
     )

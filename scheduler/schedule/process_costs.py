@@ -132,6 +132,7 @@ def _process_layer(
         moments=cost.moments,
         in_bf16=cost.in_bf16,
         copied=cost.copied,
+        quantised=cost.quantised,
         options=tuple(
             LayerOption(
                 option.name,

@@ -56,6 +56,8 @@ def with_uncut_modules(
             sum(c.trained_bytes * getattr(c, name) for c in flagged) / max(trained, 1)
             for name in ("moments", "in_bf16", "copied")
         )
+        base = parameters - trained if trainable else 0
+        quantised = sum(c.base_bytes * c.quantised for c in own) / max(base, 1)
         running = [bool(w.backward) for w in done]
         together, halves = _together(own, running), [c.halved for c in own if c.halved]
         costs[node.name] = (
@@ -65,8 +67,7 @@ def with_uncut_modules(
                 sum(c.replicated_bytes for c in own),
                 sum(c.key_value_bytes for c in own),
                 together.working_bytes, together.forward_bytes, sum(c.data_bytes for c in own),
-                parameters - trained if trainable else 0, moments, in_bf16, copied,
-                together.options,
+                base, moments, in_bf16, copied, quantised, together.options,
                 _together(halves, running) if len(halves) == blocks else None,
             ),
             *profile.modules[node.name][blocks:],

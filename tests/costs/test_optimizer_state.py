@@ -39,6 +39,7 @@ CASES = {
     "stochastic, muon": ({"parameters": "bf16_stochastic", "name": "muon"}, None),
     "average": ({"ema": EmaConfig()}, None),
     "average, master": ({"parameters": "bf16_master", "ema": EmaConfig()}, None),
+    "adapters on int8": ({}, LoraConfig(r=4, base="int8")),
     "8-bit adapters": ({"name": "adamw_8bit"}, LoraConfig(r=64)),
 }
 

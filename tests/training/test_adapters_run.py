@@ -6,7 +6,8 @@ import peft
 import pytest
 import torch
 from tiny_run import checkpoint_tensors, curve
-from transformers import AutoModelForCausalLM, SiglipVisionModel
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, SiglipVisionModel, TorchAoConfig
 
 from raymm.actors.adapters.lora import is_adapter
 from raymm.config.build import build_model
@@ -72,6 +73,31 @@ def check_folders(model, raymm, config, inputs, tmp_path):
     assert raymm("export", config, "--out", str(tmp_path / "merged"), "--merge")[0] == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged/language_model").eval()
     assert close(merged(input_ids=ids).logits, due)
+
+
+def test_a_quantised_base(ray_cluster, raymm, changes, inputs, make_config, tmp_path):
+    """Stock ``peft`` on the folder as ``torchao`` quantises it, and as an ordinary folder."""
+    lora = {"lora": {"r": 2, "base": "int8"}}
+    config = make_config({**changes, f"{LLM}.train": lora, "run.steps": 2})
+    assert raymm("train", config)[0] == 0
+    names = {n for n in checkpoint_tensors(tmp_path / "run") if n.startswith("llm/")}
+    assert names and all(map(is_adapter, names))
+    model = build_model(load_config(config))
+    load_into_model(model, CheckpointStore(tmp_path / "run").latest())
+    ids = torch.arange(5, 15)[None]
+    trained = model.language_model.materialize(ModuleKind.LANGUAGE_MODEL).eval()
+    due = trained(input_ids=ids).logits
+    for flags in ((), ("--merge",)):
+        out = tmp_path / ("merged" if flags else "out")
+        assert raymm("export", config, "--out", str(out), *flags)[0] == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged/language_model").eval()
+    assert close(merged(input_ids=ids).logits, due)
+    base = AutoModelForCausalLM.from_pretrained(
+        inputs / "llama", quantization_config=TorchAoConfig(Int8WeightOnlyConfig())
+    ).eval()
+    assert "Int8" in type(base.model.layers[0].mlp.up_proj.weight).__name__
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out/language_model").eval()
+    assert close(loaded(input_ids=ids).logits, due)
 
 
 def close(actual, expected):

@@ -86,9 +86,43 @@ def test_planned_anew(ray_cluster, raymm, make_config, tmp_path):
     assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 4
 
 
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_adapters(ray_cluster, raymm, make_config, inputs, tmp_path, base):
+    """They are frozen and trained again; what is under them never changes."""
+    llm = "model.language_model"
+    run, lora = tmp_path / "run", {"lora": {"r": 2, "base": base}}
+    code, text = raymm("train", make_config({
+        **FROZEN, f"{llm}.config": None, f"{llm}.path": str(inputs / "llama"),
+        f"{llm}.train": lora, "at": {2: {"llm": "frozen"}, 4: {"llm": "full"}},
+    }))
+    assert code == 0, text
+    states = [checkpoint_of(run, step) for step in (2, 4, 6)]
+    layer = "llm/module.model.layers.1.mlp.up_proj"
+    weights, adapters = ([s[f"{layer}.{leaf}"] for s in states] for leaf in ("weight", "lora_B"))
+    assert weights[0].equal(weights[1]) and weights[0].equal(weights[2])
+    assert adapters[0].equal(adapters[1]) and not adapters[1].equal(adapters[2])
+    moments = [f"optimizer/{layer}.lora_B/step" in state for state in states]
+    assert moments == [True, False, True]
+
+
+def test_replicas_that_come_and_go(ray_cluster, raymm, make_config, tmp_path):
+    """Each phase has as many as there is room for; there is for all, so it is a run with as many
+    in numbers."""
+    many = {**FROZEN, "data.microbatches": 2, "run.steps": 4, "at": {2: {"vision": "full"}}}
+    curves = []
+    for name, dp in (("range", {"min": 1, "max": 2}), ("number", 2)):
+        config = make_config({
+            **many, "parallel": {"language_model": {"dp": dp}},
+            "run.storage_path": str(tmp_path / name),
+        }, f"{name}.yaml")
+        code, text = raymm("train", config)
+        assert code == 0 and "after step 2 vision is trained" in text, text
+        curves.append(curve(tmp_path / name))
+    assert curves[0] == curves[1] and len(curves[0]) == 4
+
+
 @pytest.mark.parametrize(("changes", "says"), [
     ({"at": {2: {"audio": "full"}}}, "at names 'audio'; the model's are vision, llm"),
-    ({"at": {2: {"llm": "full"}}, "model.language_model.train": {"lora": {}}}, "has adapters"),
     ({"at": {2: {"llm": "half"}}}, "at.2.llm"),
     ({"at": {0: {"llm": "full"}}}, "at.0"),
 ])  # fmt: skip
