@@ -1,14 +1,15 @@
 """What it costs a run to be able to go on in place, and how long that takes.
 
-A Llama of two stages trains on Ray actors, in turns of as many steps with and without snapshots
-(:class:`raymm.actors.recovery.snapshots.Snapshots`), two steps in flight as the trainer has it.
-`overhead` is what a turn with a snapshot every `--every` steps takes more, as a share of the mean
-of the turns without before and after it, the median over rounds; `overhead_cpu` the same of CPU
-seconds of ranks and driver, which others at work on the machine disturb less; `every_step` and
-`every_step_cpu` of a snapshot per step. `copy_s` is the copy in host memory, the call included,
-which alone is in the steps' way, the least over rounds, and `copy_share` that of a step.
-`heartbeat_share` is what it takes to ask all ranks where they are, as a share of the second between
-two such questions.
+A Llama of two stages trains on Ray actors, in turns of `TURN` steps, every other one of which has a
+snapshot (:class:`raymm.actors.recovery.snapshots.Snapshots`) after its first step; two steps in
+flight as the trainer has it. What a turn with one takes more than the turns without before and
+after it is what a snapshot costs: `snapshot_s`, the median over pairs, and `snapshot_cpu_s`, the
+same of CPU seconds of ranks and driver, which others at work on the machine disturb less.
+`overhead` is what a snapshot every `--every` steps takes as a share of these steps, and what
+heartbeats take of a second, `heartbeat_cpu`, in CPU seconds of all processes; `overhead_cpu` is in
+CPU seconds throughout, `overhead_low` and `overhead_high` are the former's quartiles. `copy_s` is
+the copy in host memory, the call included, which alone is in the steps' way, the least, and
+`copy_share` that of a step. Pairs are measured until `--seconds` are over.
 
 Then a rank is killed: `recovery_s` is from the error until all have gone back to the snapshot,
 `renew_s` of it until all have met anew, medians; `spare_recovery_s` and `spare_renew_s` with a
@@ -46,11 +47,14 @@ from raymm.runtime.embedded.forked_workers import OFF, start_servers
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
-MICROBATCHES, STAGES, IN_FLIGHT, HEARTBEATS = 4, 2, 2, 20
+MICROBATCHES, STAGES, IN_FLIGHT, HEARTBEATS, COPIES = 4, 2, 2, 100, 5
+# Steps of a turn: what is done behind the steps is done by then.
+TURN = 3
+# Pairs of turns at least.
+FEWEST_PAIRS = 4
 CPUS = 4
 # Seconds that a spare may take until it waits.
 WARM_S = 120.0
-WARM_UP_STEPS = 3
 
 
 class Seconds(NamedTuple):
@@ -73,23 +77,20 @@ def build(hidden: int, layers: int, tokens: int) -> tuple[MultimodalModule, list
 
 
 def turn(
-    parallel: MultimodalParallelModule, prepared: Any, steps: int, snapshots: Snapshots | None,
-    every: int,
+    parallel: MultimodalParallelModule, prepared: Any, snapshots: Snapshots | None
 ) -> Seconds:
-    """What so many steps take, the last of which is waited for.
+    """What :data:`TURN` steps take, the last of which is waited for.
 
     Args:
         parallel: the model.
         prepared: a step's microbatches.
-        steps: how many.
-        snapshots: are taken; None for none.
-        every: so many steps.
+        snapshots: of which one is taken after the first step; None for none.
     """
     cpu = _cpu_seconds(parallel)
     start, pending = time.perf_counter(), deque()
-    for number in range(1, steps + 1):
+    for number in range(TURN):
         pending.append(parallel.submit(prepared, update=True))
-        if snapshots is not None and number % every == 0:
+        if snapshots is not None and number == 0:
             snapshots.take(parallel.steps_taken)
         if len(pending) == IN_FLIGHT:
             pending.popleft().result()
@@ -109,14 +110,13 @@ def _cpu_seconds(parallel: MultimodalParallelModule) -> float:
 
 
 def heartbeat(parallel: MultimodalParallelModule) -> float:
-    """Seconds of asking all ranks where they are, as a share of the second between two."""
+    """CPU seconds, of all processes, of asking all ranks where they are, as a share of the second
+    between two such questions."""
     actors = dict(enumerate(parallel.group._actors))
-    times = []
+    cpu = _cpu_seconds(parallel)
     for _ in range(HEARTBEATS):
-        start = time.perf_counter()
         inquire(actors)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) / BEAT_S
+    return (_cpu_seconds(parallel) - cpu) / HEARTBEATS / BEAT_S
 
 
 def copy(parallel: MultimodalParallelModule) -> float:
@@ -158,41 +158,45 @@ def recovery(
 
 
 def costs(
-    parallel: MultimodalParallelModule, prepared: Any, every: int, rounds: int
+    parallel: MultimodalParallelModule, prepared: Any, every: int, seconds: float
 ) -> dict[str, Any]:
-    """What snapshots cost the steps.
+    """What snapshots and heartbeats cost the steps.
 
     Args:
         parallel: the model.
         prepared: a step's microbatches.
-        every: steps of a turn, with a snapshot at its end.
-        rounds: how many turns of each kind.
+        every: steps between two snapshots.
+        seconds: how long to measure.
     """
     snapshots = Snapshots(parallel.group)
-    shares: dict[str, list[Seconds]] = {"every_step": [], "overhead": []}
-    turn(parallel, prepared, WARM_UP_STEPS, snapshots, 1)
-    plain = [turn(parallel, prepared, every, None, 1)]
-    for _ in range(rounds):
-        # Around each turn with snapshots one without: what drifts counts for neither.
-        for name, often in (("every_step", 1), ("overhead", every)):
-            taken = turn(parallel, prepared, every, snapshots, often)
-            plain.append(turn(parallel, prepared, every, None, 1))
-            around = [statistics.mean(times) for times in zip(*plain[-2:], strict=True)]
-            shares[name].append(Seconds(taken.wall / around[0] - 1, taken.cpu / around[1] - 1))
-    step_s = statistics.median(seconds.wall for seconds in plain) / every
-    copies = min(copy(parallel) for _ in range(rounds))
-    result: dict[str, Any] = {
-        "step_s": round(step_s, 4),
-        "step_cpu_s": round(statistics.median(seconds.cpu for seconds in plain) / every, 4),
-        "every": every, "copy_s": round(copies, 4), "copy_share": round(copies / step_s, 4),
-        "heartbeat_share": round(heartbeat(parallel), 4),
+    turn(parallel, prepared, snapshots)
+    deadline = time.monotonic() + seconds
+    plain, extra = [turn(parallel, prepared, None)], []
+    while len(extra) < FEWEST_PAIRS or time.monotonic() < deadline:
+        # Around each turn with a snapshot one without: what drifts counts for neither.
+        taken = turn(parallel, prepared, snapshots)
+        plain.append(turn(parallel, prepared, None))
+        around = [statistics.mean(times) for times in zip(*plain[-2:], strict=True)]
+        extra.append(Seconds(taken.wall - around[0], taken.cpu - around[1]))
+    step_s = statistics.median(seconds.wall for seconds in plain) / TURN
+    step_cpu_s = statistics.median(seconds.cpu for seconds in plain) / TURN
+    beat = heartbeat(parallel)
+    low, middle, high = statistics.quantiles([each.wall for each in extra])
+    cpu = statistics.median(each.cpu for each in extra)
+    copies = min(copy(parallel) for _ in range(COPIES))
+    values = {
+        "step_s": step_s, "step_cpu_s": step_cpu_s, "snapshot_s": middle, "snapshot_cpu_s": cpu,
+        "copy_s": copies, "copy_share": copies / step_s, "heartbeat_cpu": beat,
+        "overhead": middle / (every * step_s) + beat,
+        "overhead_low": low / (every * step_s) + beat,
+        "overhead_high": high / (every * step_s) + beat,
+        "overhead_cpu": cpu / (every * step_cpu_s) + beat,
+    }
+    return {
+        **{name: round(value, 4) for name, value in values.items()},
+        "every": every, "pairs": len(extra),
         "parameters": sum(sum(stages.values()) for stages in parallel.group.num_parameters),
     }
-    for name, values in shares.items():
-        result[name] = round(statistics.median(value.wall for value in values), 4)
-        result[f"{name}_cpu"] = round(statistics.median(value.cpu for value in values), 4)
-    result["overhead_of_rounds"] = [round(value.wall, 4) for value in shares["overhead"]]
-    return result
 
 
 def recoveries(
@@ -210,7 +214,7 @@ def recoveries(
     with MultimodalParallelModule(model, plan, placement=options) as parallel:
         parallel.group.keeps_survivors = True
         snapshots, prepared = Snapshots(parallel.group), parallel.prepare(batch)
-        turn(parallel, prepared, WARM_UP_STEPS, snapshots, 1)
+        turn(parallel, prepared, snapshots)
         times = [recovery(parallel, prepared, snapshots) for _ in range(kills)]
     return {
         f"{name}renew_s": round(statistics.median(renewed for renewed, _ in times), 3),
@@ -226,7 +230,7 @@ def measure(args: Any) -> dict[str, Any]:
     start_embedded_ray(num_cpus=CPUS, log_to_driver=False, logging_level="error")
     with MultimodalParallelModule(model, plan) as parallel:
         prepared = parallel.prepare(batch)
-        result = costs(parallel, prepared, args.every, args.rounds)
+        result = costs(parallel, prepared, args.every, args.seconds)
     for name, spares in (("", 0), ("spare_", 1)):
         result |= recoveries(model, plan, batch, args.kills, spares, name)
     ray.shutdown()
@@ -242,10 +246,10 @@ def main() -> None:
     parser = _common.parser(str(__doc__).split("\n", 1)[0])
     parser.add_argument("--hidden", type=int, default=256, help="the model's hidden size")
     parser.add_argument("--layers", type=int, default=4, help="its layers")
-    parser.add_argument("--tokens", type=int, default=512, help="of a microbatch")
+    parser.add_argument("--tokens", type=int, default=256, help="of a microbatch")
     parser.add_argument("--every", type=int, default=10, help="steps between snapshots")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60, help="of measuring steps")
+    parser.add_argument("--kills", type=int, default=2, help="of each kind of recovery")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = measure(args)

@@ -123,11 +123,16 @@ class SnapshotActor:
 
     def copy_snapshot(self) -> None:
         """Copy what trains, for :meth:`hand_over_snapshot`; nothing after a step that failed."""
-        self._copies.put(None if self._failed else copy_of(self._stages, self._optimizer))
+        copied = None
+        try:
+            if not self._failed:
+                copied = copy_of(self._stages, self._optimizer)
+        finally:  # where there is no memory for one: who hands it over waits for it
+            self._copies.put(copied)
 
     def hand_over_snapshot(self) -> tuple[int | None, Snapshot | None]:
         """What the next :meth:`copy_snapshot` copies, in a thread of its own; and how many steps
-        this process had taken then. None where a step has failed."""
+        this process had taken then. None where a step has failed, or the copy."""
         copied = self._copies.get()
         return (None, None) if copied is None else (copied.progress.steps, packed(copied))
 

@@ -26,7 +26,9 @@ HERE = Path(__file__).resolve().parent
 FOLDERS = [HERE, HERE.parent / "training", HERE.parent]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-from soak_faults import FOLDER, NOT_FINITE_EVERY  # noqa: E402  of these folders
+from soak_faults import NOT_FINITE_EVERY  # noqa: E402  of these folders
+from soak_files import FOLDER, write_json  # noqa: E402
+from soak_places import KINDS, left_out  # noqa: E402
 from soaked_run import UNDISTURBED  # noqa: E402
 from trials import (  # noqa: E402
     EVERY,
@@ -35,7 +37,6 @@ from trials import (  # noqa: E402
     PARTS,
     Trial,
     draw,
-    places,
     rows,
 )
 
@@ -51,8 +52,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=list(PARTS))
-    parser.add_argument("--kind", choices=sorted({kind for there in places().values()
-                                                  for _, _, kind in there}))
+    parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--every", type=int, default=EVERY, help="steps between two")
     parser.add_argument("--draw", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -128,7 +128,7 @@ class SoakRun:
     def _run_part(self, part: str, trials: Sequence[Trial]) -> None:
         (self._folder / part).mkdir()
         self._write(part, trials)
-        ends = 1 + sum(trial.ends_process for trial in trials)
+        ends = 1 + sum(trial.ends for trial in trials)
         for _ in range(ends):
             code = self._start(part).wait()
             ended = time.time()
@@ -143,8 +143,7 @@ class SoakRun:
         self._notes.append(f"{part}: the run ended\n{self._log(part)}")
 
     def _write(self, part: str, trials: Sequence[Trial]) -> None:
-        text = json.dumps([asdict(trial) for trial in trials])
-        (self._folder / part / "trials.json").write_text(text)
+        write_json(self._folder / part / "trials.json", [asdict(trial) for trial in trials])
 
     def _done(self, part: str) -> list[Trial]:
         text = (self._folder / part / "trials.json").read_text()
@@ -190,6 +189,9 @@ class SoakRun:
         for trial in trials:
             if trial.new_step is None or not trial.identical or not trial.named:
                 print(f"not as it should be: {trial}")
+        print("not drawn, as they cannot be:")
+        for reason, which in left_out().items():
+            print(f"  {reason}: {'; '.join(which)}")
         print(*self._notes, sep="\n")
         not_finite = [
             row["step"] for part in self._of_part

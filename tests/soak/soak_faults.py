@@ -16,7 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+import run_processors  # pyright: ignore[reportMissingImports]
 import torch
+from soak_files import DRIVER, FAULT, FOLDER, RAYLETS, write_json
 
 from raymm.actors.executor.executor import Executor
 from raymm.actors.faults.whereabouts import Whereabouts
@@ -28,9 +31,8 @@ from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
 from raymm.scheduler.program.program import BACKWARDS, FORWARDS, Op
 
-FOLDER = "RAYMM_SOAK_FOLDER"
 # Inputs of so many-th steps are not finite, in the undisturbed run, too.
-NOT_FINITE_EVERY = 30
+NOT_FINITE_EVERY = 10
 # What instructions are called in a plan of faults.
 PHASES = {
     **dict.fromkeys(map(Op, FORWARDS), "forward"), **dict.fromkeys(map(Op, BACKWARDS), "backward"),
@@ -51,34 +53,40 @@ def causal(
     return token_layout.causal(length, spans, document_lengths)
 
 
+def image(path: str) -> dict[str, torch.Tensor]:
+    """A picture, by a data worker; the driver makes some, too, of which nothing is to come."""
+    if MOMENT.role is None and os.environ.get(DRIVER) != str(os.getpid()):
+        MOMENT.role = "data worker"
+    MOMENT.reached("loading")
+    return run_processors.image(path)
+
+
 class _Moment:
     """When something is to go wrong in this process."""
 
     def __init__(self) -> None:
         self.folder = Path(os.environ.get(FOLDER, "/nowhere"))
-        self.rank: int | None = None
+        self.role: str | None = None
         self.evaluating = False
 
     def reached(self, phase: str) -> None:
         """This process is there: does what the file says, if it says so."""
-        file = self.folder / "fault.json"
-        if self.rank is None or not file.exists():
+        file = self.folder / FAULT
+        if self.role is None or not file.exists():
             return
         try:
             fault = json.loads(file.read_text())
-            if (fault["rank"], fault["phase"]) != (self.rank, phase):
+            if (fault["role"], fault["phase"]) != (self.role, phase):
                 return
             taken = self.folder / f"taken-{fault['number']}.json"
             file.rename(taken)  # by one process only
         except (OSError, ValueError):
             return
-        writing = self.folder / f".taken-{fault['number']}.json"
-        writing.write_text(json.dumps({**fault, "at": time.time(), "pid": os.getpid()}))
-        writing.rename(taken)
-        _go_wrong(fault["kind"])
+        write_json(taken, {**fault, "at": time.time(), "pid": os.getpid()})
+        _go_wrong(fault["kind"], self.folder)
 
 
-def _go_wrong(kind: str) -> None:
+def _go_wrong(kind: str, folder: Path) -> None:
     if kind == "MemoryError":
         raise MemoryError("no memory, says the soak")
     if kind == "slow disk":
@@ -88,6 +96,9 @@ def _go_wrong(kind: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
     elif kind == "hang":
         time.sleep(3600)
+    elif kind == "node":
+        raylets = json.loads((folder / RAYLETS).read_text())
+        os.kill(raylets[ray.get_runtime_context().get_node_id()], signal.SIGKILL)
     else:
         os.kill(os.getpid(), getattr(signal, kind.partition(",")[0]))
 
@@ -135,7 +146,7 @@ def _observed_write(write: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed_connections(made: Any) -> Any:
     def connected(self: Connections, spec: Any, *args: Any) -> None:
-        MOMENT.rank = spec.rank
+        MOMENT.role = f"rank {spec.rank}"
         (MOMENT.folder / f"rank-{spec.rank}.pid").write_text(str(os.getpid()))
         made(self, spec, *args)
 

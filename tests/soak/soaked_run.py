@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ os.environ.update(
     OMP_NUM_THREADS="1", RAY_memory_monitor_refresh_ms="0",
     PYTHONPATH=os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]),
 )
+from soak_files import DRIVER, RAYLETS, write_json  # noqa: E402  of these folders
+
 UNDISTURBED = "undisturbed"
 STORE_BYTES = 150 * 2**20
 
@@ -37,15 +38,15 @@ def main(folder: Path, part: str, steps: int) -> None:
     from raymm.runtime.embedded.forked_workers import start_servers
 
     start_servers(2, ["transformers.models.llama.modeling_llama"])
-    kill_node = None
+    own, nodes = folder / part, None
+    os.environ[DRIVER] = str(os.getpid())
     if part == "several nodes":
-        kill_node = _nodes()
+        nodes = Nodes(own / RAYLETS)
     else:
         start_embedded_ray(num_cpus=4, log_to_driver=False, object_store_memory=STORE_BYTES)
     from soaking import Soak, Times
     from trials import Trial
 
-    own = folder / part
     trainer = _trainer(folder / "inputs", own / "run", part, steps)
     trainer.callbacks = (*trainer.callbacks, Times(own / "times.txt"))
     if part != UNDISTURBED:
@@ -53,8 +54,7 @@ def main(folder: Path, part: str, steps: int) -> None:
 
         trials = [Trial(**values) for values in json.loads((own / "trials.json").read_text())]
         soak = Soak(
-            trials, own, lambda: trainer.stop.ask(StopReason("the soak is over")),
-            kill_node or (lambda: None),
+            trials, own, lambda: trainer.stop.ask(StopReason("the soak is over")), nodes
         )
         trainer.callbacks = (*trainer.callbacks, soak)
     try:
@@ -79,7 +79,7 @@ def _trainer(inputs: Path, run: Path, part: str, steps: int) -> Any:
         "run.eval_shuffled": False, "run.eval_steps": 1, "run.log_samples": True,
         "run.log_every": 50, "run.max_skipped_steps": 100, "run.spares": int("spare" in part),
         "data.heldout": str(inputs / "heldout.jsonl"), "resources.cpus": 1 if several else 0.25,
-        "data.worker_cpus": 0,
+        "data.worker_cpus": 0, "data.modalities.vision.processor": "soak_faults:image",
     }.items():
         change(values, path, value)
     config = parse_config(values)
@@ -90,31 +90,48 @@ def _trainer(inputs: Path, run: Path, part: str, steps: int) -> Any:
     )
 
 
-def _nodes() -> Callable[[], None]:
-    """A cluster of three nodes of one rank each; returns what kills one of them that is not this
-    process's own, and adds another one."""
-    import ray
-    import ray._private.state
-    from ray.cluster_utils import Cluster
+class Nodes:
+    """A cluster: this process's own node, on which no rank is, and three for two ranks.
 
-    options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"include_dashboard": False, **options}
-    )
-    nodes = {node.node_id: node for node in (cluster.add_node(**options) for _ in range(2))}
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    Args:
+        file: gets the process of every node's server, by Ray's id of the node.
+    """
 
-    def kill() -> None:
-        ranks = [
+    def __init__(self, file: Path) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._file = file
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._raylets: dict[str, int] = {}
+        for _ in range(3):
+            self.add(wait=True)
+        ray.init(
+            address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR
+        )
+
+    def add(self, wait: bool = False) -> None:
+        """Another one.
+
+        Args:
+            wait: until it is there.
+        """
+        node = self._cluster.add_node(
+            wait=wait, num_cpus=1, object_store_memory=STORE_BYTES
+        )
+        self._raylets[node.node_id] = node.all_processes["raylet"][0].process.pid
+        write_json(self._file, self._raylets)
+
+    def kill(self) -> None:
+        """Kill one that has a rank."""
+        import ray._private.state
+
+        victim = next(
             actor["Address"]["NodeID"] for actor in ray._private.state.actors().values()
             if actor["State"] == "ALIVE" and actor["ActorClassName"] == "RankActor"
-        ]
-        victim = nodes.pop(next(node for node in ranks if node in nodes))
-        os.kill(victim.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-        node = cluster.add_node(wait=False, **options)
-        nodes[node.node_id] = node
-
-    return kill
+        )
+        os.kill(self._raylets[victim], signal.SIGKILL)
 
 
 if __name__ == "__main__":

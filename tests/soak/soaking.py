@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,16 +15,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import ray._private.state
+import ray
 from processes import descendants, titles  # pyright: ignore[reportMissingImports]
+from soak_files import FAULT, write_json
+from soak_places import RANKS, STOPPED
 from trials import EVERY, Trial
 
 from raymm import Callback
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.recovery.run_controller import RunController
+from raymm.training.run_checkpoints import RunCheckpoints
 
 # Seconds until a process that was stopped goes on.
 STOPPED_S = 1.5
+# Seconds that an operation on files takes on the slow disk.
+SLOW_DISK_S = 3.0
 # Seconds that a spare may take to be warm, which what goes wrong waits for.
 WARM_S = 60.0
 # Python's audit events of what touches files.
@@ -51,14 +58,14 @@ class Soak(Callback):
         trials: what; filled in.
         folder: where ranks look for it, and where this writes what became of them.
         end: ends the run, once all are over.
-        kill_node: kills a node with a rank, and adds another one.
+        nodes: of the cluster, where there are several.
     """
 
     def __init__(
         self, trials: Sequence[Trial], folder: Path, end: Callable[[], None],
-        kill_node: Callable[[], None] = lambda: None,
+        nodes: Any = None,
     ) -> None:
-        self.trials, self._folder, self._end, self._kill_node = trials, folder, end, kill_node
+        self.trials, self._folder, self._end, self._nodes = trials, folder, end, nodes
         self._left = [trial for trial in trials if trial.new_step is None]
         self._now: Trial | None = None
         if self._left and self._left[0].at is not None:  # this process is started anew
@@ -67,11 +74,13 @@ class Soak(Callback):
         self._last = max((trial.last_step for trial in trials), default=0)
         self._due = self._last + EVERY
         self.group: Any = None
-        self._operations: int | None = None  # of files, until this process ends
-        self._in_evaluation = False
+        self._operations: int | None = None  # of files, until what is to go wrong does
+        sys.addaudithook(self._audit)
         _note(self)
 
     def on_start(self, run: Any) -> None:
+        if self._now is not None and self._now.phase == "start" and self._now.hits < 2:
+            self._end_process(self._now)
         self._goes_back_to(run.first_step)
 
     def on_restart(self, restart: Any) -> None:
@@ -88,6 +97,9 @@ class Soak(Callback):
             return
         now, self._last = self._now, step
         if now is not None:
+            if now.kind == "NaN input" and "not_applied" in row:
+                now.at = now.recovered = time.time()
+                now.text += f"step {step} was not applied"
             now.last_step = step
             if self._is_over(now):
                 now.new_step = time.time()
@@ -100,14 +112,17 @@ class Soak(Callback):
                 self._end()
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
-        if self._now is not None and self._now.phase == "evaluation" and self._in_evaluation:
-            self._end_process(self._now)
+        if self._now is not None and (self._now.role, self._now.phase) == ("driver", "evaluation"):
+            self._hit_driver(self._now)
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        now = self._now
+        if now is not None and now.kind == "full disk" and self._hit(now):  # it saves again
+            now.recovered = time.time()
 
     def write(self) -> None:
         """What is known of all trials."""
-        texts = json.dumps([asdict(trial) for trial in self.trials])
-        (self._folder / ".trials.json").write_text(texts)
-        (self._folder / ".trials.json").rename(self._folder / "trials.json")
+        write_json(self._folder / "trials.json", [asdict(trial) for trial in self.trials])
 
     def _begin(self, trial: Trial) -> None:
         self._now, trial.last_step = trial, self._last
@@ -116,29 +131,31 @@ class Soak(Callback):
             while not self.group.has_spare() and time.monotonic() < deadline:
                 time.sleep(0.05)
         begin = {
-            "data worker": lambda: self._signal(trial, _pids("DataWorker")[0]),
             "spare": lambda: self._signal(trial, self._spare()),
             "driver": lambda: self._driver(trial),
             "raylet": lambda: self._signal(trial, _server("raylet/raylet")),
             "GCS": lambda: self._signal(trial, _server("gcs/gcs_server")),
             "node": lambda: self._node(trial),
-        }.get(trial.role, lambda: self._rank(trial))
+        }.get(trial.role, lambda: self._actor(trial, trial.role, trial.kind))
         begin()
 
-    def _rank(self, trial: Trial) -> None:
-        assert trial.rank is not None
-        fault = {"number": trial.number, "rank": trial.rank, "phase": trial.phase,
-                 "kind": trial.kind}
-        (self._folder / "new.json").write_text(json.dumps(fault))
-        (self._folder / "new.json").rename(self._folder / "fault.json")
+    def _actor(self, trial: Trial, role: str, kind: str) -> None:
+        if kind == "NaN input":  # the next one comes by itself
+            return
+        fault = {"number": trial.number, "role": role, "phase": trial.phase, "kind": kind}
+        write_json(self._folder / FAULT, fault)
         if trial.phase in ("recovery", "start"):  # there has to be one
-            victim = trial.rank if trial.phase == "start" else 1 - trial.rank
-            os.kill(int((self._folder / f"rank-{victim}.pid").read_text()), signal.SIGKILL)
-        if trial.survives:
+            rank = int(role[-1])
+            self._kill_rank(rank if trial.phase == "start" else 1 - rank)
+        if trial.survives or trial.role == "node":
             threading.Thread(target=self._outlive, args=(trial,), daemon=True).start()
+
+    def _kill_rank(self, rank: int) -> None:
+        os.kill(int((self._folder / f"rank-{rank}.pid").read_text()), signal.SIGKILL)
 
     def _signal(self, trial: Trial, pid: int) -> None:
         trial.at = time.time()
+        trial.hits += 1
         self.write()  # this process may end by it
         os.kill(pid, getattr(signal, trial.kind.partition(",")[0]))
         if trial.survives:
@@ -152,20 +169,23 @@ class Soak(Callback):
         return place["pid"]
 
     def _node(self, trial: Trial) -> None:
-        trial.at = time.time()
-        self._kill_node()
+        if trial.phase == "between steps":
+            trial.at = time.time()
+            self._nodes.kill()
+            self._nodes.add()
+        else:  # of the rank, which kills the node that it is on
+            self._actor(trial, f"rank {trial.number % RANKS}", "node")
 
     def _driver(self, trial: Trial) -> None:
-        if trial.phase == "between steps":
-            self._end_process(trial)
-        elif trial.phase == "evaluation":
-            self._in_evaluation = True
-        else:
+        if trial.phase in ("between steps", "start"):
+            self._hit_driver(trial)
+        elif trial.phase == "recovery":
+            self._kill_rank(trial.number % RANKS)
+        elif trial.phase != "evaluation":
             self._operations = int(trial.phase.rpartition(" ")[2])
-            sys.addaudithook(self._audit)
 
     def _audit(self, event: str, args: Sequence[Any]) -> None:
-        """Ends this process at one of the operations on files of a checkpoint."""
+        """Something goes wrong at one of the operations on files of a checkpoint."""
         if self._operations is None or event not in OPERATIONS or "checkpoints" not in str(args[0]):
             return
         if self._operations:
@@ -173,21 +193,43 @@ class Soak(Callback):
             return
         self._operations = None
         assert self._now is not None
-        self._end_process(self._now)
+        self._hit_driver(self._now)
+
+    def _hit_driver(self, trial: Trial) -> None:
+        if trial.kind == "SIGKILL":
+            return self._end_process(trial)
+        trial.at, trial.hits = time.time(), trial.hits + 1
+        if trial.kind == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if trial.kind == "slow disk":
+            time.sleep(SLOW_DISK_S)
+        else:
+            wake = f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        trial.recovered = time.time()
 
     def _end_process(self, trial: Trial) -> None:
-        trial.at = time.time()
+        trial.at, trial.hits = time.time(), trial.hits + 1
         self.write()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _outlive(self, trial: Trial) -> None:
-        while not (taken := self._taken(trial)):
+        while not self._hit(trial):
             time.sleep(0.05)
-        trial.at = taken["at"]
-        if trial.kind.startswith("SIGSTOP"):
+        if trial.role == "node":
+            return self._nodes.add()
+        if trial.kind == STOPPED:
             time.sleep(STOPPED_S)
-            os.kill(taken["pid"], signal.SIGCONT)
-        trial.recovered = time.time()
+            os.kill(self._taken(trial)["pid"], signal.SIGCONT)
+        if trial.kind != "full disk":
+            trial.recovered = time.time()
+
+    def _hit(self, trial: Trial) -> bool:
+        """Whether it has gone wrong by now."""
+        if trial.at is None and "at" in (taken := self._taken(trial)):
+            trial.at, trial.hits = taken["at"], 1
+        return trial.at is not None
 
     def _taken(self, trial: Trial) -> dict[str, Any]:
         file = self._folder / f"taken-{trial.number}.json"
@@ -198,16 +240,21 @@ class Soak(Callback):
         return taken if "at" in taken else {}
 
     def _is_over(self, trial: Trial) -> bool:
-        if trial.rank is not None and trial.at is None:
-            trial.at = self._taken(trial).get("at")
-        return trial.at is not None and trial.recovered is not None and (
-            trial.recovered >= trial.at
+        return self._hit(trial) and trial.recovered is not None and (
+            trial.recovered >= (trial.at or 0.0)
         )
 
     def decided(self, text: str) -> None:
         """The driver knows, and says who it was; of what happens within a recovery, too."""
         if self._now is not None:
             self._now.decided = time.time()
+            self.said(text)
+            if (self._now.role, self._now.phase) == ("driver", "recovery"):
+                self._end_process(self._now)
+
+    def said(self, text: str) -> None:
+        """A line of the run's."""
+        if self._now is not None:
             self._now.text += f"{text}\n"
             self.write()
 
@@ -215,7 +262,7 @@ class Soak(Callback):
 def _note(soak: Soak) -> None:
     """Have the driver's controller say when it decides, and its group that it is there."""
     controller: Any = RunController
-    decide, start = RunController.decide, RankGroup.__init__
+    decide, start, make = RunController.decide, RankGroup.__init__, RunCheckpoints.__init__
 
     def decided(self: RunController, cause: Any, text: str, *args: Any) -> Any:
         soak.decided(text)
@@ -225,16 +272,22 @@ def _note(soak: Soak) -> None:
         soak.group = self
         start(self, *args, **options)
 
+    def made(self: RunCheckpoints, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        say = self._say
+
+        def said(text: str) -> None:
+            if "could not be saved" in text:
+                soak.said(text)
+            say(text)
+
+        self._say = said
+
+    checkpoints: Any = RunCheckpoints
+    checkpoints.__init__ = made
     controller.decide = decided
     group: Any = RankGroup
     group.__init__ = started
-
-
-def _pids(kind: str) -> list[int]:
-    return sorted(
-        actor["Pid"] for actor in ray._private.state.actors().values()
-        if actor["State"] == "ALIVE" and actor["ActorClassName"] == kind
-    )
 
 
 def _server(title: str) -> int:

@@ -28,7 +28,8 @@ def test_a_run_in_which_things_go_wrong_is_the_run_without() -> None:
 
 def test_everything_has_its_turn_before_anything_has_a_second() -> None:
     """Of each part; the same seed gives the same order."""
-    from tests.soak.trials import PARTS, draw, places
+    from soak_places import places  # pyright: ignore[reportMissingImports]
+    from trials import PARTS, draw  # pyright: ignore[reportMissingImports]
 
     for part, there in places().items():
         drawn = [(t.role, t.phase, t.kind) for t in draw(len(there) + 1, 3, part)]
@@ -37,3 +38,19 @@ def test_everything_has_its_turn_before_anything_has_a_second() -> None:
     assert {part: sum(t.part == part for t in trials) for part in PARTS} == PARTS
     assert trials == draw(100, 0) != draw(100, 1)
     assert [trial.number for trial in trials] == list(range(100))
+
+
+def test_what_is_not_drawn_is_said_why() -> None:
+    """Each combination of role, phase and kind is drawn in some part, or has a reason not to be."""
+    from soak_places import (  # pyright: ignore[reportMissingImports]
+        combinations,
+        left_out,
+        places,
+        why_not,
+    )
+
+    drawn = {place for there in places().values() for place in there}
+    every = combinations()
+    assert len(every) == len(set(every)) and drawn < set(every)
+    assert drawn == {place for place in every if not why_not(place)}
+    assert all(left_out().values()) and "" not in left_out()

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-RANKS = 2
+from soak_places import RANKS, STOPPED, Place, places
+
 # Steps between what goes wrong and the next such thing.
 EVERY_VARIABLE = "RAYMM_SOAK_EVERY"
 EVERY = int(os.environ.get(EVERY_VARIABLE, "3"))
-STOPPED = "SIGSTOP, SIGCONT"
 # Parts of a soak, each a run of its own, and how many of a hundred things go wrong in it: with new
 # processes in place of the lost ones, with a spare, with a driver that is started anew, and on
 # several nodes.
-PARTS = {"in place": 70, "with a spare": 15, "the same command": 10, "several nodes": 5}
-WRITING = ("checkpoint: create", "checkpoint: write", "checkpoint: sync", "checkpoint: written")
-PHASES = (
-    "forward", "backward", "message", "reduction", "optimizer", "snapshot", "snapshot: hand over",
-    "checkpoint: copy", *WRITING, "evaluation", "recovery",
-)
-# Where an error is raised, and not where it is only noticed by who waits for the result.
-RAISES = ("forward", "backward", "message", "reduction", "optimizer", "evaluation")
-# Where code of the user's runs.
-USERS = ("forward", "backward", "evaluation")
-# Operations on files while the driver commits a checkpoint.
-OPERATIONS = 10
+PARTS = {"in place": 65, "with a spare": 15, "the same command": 10, "several nodes": 10}
+# What is said of what a run survives.
+SAID = {"full disk": "could not be saved", "NaN input": "not applied"}
 
 
 @dataclass
@@ -42,6 +33,7 @@ class Trial:
             ``"node"``, ``"GCS"``.
         phase: while it does what.
         kind: what goes wrong.
+        hits: how often it did.
         at, decided, recovered, new_step: when it did, when the driver knew, when all had gone back,
             and when a step was taken that had not been taken before; seconds.
         redone: steps that were taken again.
@@ -55,6 +47,7 @@ class Trial:
     role: str
     phase: str
     kind: str
+    hits: int = 0
     at: float | None = None
     decided: float | None = None
     recovered: float | None = None
@@ -72,12 +65,20 @@ class Trial:
     @property
     def survives(self) -> bool:
         """Whether the run is to go on as if nothing were."""
-        return self.kind in (STOPPED, "slow disk", "full disk") or self.role == "spare"
+        return (
+            self.kind in (STOPPED, "slow disk", "full disk", "NaN input") or self.role == "spare"
+            or self.kind == "MemoryError" and self.phase.startswith("snapshot")
+        )
 
     @property
     def ends_process(self) -> bool:
         """Whether the run's own process ends by it, and the same command goes on."""
         return self.part == "the same command" and not self.survives
+
+    @property
+    def ends(self) -> int:
+        """How often the run's own process ends by it: at its start, a second time."""
+        return self.ends_process + (self.ends_process and self.phase == "start")
 
     @property
     def named(self) -> bool:
@@ -86,43 +87,18 @@ class Trial:
             "data worker": "data worker", "node": "node ", "raylet": "(raylet)",
             "GCS": "server (GCS)", **{f"rank {n}": f"rank {n} " for n in range(RANKS)},
         }.get(self.role, "")
-        return self.survives or who in self.text
-
-
-Place = tuple[str, str, str]
-
-
-def places() -> dict[str, list[Place]]:
-    """Role, phase and kind of all that can go wrong, by part."""
-    ranks = [f"rank {number}" for number in range(RANKS)]
-    in_place = [
-        *itertools.product(ranks, PHASES, ("SIGKILL", "SIGSTOP", STOPPED)),
-        *itertools.product(ranks, RAISES, ("MemoryError",)),
-        *itertools.product(ranks, USERS, ("hang",)),
-        *itertools.product(ranks, ("checkpoint: write",), ("full disk", "slow disk")),
-        *itertools.product(ranks, ("start",), ("SIGSTOP", STOPPED)),
-        *[("data worker", "loading", "SIGKILL")] * 4,
-    ]
-    spare = [
-        *itertools.product(ranks, ("forward", "backward", "optimizer", "message"), ("SIGKILL",)),
-        *itertools.product(ranks, ("forward",), ("SIGSTOP", "hang")),
-        *itertools.product(["spare"], ["waiting"], ("SIGKILL", "SIGSTOP")),
-    ]
-    command = [
-        ("driver", "between steps", "SIGKILL"), ("driver", "evaluation", "SIGKILL"),
-        *[("driver", f"checkpoint: file {n}", "SIGKILL") for n in range(OPERATIONS)],
-        ("raylet", "between steps", "SIGKILL"), ("GCS", "between steps", "SIGKILL"),
-        ("GCS", "between steps", STOPPED), ("raylet", "between steps", STOPPED),
-    ]
-    nodes = [("node", "between steps", "SIGKILL")]
-    return dict(zip(PARTS, (in_place, spare, command, nodes), strict=True))
+        if self.kind in SAID:
+            who = SAID[self.kind]
+        elif self.survives:
+            return True
+        return who in self.text
 
 
 def draw(
     kills: int, seed: int, part: str | None = None, kind: str | None = None
 ) -> list[Trial]:
-    """Trials of all parts, in each of all its places in a random order, none twice before all were
-    there.
+    """Trials of all parts, in each in a random order, in which those come first whose role, phase
+    and kind were there least; none twice before all were there.
 
     Args:
         kills: how many.
@@ -135,13 +111,17 @@ def draw(
     if part is None:
         counts = {name: kills * share // 100 for name, share in PARTS.items()}
     counts[part or "in place"] += kills - sum(counts.values())
+    seen: Counter[str] = Counter()
     for name, there in places().items():
-        there = [place for place in there if kind in (None, place[2])]
-        drawn: list[Place] = []
-        while len(drawn) < counts[name]:
-            generator.shuffle(there)
-            drawn += there
-        trials += [(name, *place) for place in drawn[: counts[name]]]
+        left: list[Place] = []
+        for _ in range(counts[name]):
+            if not left:
+                left = [place for place in there if kind in (None, place.kind)]
+                generator.shuffle(left)
+            place = min(left, key=lambda each: sum(seen[word] for word in each))
+            left.remove(place)
+            seen.update(place)
+            trials.append((name, *place))
     return [Trial(number, *trial) for number, trial in enumerate(trials)]
 
 

@@ -129,6 +129,40 @@ def test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost(
     assert store.finish() is None and newest_step(tmp_path) == 1
 
 
+def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path, monkeypatch):
+    """One that can be written in between, and the count begins anew."""
+    ranks.set()
+    is_full, said, told = True, [], []
+
+    def write(group, method, folder):
+        parts = write_copies(group, method, folder)
+        if is_full:
+            raise ShardError(f"cannot write {folder}/model-rank1.safetensors: No space left")
+        return parts
+
+    class Callbacks:
+        def checkpoint(self, saved):
+            told.append(saved.step)
+
+    monkeypatch.setattr(checkpoint, "call_ranks_behind", write)
+    store, running = CheckpointStore(tmp_path), Running(1)
+    checkpoints = RunCheckpoints(store, running, Callbacks(), said.append, True)
+
+    def save(step):
+        running.steps_taken = step
+        checkpoints.take(step)
+        checkpoints.finish()
+
+    for step, is_full in ((1, True), (2, True), (3, False), (4, True), (5, True)):
+        save(step)
+    with pytest.raises(RunFileError, match="step 6 could not be saved: .*No space left; .*03 sta"):
+        is_full = True
+        save(6)
+    assert told == [3] and checkpoints.saved == 3 and len(store.committed()) == 1
+    lines = [line for line in said if "could not be saved" in line]
+    assert len(lines) == 4 and all("The run goes on, and saves when" in line for line in lines)
+
+
 def test_what_is_not_finite_is_not_committed(ranks, tmp_path):
     ranks.set()
     store, running = CheckpointStore(tmp_path), Running(1)

@@ -359,7 +359,7 @@ class StepBuilder:
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
                 return make(inputs if isinstance(item, tuple) else inputs[0])
-        except DataError:
+        except (DataError, MemoryError):  # that is the process's, whatever the sample
             raise
         except USER_CODE_RAISES as error:  # a decoder raises whatever its format library raises
             reason = f"cannot be read ({type(error).__name__}: {error})"

@@ -104,6 +104,8 @@ class DataWorker(ObservedActor):
         except DataError as error:
             error.__cause__ = error.__context__ = None  # may not be picklable
             return error, *parts
+        except MemoryError:  # another process may have some: Ray says who had none
+            raise
         except USER_CODE_RAISES as error:
             failure = DataError(f"a data worker failed: {type(error).__name__}: {error}")
             failure.add_note(traceback.format_exc())

@@ -47,6 +47,17 @@ def test_skipping_keeps_the_rest_and_reports(make_config, tmp_path):
         builder(config).build([2, 6])
 
 
+def test_a_process_without_memory_leaves_no_sample_out(make_config, monkeypatch):
+    """What it raises is of the moment; a sample that is left out would be in no other run."""
+    def no_memory(*args):
+        raise MemoryError("no memory")
+
+    steps = builder(make_config(on_error="skip"))
+    monkeypatch.setattr("raymm.data.loading.builder.processor_input", no_memory)
+    with pytest.raises(MemoryError):
+        steps.build([0, 1, 2])
+
+
 def test_samples_without_labels_are_skipped_too(make_config):
     built = builder(make_config(on_error="skip", max_length=8)).build([0, 1])
     assert [s.id for s in built.skipped] == ["s1"] and built.skipped[0].path is None

@@ -1,0 +1,32 @@
+"""Snapshots that a process hands over are those that it copied."""
+
+from __future__ import annotations
+
+import pytest
+
+from raymm.actors.optimizer import snapshot
+from raymm.actors.optimizer.progress import Progress
+
+
+def test_who_hands_over_waits_for_no_copy_that_there_was_no_memory_for(monkeypatch):
+    """Nor does it take the next one for it: that would be one step off from then on."""
+    taken = []
+
+    def copy_of(stages, optimizer):
+        taken.append(len(taken) + 1)
+        if taken[-1] == 2:
+            raise MemoryError
+        return snapshot.Snapshot(Progress(taken[-1], True), {}, {})
+
+    monkeypatch.setattr(snapshot, "copy_of", copy_of)
+    actor = snapshot.SnapshotActor()
+    actor._stages, actor._optimizer = {}, None
+    handed = []
+    for step in (1, 2, 3):
+        if step == 2:
+            with pytest.raises(MemoryError):
+                actor.copy_snapshot()
+        else:
+            actor.copy_snapshot()
+        handed.append(actor.hand_over_snapshot()[0])
+    assert handed == [1, None, 3]
