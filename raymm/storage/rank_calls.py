@@ -44,7 +44,8 @@ def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
         *args: the same for all.
 
     Raises:
-        ShardError: what a rank said of a shard, once all have ended with theirs.
+        ShardError: what a rank said of a shard, once all have ended with theirs; or a rank had no
+            memory for it.
         RankFailedError: a rank died, or raised something else, or all have ended.
     """
     try:
@@ -52,10 +53,19 @@ def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
         while pending:
             group.check_running()
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=LISTEN_S)
-        return ray.get(refs)
+        return [_of_rank(rank, ref) for rank, ref in enumerate(refs)]
     except RayTaskError as error:
         if isinstance(error.cause, ShardError):
             raise error.cause from None
         raise RankFailedError(str(error)) from error
     except (RayError, RuntimeError) as error:
         raise RankFailedError(first_line(error)) from error
+
+
+def _of_rank(rank: int, ref: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        if isinstance(error.cause, MemoryError):
+            raise ShardError(f"rank {rank} has no memory to write its part") from None
+        raise

@@ -42,7 +42,7 @@ PHASES = {
 # Of tasks that are no instructions.
 TASKS = {"meeting the other ranks again": "recovery", "building stages": "start"}
 SLOW_DISK_S = 3.0
-# Bytes that a file may have on the disk that is full.
+# Bytes that a file may have on the disk that is full; Python ignores the signal that comes then.
 FULL = 100
 
 
@@ -92,7 +92,6 @@ def _go_wrong(kind: str, folder: Path) -> None:
     if kind == "slow disk":
         time.sleep(SLOW_DISK_S)
     elif kind == "full disk":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
     elif kind == "hang":
         time.sleep(3600)

@@ -105,6 +105,8 @@ class Soak(Callback):
                 now.new_step = time.time()
                 self._now, self._due = None, step + EVERY
                 self.write()
+                if now.role == "node":  # in the main thread alone Ray adds one
+                    self._nodes.add()
         if self._now is None and step >= self._due:
             if self._left:
                 self._begin(self._left.pop(0))
@@ -117,7 +119,7 @@ class Soak(Callback):
 
     def on_checkpoint(self, checkpoint: Any) -> None:
         now = self._now
-        if now is not None and now.kind == "full disk" and self._hit(now):  # it saves again
+        if now is not None and now.unsaved and self._hit(now):  # it saves again
             now.recovered = time.time()
 
     def write(self) -> None:
@@ -147,7 +149,7 @@ class Soak(Callback):
         if trial.phase in ("recovery", "start"):  # there has to be one
             rank = int(role[-1])
             self._kill_rank(rank if trial.phase == "start" else 1 - rank)
-        if trial.survives or trial.role == "node":
+        if trial.survives:
             threading.Thread(target=self._outlive, args=(trial,), daemon=True).start()
 
     def _kill_rank(self, rank: int) -> None:
@@ -172,7 +174,6 @@ class Soak(Callback):
         if trial.phase == "between steps":
             trial.at = time.time()
             self._nodes.kill()
-            self._nodes.add()
         else:  # of the rank, which kills the node that it is on
             self._actor(trial, f"rank {trial.number % RANKS}", "node")
 
@@ -217,12 +218,10 @@ class Soak(Callback):
     def _outlive(self, trial: Trial) -> None:
         while not self._hit(trial):
             time.sleep(0.05)
-        if trial.role == "node":
-            return self._nodes.add()
         if trial.kind == STOPPED:
             time.sleep(STOPPED_S)
             os.kill(self._taken(trial)["pid"], signal.SIGCONT)
-        if trial.kind != "full disk":
+        if not trial.unsaved:
             trial.recovered = time.time()
 
     def _hit(self, trial: Trial) -> bool:

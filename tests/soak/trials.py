@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from soak_places import RANKS, STOPPED, Place, places
+from soak_places import RANKS, SNAPSHOT, STOPPED, WRITING, Place, places
 
 # Steps between what goes wrong and the next such thing.
 EVERY_VARIABLE = "RAYMM_SOAK_EVERY"
@@ -18,8 +18,6 @@ EVERY = int(os.environ.get(EVERY_VARIABLE, "3"))
 # processes in place of the lost ones, with a spare, with a driver that is started anew, and on
 # several nodes.
 PARTS = {"in place": 65, "with a spare": 15, "the same command": 10, "several nodes": 10}
-# What is said of what a run survives.
-SAID = {"full disk": "could not be saved", "NaN input": "not applied"}
 
 
 @dataclass
@@ -63,11 +61,16 @@ class Trial:
         return int(self.role[-1]) if self.role.startswith("rank") else None
 
     @property
+    def unsaved(self) -> bool:
+        """Whether a checkpoint cannot be written by it; it is over once another one is."""
+        return self.kind == "full disk" or self.kind == "MemoryError" and self.phase in WRITING
+
+    @property
     def survives(self) -> bool:
         """Whether the run is to go on as if nothing were."""
         return (
-            self.kind in (STOPPED, "slow disk", "full disk", "NaN input") or self.role == "spare"
-            or self.kind == "MemoryError" and self.phase.startswith("snapshot")
+            self.kind in (STOPPED, "slow disk", "NaN input") or self.role == "spare"
+            or self.unsaved or self.kind == "MemoryError" and self.phase in SNAPSHOT
         )
 
     @property
@@ -87,8 +90,10 @@ class Trial:
             "data worker": "data worker", "node": "node ", "raylet": "(raylet)",
             "GCS": "server (GCS)", **{f"rank {n}": f"rank {n} " for n in range(RANKS)},
         }.get(self.role, "")
-        if self.kind in SAID:
-            who = SAID[self.kind]
+        if self.unsaved:
+            who = "could not be saved"
+        elif self.kind == "NaN input":
+            who = "not applied"
         elif self.survives:
             return True
         return who in self.text
