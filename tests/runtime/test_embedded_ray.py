@@ -70,6 +70,34 @@ def test_what_was_too_slow_is_started_again():
     assert done.stdout.splitlines()[-1:] == ["True 2 True"], done.stderr
 
 
+TWICE = """
+import ray
+from raymm.runtime.cluster import connected
+for _ in range(2):
+    with connected():
+        @ray.remote(num_cpus=0)
+        def parent() -> str:
+            import os
+            from pathlib import Path
+            return Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        print("--serve" in ray.get(parent.remote(), timeout=100))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.system
+def test_a_second_one_in_the_same_process_has_workers_too():
+    """As a notebook's second run has: they do not take the first one's server for theirs."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(
+            [sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True,
+            timeout=250,
+        )
+    assert done.stdout.splitlines() == ["True", "True"], done.stderr
+
+
 def test_no_process_reads_logs_that_nobody_wants(ray_cluster):
     commands = [
         Path(f"/proc/{process}/cmdline").read_text() for process in session_processes(os.getpid())

@@ -189,6 +189,26 @@ def test_a_worker_with_other_settings_of_rays_is_started_by_itself(owner, tmp_pa
     other = worker(address, tmp_path, RAY_heartbeat="2")
     assert other["parent"] == os.getpid() and other["printed"][2:] == ["None", "--node=7"]
     assert worker(address, tmp_path, RAY_heartbeat="1", RAY_JOB_ID="3")["parent"] == pid
+    # It would look for that process, and end, as it is not there.
+    other = worker(address, tmp_path, RAY_heartbeat="1", RAY_RAYLET_PID="4")
+    assert other["parent"] == os.getpid()
+
+
+def test_a_second_cluster_has_servers_of_its_own(monkeypatch):
+    for name in ("_servers", "_had"):
+        monkeypatch.setattr(forked_workers, name, type(getattr(forked_workers, name))())
+    monkeypatch.setattr(forked_workers, "MODULES", ())
+    servers = []
+    for _ in range(2):
+        forked_workers.start_servers(ray_modules=())
+        forked_workers.start_servers(ray_modules=())  # it runs: nothing to do
+        ((server, address, end),) = forked_workers._servers
+        servers.append((server.pid, address))
+        with forked_workers.forked_workers():
+            assert forked_workers.server_variables() == {forked_workers._ADDRESSES: address}
+    assert len(set(servers)) == 2 and ended(servers[0][0]) and server.poll() is None
+    os.close(end)
+    assert ended(server.pid)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")

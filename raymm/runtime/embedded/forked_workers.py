@@ -48,8 +48,9 @@ RAY_MODULES = (
     # Of every worker before its first call (ray.util.serialization_addons).
     "pydantic.v1.fields", "pyarrow.json", "starlette.datastructures",
 )
-# What differs between workers of a cluster; any other variable of Ray's is a setting.
-_OF_A_WORKER = ("RAY_RAYLET_PID", "RAY_JOB_ID", "RAY_CLIENT_MODE")
+# What differs between workers of a node; any other variable of Ray's is a setting, the process of
+# the node's server among them: a worker that has that of another cluster's ends at once.
+_OF_A_WORKER = ("RAY_JOB_ID", "RAY_CLIENT_MODE")
 OFF = "RAYMM_FRESH_WORKERS"
 _ADDRESSES = "RAYMM_WORKER_SERVERS"
 _NVIDIA = "/dev/nvidiactl"
@@ -77,12 +78,15 @@ class _Forked:
 
 # Process, address, and the end of a pipe: the server lives until that closes.
 _servers: list[tuple[subprocess.Popen | _Forked, str, int]] = []
+# Addresses of those that a cluster has had: another one's workers they do not fork.
+_had: set[str] = set()
 
 
 def start_servers(
     count: int = 1, modules: Sequence[str] = (), ray_modules: Sequence[str] = RAY_MODULES
 ) -> None:
-    """Start the servers of this process, if they do not run yet. They import while it goes on.
+    """Start the servers of this process, if they do not run yet, in place of those that a cluster
+    before has had. They import while it goes on.
 
     Args:
         count: processes; a worker is forked from one of them by chance.
@@ -92,7 +96,9 @@ def start_servers(
     """
     if not _possible():
         return
-    for server in [server for server in _servers if server[0].poll() is not None]:
+    for server in list(_servers):
+        if server[0].poll() is None and server[1] not in _had:
+            continue
         _servers.remove(server)
         os.close(server[2])
     while len(_servers) < count:
@@ -239,6 +245,7 @@ def forked_workers() -> Iterator[None]:
     try:
         yield
     finally:
+        _had.update(address for _, address, _ in _servers)
         ray_constants.SETUP_WORKER_FILENAME = original
         del os.environ[_ADDRESSES]
         if inherited is not None:
