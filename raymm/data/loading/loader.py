@@ -273,7 +273,7 @@ class StepLoader:
         place = self._places.get(number) or self._place(number)
         if place is None:
             return DataWorkerError(f"{who} {late}: it has never answered")
-        inquiry = inquire({number: self._workers[number]})
+        inquiry = inquire({number: self._workers[number]}, BEAT_S)
         looks = look_from_outside({number: place["address"]})
         kill_from_outside({number: place["address"]})  # it would not obey Ray
         look = looks.get(number, Look("out of reach", ""))
