@@ -171,8 +171,10 @@ def _start_server(
 
 
 def server_variables() -> dict[str, str]:
-    """By which a process finds the servers of this one; none if none run."""
-    addresses = [address for process, address, _ in _servers if process.poll() is None]
+    """By which a process finds the servers of this one; none if none run, or none are wanted."""
+    addresses = [
+        address for process, address, _ in _servers if process.poll() is None and _possible()
+    ]
     return {_ADDRESSES: " ".join(addresses)} if addresses else {}
 
 
