@@ -48,8 +48,8 @@ RAY_MODULES = (
     # Of every worker before its first call (ray.util.serialization_addons).
     "pydantic.v1.fields", "pyarrow.json", "starlette.datastructures",
 )
-# What differs between workers of a node; any other variable of Ray's is a setting, the process of
-# the node's server among them: a worker that has that of another cluster's ends at once.
+# What differs between a node's workers; any other variable of Ray's is a setting. A worker with
+# the process of another cluster's raylet ends at once.
 _OF_A_WORKER = ("RAY_JOB_ID", "RAY_CLIENT_MODE")
 OFF = "RAYMM_FRESH_WORKERS"
 _ADDRESSES = "RAYMM_WORKER_SERVERS"
@@ -97,10 +97,9 @@ def start_servers(
     if not _possible():
         return
     for server in list(_servers):
-        if server[0].poll() is None and server[1] not in _had:
-            continue
-        _servers.remove(server)
-        os.close(server[2])
+        if server[0].poll() is not None or server[1] in _had:
+            _servers.remove(server)
+            os.close(server[2])
     while len(_servers) < count:
         _servers.append(_start_server((*MODULES, *modules), ray_modules))
 
@@ -172,9 +171,8 @@ def _start_server(
 
 def server_variables() -> dict[str, str]:
     """By which a process finds the servers of this one; none if none run, or none are wanted."""
-    addresses = [
-        address for process, address, _ in _servers if process.poll() is None and _possible()
-    ]
+    wanted = _servers if _possible() else []
+    addresses = [address for process, address, _ in wanted if process.poll() is None]
     return {_ADDRESSES: " ".join(addresses)} if addresses else {}
 
 
