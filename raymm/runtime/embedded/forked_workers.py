@@ -78,15 +78,14 @@ class _Forked:
 
 # Process, address, and the end of a pipe: the server lives until that closes.
 _servers: list[tuple[subprocess.Popen | _Forked, str, int]] = []
-# Addresses of those that a cluster has had: another one's workers they do not fork.
-_had: set[str] = set()
+_had: set[str] = set()  # addresses of those that a cluster has had, and no other one can have
 
 
 def start_servers(
     count: int = 1, modules: Sequence[str] = (), ray_modules: Sequence[str] = RAY_MODULES
 ) -> None:
-    """Start the servers of this process, if they do not run yet, in place of those that a cluster
-    before has had. They import while it goes on.
+    """Start the servers of this process, if none run that no cluster has had yet. They import while
+    it goes on.
 
     Args:
         count: processes; a worker is forked from one of them by chance.
