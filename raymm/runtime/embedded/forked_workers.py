@@ -170,8 +170,8 @@ def _start_server(
 
 def server_variables() -> dict[str, str]:
     """By which a process finds the servers of this one; none if none run, or none are wanted."""
-    wanted = _servers if _possible() else []
-    addresses = [address for process, address, _ in wanted if process.poll() is None]
+    servers = _servers if _possible() else []
+    addresses = [address for process, address, _ in servers if process.poll() is None]
     return {_ADDRESSES: " ".join(addresses)} if addresses else {}
 
 
