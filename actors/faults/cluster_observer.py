@@ -100,6 +100,17 @@ class ClusterObserver:
         )
         self.lost = f"node {names} is gone: {sign}; it was killed, or the machine ended"
 
+    def look_at_nodes(self) -> None:
+        """Look at all nodes that have been reached: something has gone, and one of them may be why;
+        :attr:`lost` says so. Waits :data:`BOTH_LOOKS_S` for one that is just going."""
+        for pause in (0.0, BOTH_LOOKS_S):
+            if self.lost is not None:
+                return
+            time.sleep(pause)
+            reached = {node: self._servers[node] for node in list(self._refused)}
+            if gone := [node for node, server in reached.items() if refuses(server)]:
+                self._lose(gone, "its Ray server (raylet) does not listen any more")
+
     def look_at_node(self, node: str, pauses: Sequence[float] = (0.0, BOTH_LOOKS_S)) -> None:
         """Look whether the node of a process that has died is gone, too; :attr:`lost` says so.
 

@@ -141,6 +141,7 @@ class ObservedRanks(ABC):
         except RayTaskError as error:
             self._raised(rank, error, pending)
         except RayError as error:  # its input was lost with the data worker that held it
+            self.look_at_nodes()
             said = f"{self._name(rank)} failed: {first_line(error)}"
             self._fail(Failure(said, lost=frozenset()), error)
 
@@ -170,8 +171,7 @@ class ObservedRanks(ABC):
             NodeLostError, ClusterLostError: as of :meth:`check_cluster`.
         """
         if self._observer is not None:
-            for node in self.nodes:
-                self._observer.look_at_node(node)
+            self._observer.look_at_nodes()
             self.check_cluster()
 
     def _all_answer(self) -> bool:
@@ -251,6 +251,7 @@ class ObservedRanks(ABC):
 
     def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> NoReturn:
         if isinstance(error.cause, ChannelError):
+            self.look_at_nodes()  # those of a node that is gone would be waited for
             inquiry = inquire(dict(enumerate(self._actors)))
             rank, error = self._own_failure(pending) or (rank, error)
         if isinstance(error.cause, ChannelError):

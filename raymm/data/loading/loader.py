@@ -228,6 +228,7 @@ class StepLoader:
         """What a worker has loaded; it is looked after meanwhile.
 
         Raises:
+            RayError: it cannot load it any more.
             GetTimeoutError: why that takes too long.
         """
         patience = self.config.worker_timeout
@@ -240,6 +241,8 @@ class StepLoader:
                     continue
             look = partial(self._look, number, place["address"])
             inquiry = inquire({number: self._workers[number]}, BEAT_S)
+            if inquiry.dead:  # with its node, of which Ray knows some 15 s later
+                raise inquiry.dead[number]
             late = self._heartbeats.overdue(inquiry, time.monotonic(), look)
             if late is not None:
                 raise GetTimeoutError(f"in time: {late.why}")
