@@ -26,6 +26,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raymm.actors.placement.lost_nodes import tell_ray
 from raymm.actors.placement.node_types import has_autoscaler, pending_nodes, spell
 from raymm.errors import InputError
 from raymm.scheduler.plan.rank_nodes import RankNodes, rank_nodes
@@ -38,7 +39,7 @@ WAIT_FOR_NODES_S = 1800.0
 # Seconds between two lines about it.
 LINE_EVERY_S = 10.0
 # Seconds that Ray may take to find other places for those of a node that is gone, where no
-# autoscaler brings some, and between two looks. It finds out by itself after some 15 s.
+# autoscaler brings some, and between two looks. What it is not told it finds out after some 15 s.
 MOVE_TIMEOUT_S, MOVE_LOOK_S = 40.0, 0.1
 # Looks, a second apart, at what this process holds, before that is refused: what was let go of a
 # moment ago is free a moment later.
@@ -187,6 +188,7 @@ class Placement:
         Raises:
             ClusterError: there are none in time.
         """
+        tell_ray(nodes)
         deadline = time.monotonic() + (self._waits or MOVE_TIMEOUT_S)
         while True:
             table: Any = placement_group_table(self._group)

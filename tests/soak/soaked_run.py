@@ -37,12 +37,12 @@ def main(folder: Path, part: str, steps: int) -> None:
     from raymm.runtime.embedded.embedded_ray import start_embedded_ray
     from raymm.runtime.embedded.forked_workers import start_servers
 
-    start_servers(2, ["transformers.models.llama.modeling_llama"])
     own, nodes = folder / part, None
     os.environ[DRIVER] = str(os.getpid())
     if part == "several nodes":
         nodes = Nodes(own / RAYLETS)
     else:
+        start_servers(2, ["transformers.models.llama.modeling_llama"])
         start_embedded_ray(num_cpus=4, log_to_driver=False, object_store_memory=STORE_BYTES)
     from soaking import Soak, Times
     from trials import Trial

@@ -75,6 +75,8 @@ def main(folder: Path) -> None:
     killing = KillNode({node.node_id: node for node in added})
     lossy = train(inputs, folder / "killed", [killing])
     print("steps:", killing.taken)
+    (lost,) = (node for node in ray.nodes() if not node["Alive"])
+    print("Ray was told:", lost["DeathReasonMessage"])
     print("as without:", len(whole) == STEPS and lossy == whole, flush=True)
     os._exit(0)
 

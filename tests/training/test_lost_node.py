@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-# Three nodes' servers, and the 15 s in which Ray finds out that one is dead.
+from raymm.actors.placement.lost_nodes import REASON
+
+# Three nodes' servers, and as many ranks that import everything anew.
 PATIENCE_S = 300
 
 
@@ -24,6 +26,7 @@ def test_a_node_is_lost_and_the_run_goes_on_in_place(tmp_path):
     said = done.stdout
     assert done.returncode == 0, said + done.stderr
     assert "as without: True" in said, said + done.stderr
+    assert f"Ray was told: {REASON}" in said, said
     # Of the node, or of the rank, which may be noticed first.
     assert said.count("so the run goes on in place") >= 1, said
     steps = ast.literal_eval(said.partition("steps: ")[2].splitlines()[0])
