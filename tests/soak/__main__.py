@@ -40,8 +40,9 @@ from trials import (  # noqa: E402
     rows,
 )
 
-# Steps that a trial may take, evaluations and checkpoints that are waited for included.
-MORE_STEPS = 7
+# Steps that a trial may take in the mean, checkpoints that are waited for included, and the
+# longest one beside that.
+MORE_STEPS, LONGEST = 5, 20
 # Seconds that processes of a run may take to end after it.
 END_S = 20.0
 
@@ -79,7 +80,7 @@ class SoakRun:
             for part in PARTS if any(trial.part == part for trial in trials)
         }
         longest = max(map(len, self._of_part.values()))
-        self._steps = (longest + 1) * steps
+        self._steps = longest * steps + LONGEST
         self._notes: list[str] = []
 
     def run(self, picture: Path | None = None) -> int:

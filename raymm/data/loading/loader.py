@@ -142,7 +142,8 @@ class StepLoader:
             start_worker(config, stored, shuffled, checks, place, features)
             for place, _ in zip_longest(places, range(config.num_workers))
         ]
-        # Of those that have started, for when one does not answer any more.
+        # Asked for first, as one that does not answer any more cannot be asked.
+        self._described = [worker.describe.remote() for worker in self._workers]
         self._places: dict[int, dict | None] = {}
         self._heartbeats = Heartbeats(config.worker_timeout)
         self._pending: deque = deque()
@@ -171,6 +172,7 @@ class StepLoader:
         self._pending.clear()
         self._plan = iter(())
         self._workers = []
+        self._described = []
 
     def __enter__(self) -> "StepLoader":
         return self
@@ -220,8 +222,6 @@ class StepLoader:
             raise failure from None
         if isinstance(result, DataError):
             raise result
-        if number not in self._places:
-            self._places[number] = self._place(number)
         return result
 
     def _result(self, number: int, ref: ray.ObjectRef) -> Any:
@@ -237,7 +237,7 @@ class StepLoader:
             try:
                 return ray.get(ref, timeout=min(BEAT_S, due - now))
             except GetTimeoutError:
-                if (place := self._places.get(number)) is None:
+                if (place := self._place(number)) is None:
                     continue
             look = partial(self._look, number, place["address"])
             inquiry = inquire({number: self._workers[number]}, BEAT_S)
@@ -252,13 +252,12 @@ class StepLoader:
     def _look(number: int, address: Address, _: object) -> dict[int, Look]:
         return look_from_outside({number: address})
 
-    def _place(self, number: int) -> dict | None:
-        """Where a worker lives that has started; None if it does not answer."""
+    def _place(self, number: int, seconds: float = 0.0) -> dict | None:
+        """Where a worker lives that has started; None if it has not said so by then."""
         try:
-            place: Any = ray.get(
-                self._workers[number].describe.remote(), timeout=ANSWER_TIMEOUT_S
-            )
-            return place
+            if number not in self._places:
+                self._places[number] = ray.get(self._described[number], timeout=seconds)
+            return self._places[number]
         except (GetTimeoutError, RayError):
             return None
 
@@ -273,7 +272,7 @@ class StepLoader:
                 f"{who} {late}: it has not started yet; are there no "
                 f"{self.config.worker_cpus} CPUs (worker_cpus) free to start it?"
             )
-        place = self._places.get(number) or self._place(number)
+        place = self._place(number, ANSWER_TIMEOUT_S)
         if place is None:
             return DataWorkerError(f"{who} {late}: it has never answered")
         inquiry = inquire({number: self._workers[number]}, BEAT_S)
