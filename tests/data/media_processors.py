@@ -1,6 +1,7 @@
 """Processor functions that the tests name in their configuration."""
 
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,12 @@ def sound(path: str) -> dict[str, torch.Tensor]:
     """First 100 samples at 8 kHz, and their mean as a bfloat16 scalar."""
     wave = torch.from_numpy(read_audio(path, 8000)[:100])
     return {"input_features": wave, "level": wave.abs().mean().to(torch.bfloat16)}
+
+
+def stopped(path: str) -> dict[str, torch.Tensor]:
+    """A processor whose process is stopped in it."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return image(path)
 
 
 def fatal(path: str) -> dict[str, torch.Tensor]:

@@ -157,6 +157,19 @@ def test_a_worker_that_is_stopped_is_named(make_config, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_worker_that_is_stopped_in_its_first_step_is_found_before_its_time_is_over(
+    make_config, monkeypatch
+):
+    """It has said where it lives before it began."""
+    monkeypatch.setattr("raymm.actors.faults.heartbeats.LEAST_S", 1.0)
+    with StepLoader(make_config(image="stopped", worker_timeout=100)) as loader:
+        message = "did not load .* in time: .*: it does not answer; it is stopped by a signal"
+        start = time.monotonic()
+        with pytest.raises(DataWorkerError, match=message):
+            next(loader)
+        assert time.monotonic() - start < 60
+
+
 def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):
     config = make_config(worker_cpus=1000, worker_timeout=0.5, prefetch_steps=3)
     with StepLoader(config) as loader, pytest.raises(DataError, match="worker_cpus"):
