@@ -1,0 +1,39 @@
+"""What ranks say of their shards."""
+
+import pytest
+
+from raymm.actors.optimizer.checkpoint_shards import ShardError
+from raymm.errors import RankFailedError
+from raymm.storage.rank_calls import call_ranks_behind
+
+
+class Group:
+    """Of ranks whose calls are tasks."""
+
+    def __init__(self, ray, errors):
+        self.ray, self.errors = ray, errors
+
+    def start(self, method, *args):
+        @self.ray.remote(num_cpus=0)
+        def write(error):
+            if error is not None:
+                raise error
+            return "written"
+
+        return [write.remote(error) for error in self.errors]
+
+    def check_running(self):
+        pass
+
+
+@pytest.mark.parametrize(("error", "kind", "message"), [
+    (ShardError("cannot write x: No space left"), ShardError, "^cannot write x: No space left$"),
+    (MemoryError("of 7 bytes"), ShardError, "^rank 1 has no memory to write its part$"),
+    (KeyError("x"), RankFailedError, "KeyError"),
+])  # fmt: skip
+def test_a_rank_that_cannot_write_is_no_rank_that_is_lost(ray_cluster, error, kind, message):
+    """Without room or memory a checkpoint is missing, and the run goes on; else somebody is lost.
+    """
+    assert call_ranks_behind(Group(ray_cluster, [None, None]), "write") == ["written"] * 2
+    with pytest.raises(kind, match=message):
+        call_ranks_behind(Group(ray_cluster, [None, error]), "write")
