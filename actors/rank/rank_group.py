@@ -134,6 +134,12 @@ class RankGroup(ObservedRanks):
         self.wait([self._actors[rank].become.remote(self._specs[rank]) for rank in taken], taken,
                   START_TIMEOUT_S)
 
+    def _beat(self) -> None:
+        super()._beat()
+        if self._interrupted is None:  # else the ranks' own processes come first
+            self._spares.look()
+            self._spares.restock(self._start_spare)
+
     def has_spare(self) -> bool:
         """Whether a process waits that can take a place at once."""
         return self._spares.has_warm()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from raymm.actors.faults.heartbeats import BEAT_S
 from raymm.actors.faults.inquiry import inquire
@@ -31,6 +31,8 @@ class Spares:
     def __init__(self, places: Sequence[Any] = ()) -> None:
         self._free = list(places)
         self._waiting: list[Spare] = []
+        # Where each is, asked since a look before; by its `warm`.
+        self._asked: dict[ray.ObjectRef, ray.ObjectRef] = {}
 
     def restock(self, start: Callable[[Any], tuple[Any, ray.ObjectRef]]) -> None:
         """Start one in every free place. Does not wait.
@@ -44,6 +46,18 @@ class Spares:
             self._waiting.append(Spare(actor, place, warm))
         self._free.clear()
 
+    def look(self) -> None:
+        """Let go of those that have died: their places are free. Does not wait; who has died since
+        the last look may be found at the next one."""
+        for spare in list(self._waiting):
+            if spare.warm not in self._asked:
+                self._asked[spare.warm] = spare.actor.where.remote()
+            elif (error := _ended(self._asked[spare.warm])) is not None:
+                del self._asked[spare.warm]
+                if isinstance(error, RayActorError):
+                    self._waiting.remove(spare)
+                    self._free.append(spare.place)
+
     def take(self, most: int) -> list[Spare]:
         """Those that are warm and answer; they are no spares any more. Places of those that have
         died are free.
@@ -55,10 +69,12 @@ class Spares:
         answers = inquire({number: spare.actor for number, spare in enumerate(warm)}, BEAT_S)
         for number in answers.dead:
             self._waiting.remove(warm[number])
+            self._asked.pop(warm[number].warm, None)
             self._free.append(warm[number].place)
         taken = [warm[number] for number in sorted(answers.reports)[:most]]
         for spare in taken:
             self._waiting.remove(spare)
+            self._asked.pop(spare.warm, None)
         return taken
 
     def has_warm(self) -> bool:
@@ -77,6 +93,17 @@ class Spares:
     def actors(self) -> list[Any]:
         """Of all that wait."""
         return [spare.actor for spare in self._waiting]
+
+
+def _ended(ref: ray.ObjectRef) -> RayError | Literal[True] | None:
+    """Whether a call has ended, and how; None: it has not."""
+    if not ray.wait([ref], timeout=0)[0]:
+        return None
+    try:
+        ray.get(ref)
+    except RayError as error:
+        return error
+    return True
 
 
 def _is_there(ref: ray.ObjectRef) -> bool:

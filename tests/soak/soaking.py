@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -130,8 +131,11 @@ class Soak(Callback):
         self._now, trial.last_step = trial, self._last
         if trial.part == "with a spare":
             deadline = time.monotonic() + WARM_S
-            while not self.group.has_spare() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            for look in itertools.count():  # one that was killed is found at the second
+                if look > 1 and self.group.has_spare() or time.monotonic() > deadline:
+                    break
+                self.group.look_after()
+                time.sleep(0.2)
         begin = {
             "spare": lambda: self._signal(trial, self._spare()),
             "driver": lambda: self._driver(trial),
