@@ -54,12 +54,12 @@ def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
             group.check_running()
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=LISTEN_S)
         return [_of_rank(rank, ref) for rank, ref in enumerate(refs)]
-    except ShardError:
-        raise
     except RayTaskError as error:
         if isinstance(error.cause, ShardError):
             raise error.cause from None
         raise RankFailedError(str(error)) from error
+    except ShardError:  # who had no memory for it
+        raise
     except (RayError, RuntimeError) as error:
         raise RankFailedError(first_line(error)) from error
 
