@@ -29,15 +29,15 @@ def tell_ray(nodes: Collection[str]) -> bool:
         return True
     try:
         from ray._private.grpc_utils import init_grpc_channel
-        from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
+        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
         address = ray.get_runtime_context().gcs_address
         with init_grpc_channel(address) as channel:
             server = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             for node in alive:
                 request = gcs_service_pb2.UnregisterNodeRequest(node_id=bytes.fromhex(node))
-                request.node_death_info.reason = gcs_pb2.NodeDeathInfo.UNEXPECTED_TERMINATION
-                request.node_death_info.reason_message = REASON
+                death = request.node_death_info
+                death.reason, death.reason_message = death.UNEXPECTED_TERMINATION, REASON
                 server.UnregisterNode(request, timeout=TELL_TIMEOUT_S)
     except Exception:  # of Ray's own interface, which may be another one in the next version
         return False

@@ -167,7 +167,8 @@ class StepLoader:
     def close(self) -> None:
         """Let go of the workers; they end when the last ``Step`` they built is dropped."""
         # Ray may have ended before a generator that holds this: cancelling would start another.
-        for *_, (ref, *_) in self._pending if ray.is_initialized() else ():
+        refs = [*self._described, *(ref for *_, (ref, *_) in self._pending)]
+        for ref in refs if ray.is_initialized() else ():
             ray.cancel(ref)  # a worker that never started would wait for a place to do it
         self._pending.clear()
         self._plan = iter(())
