@@ -161,7 +161,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/runtime/whole": (
         "scheduler/plan", "scheduler/program", "actors/executor", "actors/experts",
-        "actors/probe", "raymm/model",
+        "actors/modules", "actors/probe", "raymm/model",
         "raymm/data/loading", "raymm/data", "raymm/layout", "raymm/runtime",
     ),
     "raymm/config": (

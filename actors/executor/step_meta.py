@@ -29,6 +29,12 @@ class LayoutKey(NamedTuple):
     structure: int
     sizes: tuple[int, ...]
 
+    def decoding(self, decode: Decode | None) -> LayoutKey:
+        """In a step that writes text: a token that a text goes on with has nothing beside it."""
+        if decode is None or decode.first:
+            return self
+        return self._replace(identity=hash((self.identity, "token")), structure=hash("token"))
+
 
 class StepMeta(NamedTuple):
     """What every rank is told about a step.

@@ -7,13 +7,16 @@ many tokens there were, of whichever block it looks at: theirs are of one number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_outputs import ModelOutput
 
 from raymm.actors.modules.message import Decode
 from raymm.kernels.collectives.tensor_group import TensorGroup
@@ -59,6 +62,52 @@ class KeyValueCaches:
                 # A layer of linear attention alone counts no tokens.
                 if block not in self._blocks and isinstance(layer, CacheLayerMixin):
                     layer.update(nothing, nothing)
+
+
+class PreparedInputs:
+    """What a whole model's forward is given of the texts that are under way: its own functions say,
+    as transformers' ``generate`` calls them. They know what positions tokens after images have,
+    and that items are seen once.
+
+    Args:
+        model: one of transformers, or a stage's part of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._of_text: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def arguments(
+        self, decode: Decode, inputs: Mapping[str, Any], caching: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Arguments of the forward of a text's tokens.
+
+        Args:
+            decode: which text they are of.
+            inputs: at first all that the model is given, then ``input_ids`` (1, t) alone count.
+            caching: of :meth:`KeyValueCaches.arguments`.
+        """
+        for text in decode.ended:
+            self._of_text.pop(text, None)
+        model, ids, tokens = self._model, inputs["input_ids"], None
+        if decode.first:
+            options = {**{n: v for n, v in inputs.items() if n != "input_ids"}, **caching}
+            if "position_ids" not in options and "position_ids" in self._parameters():
+                own = {name: value for name, value in options.items() if name not in caching}
+                options["position_ids"] = model._prepare_position_ids_for_generation(ids, own)
+        else:
+            before, options = self._of_text[decode.text]
+            tokens, ids = ids.shape[1], torch.cat([before, ids], dim=1)
+            options = model._update_model_kwargs_for_generation(
+                ModelOutput(), {**options, **caching}, num_new_tokens=tokens
+            )
+        self._of_text[decode.text] = ids, options
+        return model.prepare_inputs_for_generation(
+            ids, next_sequence_length=tokens, is_first_iteration=decode.first, **options
+        )
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self._model.forward).parameters
 
 
 def likeliest(

@@ -23,6 +23,7 @@ from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.whole.text_entry import TextEntry
 from raymm.actors.sharding.whole.token_share import TokenShare, packed_tokens, zigzag
+from raymm.actors.stages.decoding import PreparedInputs
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.language import Labelled, LanguageSpec, LanguageStage
 from raymm.actors.stages.stage_inputs import from_side, to_side
@@ -97,6 +98,7 @@ class WholeLanguageStage(LanguageStage):
             port.call.replace(module, self._features[port.name])
         self._relayed_blocks = len(spec.cut.relayed_before(lo)) if spec.cut else 0
         self._entry: TextEntry | None = None
+        self._texts = PreparedInputs(module)
         if spec.packing:
             self._use_own_masks()
 
@@ -174,7 +176,7 @@ class WholeLanguageStage(LanguageStage):
 
         Returns:
             Hidden state and features that later stages read, with what the forward is given as
-            side tensors; from the last stage, the loss.
+            side tensors; from the last stage, the loss; of a step that writes text, its next token.
         """
         hidden, relays = None, []
         if self.first:
@@ -192,16 +194,24 @@ class WholeLanguageStage(LanguageStage):
         real = on_host(side[_REAL]) if _REAL in side else None
         B, T = targets.shape
         share, attend = self._share((B, T), real)
-        own_targets = self._own(targets, share, IGNORE_INDEX)
-        labelled = Labelled(own_targets, device) if self.last else None
+        labelled = None
+        if self.last:
+            own = self._own(targets, share, IGNORE_INDEX)
+            labelled = Labelled(own, device, context.decode is not None)
         counted = self._own(self._routing.real(real, (B, T)), share, False)
         try:
             self._labelled = labelled
             sharing = None if self._entry is None else self._entry.sharing(share, real, attend)
-            with sharing or nullcontext(), self._routing.noted(counted):
-                logits = self._forward(
-                    hidden, context, relays, **from_side(arguments, device), use_cache=False
-                ).logits
+            with (
+                sharing or nullcontext(), self._routing.noted(counted),
+                self._caches.arguments(context.decode, T) as caching,
+            ):
+                shown = from_side(arguments, device)
+                if context.decode is None:
+                    shown |= caching
+                else:
+                    shown = self._texts.arguments(context.decode, shown, caching)
+                logits = self._forward(hidden, context, relays, **shown).logits
         except CutReached as cut:
             handed = features if self.spec.relays else []
             return self._routing.into(Message((cut.hidden, *cut.relays, *handed), side), context)
@@ -210,9 +220,7 @@ class WholeLanguageStage(LanguageStage):
             for port in self._features.values():
                 port.output = None
         assert labelled is not None  # a stage before the last is left at its cut
-        rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
-        total = self._cross_entropy_sum(rows, labelled.targets)
-        message = Message((), {}, loss=total / max(context.label_tokens, 1))
+        message = self._outcome(labelled, logits, context, None)
         return self._routing.into(message, context)
 
     def _begun(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from raymm.files.config_error import ConfigError
 
@@ -39,21 +39,20 @@ def run_generate(args: argparse.Namespace) -> int:
     from raymm.config.build import build_model, build_plan
     from raymm.config.sections import load_config
     from raymm.data.samples.text import special_ids
-    from raymm.model.whole_model import of_parts
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connected, pick_device
-    from raymm.runtime.generation import generate
-    from raymm.runtime.pipelined import MultimodalParallelModule
+    from raymm.runtime.generation import WritingModule, generate
     from raymm.storage.checkpoint import CheckpointStore
     from raymm.storage.loading import restore
     from raymm.training.execution import Execution
     from raymm.training.run_plan import RunPlanner
+    from raymm.training.run_start import with_vocabulary
 
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens is {args.max_tokens}; expected at least 1")
     config = load_config(args.config, args.overrides)
-    model = of_parts(build_model(config), "raymm generate")
-    items = _items(args.item, model.encoder_names)
+    model = build_model(config)
+    items = _items(args.item, list(config.data.modalities))
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     if checkpoint is None:
         print(f"{config.run.storage_path} has no checkpoint: the model as it begins")
@@ -71,14 +70,14 @@ def run_generate(args: argparse.Namespace) -> int:
             resources=resources, threads=config.resources.threads, seed=config.run.seed,
             timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,
         ) as parallel:
-            assert isinstance(parallel, MultimodalParallelModule)  # of parts
             if checkpoint is not None:
                 restore(parallel, checkpoint.folder)
-            builder, prompts = _prompts(config.data, args.prompt, items)
+            data = with_vocabulary(config.data, model)
+            builder, prompts = _prompts(data, args.prompt, items)
             ends = special_ids(builder.tokenizer)
-            for text, ids in zip(
-                args.prompt, generate(parallel, prompts, args.max_tokens, ends), strict=True
-            ):
+            running = cast(WritingModule, parallel)  # of another it is refused by name
+            written_ids = generate(running, prompts, args.max_tokens, ends)
+            for text, ids in zip(args.prompt, written_ids, strict=True):
                 written = builder.tokenizer.decode(ids, skip_special_tokens=True).strip()
                 print(f"> {text}\n{written}\n")
     return 0
@@ -109,19 +108,18 @@ def _prompts(
 ) -> tuple[Any, Iterator[Any]]:
     """What makes samples, and a prompt of each text: a user's turn, as the data have it, before an
     answer, which is left out."""
-    from raymm.data import Sample, collate, describe, split_parts
-    from raymm.data.loading.builder import StepBuilder
+    from raymm.data import Sample
+    from raymm.data.loading.processed import step_builder
     from raymm.evaluation.text_evaluation import last_answer, prompt_before
 
-    builder: Any = StepBuilder(data, None)  # type: ignore[arg-type]  # it reads no samples
+    builder: Any = step_builder(data, None)  # type: ignore[arg-type]  # it reads no samples
 
     def prompts() -> Iterator[Any]:
         for number, text in enumerate(texts):
             messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "."}]
             encoded = builder.encode(Sample(number, f"prompt {number}", messages, None, items))
-            microbatch = collate([encoded], builder.pad_id, data.columns)
-            meta = describe(microbatch, [encoded.id], builder.text.placeholder_ids)
-            start, _ = last_answer(microbatch["labels"][0])
-            yield prompt_before(start, split_parts(microbatch), meta)
+            parts, meta = builder.alone(encoded)
+            start, _ = last_answer(parts["text"]["labels"][0])
+            yield prompt_before(start, parts, meta)
 
     return builder, prompts()

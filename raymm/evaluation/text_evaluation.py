@@ -25,14 +25,14 @@ from raymm.data import (
     SampleError,
     StepLoader,
     open_split,
+    step_builder,
 )
 from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.data.samples.text import load_tokenizer, special_ids
+from raymm.data.samples.text import special_ids
 from raymm.evaluation.table import WrittenText, write_table
 from raymm.evaluation.text_metrics import measured
 from raymm.files.run_files import write_whole
-from raymm.runtime.generation import Prompt, check_generates, generate
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.generation import Prompt, WritingModule, check_generates, generate
 
 BEST = "best.json"
 PREFIX = "heldout_"  # of a metric in a row
@@ -66,7 +66,7 @@ class TextEvaluation:
     """
 
     def __init__(
-        self, asked: EvaluateSection, parallel: MultimodalParallelModule, data: DataConfig,
+        self, asked: EvaluateSection, parallel: WritingModule, data: DataConfig,
         folder: Path, places: Sequence[Any] = (), features: FeatureLookup | None = None,
     ) -> None:
         check_generates(parallel)
@@ -76,7 +76,8 @@ class TextEvaluation:
         self._functions = {
             name: None if name in METRICS else import_object(name) for name in asked.metrics
         }
-        self._tokenizer: Any = load_tokenizer(data.tokenizer, data.trust_remote_code)
+        # It reads no samples.
+        self._tokenizer: Any = step_builder(data, None).tokenizer  # type: ignore[arg-type]
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether it is after this step.
@@ -236,7 +237,12 @@ def prompt_before(
         meta: of it.
         keep: owner of the parts.
     """
-    text = {name: value[:, :start] for name, value in parts["text"].items()}
+    # What a whole model's towers are told of (grids, shapes) is of no token.
+    whole = parts["text"]["input_ids"].shape
+    text = {
+        name: value[:, :start] if value.shape[:2] == whole else value
+        for name, value in parts["text"].items()
+    }
     text["labels"] = torch.full_like(text["labels"], IGNORE_INDEX)
     shapes = {name: tuple(value.shape) for name, value in text.items()}
     of_prompt = replace(

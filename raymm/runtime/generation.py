@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,10 +18,12 @@ from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.modules.message import Decode
 from raymm.actors.modules.token_layout import MASKS
 from raymm.data import MicrobatchMeta, describe
+from raymm.data.loading.builder import SampleCheck
 from raymm.errors import InputError
 from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.whole_model import WholeModel
 from raymm.runtime.pending_step import PendingStep
-from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.scheduler.plan.plan import Plan
 
 # Texts under way per stage of the language model: one that it works on, and one that waits.
 TEXTS_PER_STAGE = 2
@@ -29,6 +31,30 @@ TEXTS_PER_STAGE = 2
 
 class GenerationError(InputError, ValueError):
     """A model, or a plan, that cannot write text. Says what is accepted."""
+
+
+class WritingModule(Protocol):
+    """A model on actors that may write text."""
+
+    model: Any
+    plan: Plan
+
+    def sample_check(self) -> SampleCheck | None:
+        """As of every model on actors."""
+        ...
+
+    def submit(
+        self, prepared: Any, update: bool = False, forward_only: bool = False, keep: Any = None,
+        decode: Decode | None = None,
+    ) -> PendingStep:
+        """As of every model on actors, of one microbatch.
+
+        Args:
+            prepared, update, forward_only, keep: as of
+                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
+            decode: which text the step is of.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +93,7 @@ class _Text:
     pending: PendingStep | None = None
 
 
-def check_generates(parallel: MultimodalParallelModule) -> None:
+def check_generates(parallel: WritingModule) -> None:
     """
     Raises:
         GenerationError: the model cannot write text under its plan.
@@ -79,6 +105,9 @@ def check_generates(parallel: MultimodalParallelModule) -> None:
             "to generate, the language model's processes must each have whole samples: accepted: "
             "pp, tp and dp; not cp, sharding 'fsdp' or a mapping"
         )
+    if isinstance(model, WholeModel):
+        _check_whole(model)
+        return
     if isinstance(model.merge, CrossAttend) or hasattr(model.merge, "model_arguments"):
         raise GenerationError(
             f"to generate, the merge policy must put items among the tokens; it is "
@@ -91,8 +120,22 @@ def check_generates(parallel: MultimodalParallelModule) -> None:
         )
 
 
+def _check_whole(model: WholeModel) -> None:
+    """
+    Raises:
+        GenerationError: the model cannot write text.
+    """
+    skeleton = model.source.skeleton()
+    if model.packing or not getattr(skeleton, "can_generate", bool)():
+        raise GenerationError(
+            "to generate, a whole model must not pack its rows, and its class must be one that "
+            f"transformers generates with; packing is {model.packing}, the class "
+            f"{type(skeleton).__name__}"
+        )
+
+
 def generate(
-    parallel: MultimodalParallelModule, prompts: Iterable[Prompt], max_tokens: int,
+    parallel: WritingModule, prompts: Iterable[Prompt], max_tokens: int,
     ends: Collection[int] = (), under_way: int | None = None,
 ) -> Iterator[list[int]]:
     """The likeliest continuation of every prompt, token by token; in the order of prompts.
@@ -140,7 +183,7 @@ def generate(
             waiting.append(_submitted(parallel, text, ended))
 
 
-def _submitted(parallel: MultimodalParallelModule, text: _Text, ended: list[int]) -> _Text:
+def _submitted(parallel: WritingModule, text: _Text, ended: list[int]) -> _Text:
     """A text whose next token is on its way."""
     first = not text.tokens
     decode = Decode(text.number, first, tuple(ended))

@@ -230,7 +230,7 @@ class MultimodalParallelModule(PlannedModule):
             step=self._step,
             label_tokens=sum(m.num_samples // 2 if pairs else m.label_tokens for m in meta),
             keys=tuple(
-                _decoded(key, decode) for key in
+                key.decoding(decode) for key in
                 map(self._layout_key, meta, samples or repeat(None), offsets or repeat({}))
             ),
             sample_ids=tuple(tuple(microbatch.sample_ids) for microbatch in meta),
@@ -297,13 +297,6 @@ def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
     for row in rows:
         counts[row] += 1
     return (0, *accumulate(counts))
-
-
-def _decoded(key: LayoutKey, decode: Decode | None) -> LayoutKey:
-    """A token that a text goes on with has nothing beside it."""
-    if decode is None or decode.first:
-        return key
-    return key._replace(identity=hash((key.identity, "token")), structure=hash("token"))
 
 
 def model_name(stage: StageId, name: str) -> str:

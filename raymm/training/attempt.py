@@ -135,8 +135,6 @@ class Attempt:
 
             texts = None
             if self.run.evaluate is not None and isinstance(self.data, DataConfig):
-                # The trainer refuses it of a whole model.
-                assert isinstance(parallel, MultimodalParallelModule)
                 texts = TextEvaluation(
                     self.run.evaluate, parallel, self.data, folder, batches.heldout_places,
                     self.features,

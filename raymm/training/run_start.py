@@ -15,7 +15,7 @@ from raymm.layout.preference_check import check_preference
 from raymm.model.batch_rules import Vocabulary
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel, of_parts
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint, CheckpointError
 
@@ -47,13 +47,11 @@ def check_updates(
 
     Raises:
         ConfigError: steps that would change nothing.
-        ModelError: texts are to be written by a whole model.
         PlanError: see :func:`raymm.layout.optimizer_check.check_optimizer` and
             :func:`raymm.layout.preference_check.check_preference`.
     """
     if run.evaluate is not None:
-        parts = of_parts(model, "run.evaluate is given")
-        if parts.preference is not None:
+        if isinstance(model, MultimodalModule) and model.preference is not None:
             raise ConfigError(
                 "run.evaluate is given, and data are pairs of answers; accepted: run.eval_every"
             )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -15,6 +17,7 @@ from raymm.cli.main import main
 from raymm.config.build import build_model
 from raymm.config.sections import ConfigError, load_config
 from raymm.data import local_steps
+from raymm.data.samples.text import special_ids
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
@@ -117,11 +120,15 @@ def losses(tmp_path):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_adapters_packing_and_shared_tokens_by_configuration(tmp_path):
-    folder, _ = tiny("gemma3")
+def test_adapters_packing_balance_and_shared_tokens_by_configuration(tmp_path):
+    folder, data = tiny("gemma3")
     lora = {"lora": {"r": 2, "alpha": 4}}
     file = configuration(
         tmp_path, "gemma3",
+        data={
+            "train": data, "modalities": modalities("gemma3"), "batch_size": 4, "microbatches": 2,
+            "batching": {"method": "balanced", "cache": str(tmp_path / "scans")},
+        },
         model={
             "path": folder, "packing": True,
             "train": {"vision": "frozen", "projector": "frozen", "language_model": lora},
@@ -148,6 +155,70 @@ def test_adapters_packing_and_shared_tokens_by_configuration(tmp_path):
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         assert close(merged(**example).logits, due)
+
+
+def test_a_run_goes_on_under_another_layout(tmp_path):
+    shared = {"dp": 2, "sharding": "fsdp"}
+    file = configuration(
+        tmp_path, parallel={"language_model": shared, "encoders": {"vision": shared}}
+    )
+    assert main(["train", str(file), "--set", "run.steps=2"]) == 0
+    configuration(
+        tmp_path, parallel={"language_model": {"tp": 2}, "encoders": {"vision": {"pp": 2}}}
+    )
+    assert main(["train", str(file)]) == 0
+    config = load_config(file)
+    assert losses(tmp_path) == pytest.approx(losses_in_one_process(config), rel=1e-5)
+
+
+def test_texts_are_written_in_the_loop_and_by_the_command(tmp_path, capsys):
+    folder, data = tiny("idefics3")
+    file = configuration(tmp_path)
+    evaluate = {
+        "every": 4, "samples": 4, "generate": {"max_tokens": 6}, "metrics": ["anls", "perplexity"],
+    }
+    own = [f"run.evaluate={json.dumps(evaluate)}", f"data.heldout={data}"]
+    assert main(["train", str(file), *(part for value in own for part in ("--set", value))]) == 0
+    config = load_config(file)
+    rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "texts" in r]
+    assert [(row["step"], row["texts"]) for row in rows] == [(0, 4), (4, 4)]
+    assert rows[1]["heldout_perplexity"] < rows[0]["heldout_perplexity"]
+    model = build_model(config)
+    assert isinstance(model, WholeModel)
+    checkpoint = CheckpointStore(config.run.storage_path).newest()
+    assert checkpoint is not None
+    load_into_whole(model, checkpoint.folder)
+    samples = {row["id"]: row for row in map(json.loads, Path(data).read_text().splitlines())}
+    processor = AutoProcessor.from_pretrained(folder)
+    lines = (tmp_path / "run/evaluations/step-00000004.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        messages, pictures = samples[row["id"]]["messages"][:-1], samples[row["id"]]["images"]
+        due = written(model.materialize().eval(), processor, messages, Path(data).parent, pictures)
+        assert row["text"] == due
+    assert len({row["text"] for row in map(json.loads, lines)}) > 1
+    capsys.readouterr()
+    picture = Path(data).parent / "images/0-0.png"
+    assert main([
+        "generate", str(file), "--prompt", "What is in the picture?", "--item", f"image={picture}",
+        "--max-tokens", "6",
+    ]) == 0  # fmt: skip
+    asked = samples["sample-0"]["messages"][:-1]
+    due = written(
+        model.materialize(), processor, asked, Path(data).parent, samples["sample-0"]["images"]
+    )
+    assert f"> What is in the picture?\n{due}\n" in capsys.readouterr().out
+
+
+def written(model, processor, messages, folder, pictures):
+    """What transformers writes; tokens that end a text are special ones."""
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    images = [Image.open(folder / name) for name in pictures]
+    inputs = processor(text=prompt, images=images or None, return_tensors="pt")
+    ids = model.generate(
+        **inputs, max_new_tokens=6, do_sample=False, pad_token_id=0,
+        eos_token_id=sorted(special_ids(processor.tokenizer)),
+    )[0, inputs["input_ids"].shape[1] :]
+    return processor.decode(ids, skip_special_tokens=True).strip()
 
 
 def test_a_plan_is_made_of_a_folder_and_its_data(tmp_path, capsys):

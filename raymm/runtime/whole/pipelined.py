@@ -10,6 +10,7 @@ import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.actors.experts.router_loss import Mixture
+from raymm.actors.modules.message import Decode
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
@@ -144,7 +145,15 @@ class WholeParallelModule(PlannedModule):
     def submit(
         self, prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
         update: bool = False, forward_only: bool = False, keep: Any = None,
+        decode: Decode | None = None,
     ) -> PendingStep:  # fmt: skip
+        """As of every model on actors.
+
+        Args:
+            prepared, update, forward_only, keep: as of
+                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
+            decode: of a step that writes text, which.
+        """
         parts, meta = prepared
         inputs = [
             (stage.id, index, own)
@@ -154,9 +163,11 @@ class WholeParallelModule(PlannedModule):
         ]
         step = StepMeta(
             step=self._step, label_tokens=sum(each.label_tokens for each in meta),
-            keys=tuple(_layout_key(each, self.model.packing) for each in meta),
+            keys=tuple(
+                _layout_key(each, self.model.packing).decoding(decode) for each in meta
+            ),
             sample_ids=tuple(tuple(each.sample_ids) for each in meta),
-            training=not forward_only,
+            training=not forward_only, decode=decode,
         )
         present = [each.items for each in meta]
         return self._submitted(present, inputs, step, meta, update, keep)

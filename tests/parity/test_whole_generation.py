@@ -1,0 +1,91 @@
+"""Greedy tokens of whole models in pipelines and tensor parallel are those of transformers'
+generate on the same model in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from benchmarks._family_classes import Family
+from benchmarks._vlm_check import runnable
+from benchmarks.vlm_matrix import KIND
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.ragged import split_rows
+from raymm.model.whole_model import from_pretrained
+from raymm.runtime.generation import GenerationError, Prompt, generate
+from raymm.runtime.specs import ParallelSpec
+from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+TOKENS = 7
+# Positions in three dimensions; features into layers of both stages; images that are seen in both
+# directions and windows; sound.
+QWEN2_5, QWEN3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+GEMMA3, AUDIO = "Gemma3ForConditionalGeneration", "GlmAsrForConditionalGeneration"
+
+
+def rows_of(model, batch, items_in_last):
+    """Rows by themselves, without padding.
+
+    Args:
+        items_in_last: whether the last row has all items; else every row has one.
+    """
+    towers = {tower.name: tuple(entry for _, entry in tower.arguments) for tower in model.towers}
+    rows = len(batch["input_ids"])
+    index = {name: torch.full((rows,), rows - 1) for name in towers} if items_in_last else {}
+    for row in split_rows(batch, towers, index, rows):
+        shape, real = row["input_ids"].shape, row["attention_mask"][0].bool()
+        yield {n: v[:, real] if v.shape[:2] == shape else v for n, v in row.items()}
+
+
+def prompts_of(name, folder):
+    """A model with weights so large that what it writes depends on all before, and prompts: with
+    an item each, of text alone, with two items."""
+    model_class = getattr(transformers, name)
+    config, batches = runnable(Family(KIND, model_class, model_class.config_class))
+    config.architectures = [name]
+    whole = from_pretrained(config, batches[0], seed=4).materialize()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    whole.save_pretrained(folder)
+    model = from_pretrained(folder, batches[0])
+    return model, [
+        row for number, batch in enumerate(batches) for row in rows_of(model, batch, number == 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(QWEN3, {"pp": 2}), (QWEN3, {"tp": 2}), (QWEN2_5, {"pp": 2}), (GEMMA3, {"pp": 2, "tp": 2}),
+     (AUDIO, {"pp": 2})],
+)  # fmt: skip
+def test_tokens_are_those_of_generate(tmp_path, name, layout):
+    model, batches = prompts_of(name, tmp_path / "folder")
+    whole = model.materialize().eval()
+    due = [
+        whole.generate(
+            **{n: value for n, value in batch.items() if n != "labels"}, max_new_tokens=TOKENS,
+            do_sample=False, eos_token_id=None, pad_token_id=0,
+        )[0, batch["input_ids"].shape[1] :].tolist()
+        for batch in batches
+    ]  # fmt: skip
+    assert len(batches) == 6 and len({token for text in due for token in text}) > 5
+    specs = {LANGUAGE_MODEL: ParallelSpec(**layout)}
+    with WholeParallelModule(model, whole_plan(model, specs), timeout_s=120) as parallel:
+        before = parallel.evaluate([batches[0]]).loss
+        prompts = [Prompt(p[0], m[0]) for p, m in (parallel.prepare([b]) for b in batches)]
+        assert list(generate(parallel, prompts, TOKENS)) == due
+        assert list(generate(parallel, prompts[::-1], TOKENS, under_way=1)) == due[::-1]
+        assert parallel.evaluate([batches[0]]).loss == before
+
+
+def test_layouts_that_do_not_write_are_refused(tmp_path):
+    model, _ = prompts_of(GEMMA3, tmp_path / "folder")
+    parallel = WholeParallelModule.__new__(WholeParallelModule)
+    parallel.model = model
+    parallel.plan = whole_plan(model, {LANGUAGE_MODEL: ParallelSpec(cp=2)})
+    with pytest.raises(GenerationError, match="not cp, sharding 'fsdp' or a mapping"):
+        next(generate(parallel, [], 1))
