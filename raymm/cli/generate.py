@@ -116,10 +116,17 @@ def _prompts(
 
     def prompts() -> Iterator[Any]:
         for number, text in enumerate(texts):
-            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "."}]
+            content = text if data.processor is None else _with_places(text, items)
+            messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "."}]
             encoded = builder.encode(Sample(number, f"prompt {number}", messages, None, items))
             parts, meta = builder.alone(encoded)
             start, _ = last_answer(parts["text"]["labels"][0])
             yield prompt_before(start, parts, meta)
 
     return builder, prompts()
+
+
+def _with_places(text: str, items: dict[str, tuple[Any, ...]]) -> list[dict[str, str]]:
+    """A text behind its items, unless it says where these are (``<image>``)."""
+    places = [{"type": kind} for kind, own in items.items() if f"<{kind}>" not in text for _ in own]
+    return [*places, {"type": "text", "text": text}]
