@@ -296,7 +296,8 @@ class StepBuilder:
             name: of_samples[sample.index] for name, of_samples in kept.keys.items()
             if name in media and name not in kept.features
         }
-        source = int(self.dataset.sources[sample.index])
+        # A prompt is of no data set.
+        source = 0 if self.dataset is None else int(self.dataset.sources[sample.index])
         encoded = EncodedSample(sample.id, *texts[0], media, keys, source=source)
         if sample.preference is not None:
             rejected = EncodedSample(f"{sample.id}:rejected", *texts[1], media, keys)
