@@ -92,7 +92,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/experts": ("kernels", "actors/modules"),
     "actors/weights": ("actors/modules", "actors/adapters"),
     "actors/sharding": (
-        "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/weights",
+        "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/experts",
+        "actors/weights",
     ),
     "actors/sharding/whole": ("kernels", "actors/sharding"),
     "actors/optimizer": (

@@ -14,6 +14,8 @@ _FIRST = 2**63 - 1
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose weights autocast casts at every use."""
+CAST_ONCE = "_computes_in_autocast"
+"""An attribute of other modules that are to compute with weights in autocast's dtype, too."""
 
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -67,7 +69,7 @@ class ComputeCopies:
         self._places = [] if dtype is None else [
             (child, name, parameter)
             for stage in stages for child in stage.modules()
-            if isinstance(child, CAST_BY_AUTOCAST)
+            if isinstance(child, CAST_BY_AUTOCAST) or hasattr(child, CAST_ONCE)
             for name, parameter in child._parameters.items()
             if parameter is not None and parameter.requires_grad
             and type(parameter) is nn.Parameter and parameter.dtype == torch.float32

@@ -10,6 +10,9 @@ What is around the units (norms, tied embeddings, patch embeddings, projectors) 
 process. Its gradients are summed like those of copies, and one process keeps the optimizer's
 state of each parameter (ZeRO-1).
 
+Of a mixture of experts that is expert parallel, experts are not gathered: each process keeps the
+same part of them, and tokens come to it (:mod:`raymm.actors.experts.parallel`).
+
 The stage is FSDP's root with ``run`` as its forward, since the module's own forward may end in the
 middle (:class:`raymm.actors.modules.cut.CutReached`); hooks that replace the hidden state come
 before FSDP's.
@@ -33,6 +36,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from raymm.actors.experts.parallel import share_experts
 from raymm.actors.modules.blocks import block_list, input_embeddings, method_of
 from raymm.actors.modules.precision import CAST_BY_AUTOCAST
 from raymm.actors.sharding.tensor_plan import ParameterShard
@@ -48,11 +52,14 @@ class FullyShardedPlan:
         shards: over how many processes.
         lengths: per sharded parameter, how long it is along its first dimension.
         units: dotted names of the modules whose parameters are gathered together.
+        experts: dotted names of modules within them whose parameters are not gathered: tokens go
+            to their experts.
     """
 
     shards: int
     lengths: Mapping[str, int]
     units: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     def shard(self, parameter: str, place: int) -> ParameterShard | None:
         """What a process holds of a parameter, maybe nothing; None: all of it."""
@@ -136,8 +143,10 @@ def shard_parameters(
             are fp32. None: units are gathered as they are, and autocast casts what it would.
     """
     mesh = DeviceMesh.from_group(group, device.type)
+    low = compute_dtype is not None
+    kept = set() if module is None else _share_experts(module, plan, group, low)
     own = {} if module is None else dict(module.named_parameters())
-    whole = set(stage.parameters()) - {own[name] for name in plan.lengths if name in own}
+    whole = set(stage.parameters()) - {own[name] for name in plan.lengths if name in own} | kept
     own_units = {unit for unit in plan.units if any(name.startswith(f"{unit}.") for name in own)}
     units = [] if module is None else [
         module.get_submodule(unit) for unit in plan.units if unit in own_units
@@ -161,6 +170,18 @@ def shard_parameters(
         for hook in set(hooks) - before:
             hooks.move_to_end(hook)
     register_fsdp_forward_method(stage, "run")
+
+
+def _share_experts(
+    module: nn.Module, plan: FullyShardedPlan, group: dist.ProcessGroup, low: bool
+) -> set[nn.Parameter]:
+    """Give away all but this process's experts, which compute in autocast's dtype if ``low``;
+    returns their parameters."""
+    present = dict(module.named_modules())
+    of_layers = [present[name] for name in plan.experts if name in present]
+    for of_layer in of_layers:
+        share_experts(of_layer, dist.get_rank(group), plan.shards, group, low)
+    return {parameter for of_layer in of_layers for parameter in of_layer.parameters()}
 
 
 def _policy(unit: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

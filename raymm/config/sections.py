@@ -60,6 +60,7 @@ class LayoutSection(Section):
     replicas: Degree | None = None
     tp: Degree = 1
     cp: Degree = 1
+    ep: Degree = 1
     dp: Degree | DegreeRange = 1
     sharding: Literal["none", "zero1", "fsdp"] = "none"
     recompute_layers: Text | Tuple[Text] = "keep"

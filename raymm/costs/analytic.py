@@ -251,6 +251,8 @@ class _Roofline:
                 round(count.parameters * _FP32_BYTES / self._tp),
             ),
             quantised=count.quantised_share,
+            expert_bytes=round(count.expert_parameters * _FP32_BYTES / self._tp),
+            exchange_bytes=round(count.exchange_elements * _FP32_BYTES / self._cp),
         )
 
     def _working(self, count: LayerCount) -> float:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from raymm.actors.adapters.lora import LOW, is_adapter
+from raymm.actors.experts.routing import experts
 from raymm.actors.modules.blocks import block_list, input_embeddings
 from raymm.costs.attention_count import Attention, AttentionCounter
 from raymm.costs.load import Load, LoadedModule
@@ -62,6 +63,8 @@ class LayerCount:
         logits: what its head gives.
         largest_weight: elements of the largest of its weights.
         data_elements: what it reads of a microbatch's data, of 4 bytes each.
+        expert_parameters: of ``parameters``, those of experts.
+        exchange_elements: of tokens on their way to experts and back, with a weight each.
         base_flops, base_weights, base_parameters: of ``matmul_flops``, ``weight_elements`` and
             ``parameters``, those of weights under adapters.
         quantised: of ``base_parameters``, those that take a byte each.
@@ -87,6 +90,8 @@ class LayerCount:
     logits: float = 0.0
     largest_weight: float = 0.0
     data_elements: float = 0.0
+    expert_parameters: int = 0
+    exchange_elements: float = 0.0
     base_flops: float = 0.0
     base_weights: float = 0.0
     base_parameters: int = 0
@@ -157,6 +162,7 @@ class _LayerCounter:
         self.module, self.load, self.path = module, load, self.loaded.path
         self.matmuls = MatmulCounter(self.loaded)
         self.attention = AttentionCounter(self.loaded)
+        self.experts = experts(module)
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
         self.is_pair = self.path is None and len(linear) == 2  # a projector's
 
@@ -233,11 +239,21 @@ class _LayerCounter:
             ),
             logits=max((m.rows * m.outer for m in matmuls if m.is_head), default=0.0),
             largest_weight=max((m.numel for m in matmuls), default=0.0),
+            expert_parameters=sum(
+                p.numel() for name in names if name in self.experts
+                for p in self.experts[name].parameters()
+            ),
+            exchange_elements=sum(self._exchange(name) for name in names if name in self.experts),
             base_flops=sum(m.flops for m in matmuls if m.base),
             base_weights=sum(m.read for m in matmuls if m.base),
             base_parameters=sum(base.values()),
             quantised=sum(quantised.values()),
         )
+
+    def _exchange(self, name: str) -> float:
+        """Elements of all tokens on their way to experts and back."""
+        per_row = 2 * (self.loaded.hidden or 0) + 1
+        return float(self.loaded.rows(name) * self.matmuls.per_token * per_row)
 
     def read(self, before: list[str]) -> float:
         """What the first product before the blocks reads; of a language model ids, labels and mask

@@ -15,6 +15,7 @@ from raymm.actors.modules.cut import own_buffers
 from raymm.actors.probe.attention import probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
+from raymm.actors.probe.experts.parallel import probe_experts
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.node import probe_node, read_of
 from raymm.actors.probe.plain_torch import plain_torch
@@ -330,9 +331,9 @@ def shard_spec(
             )
         units = language_units if isinstance(spec, LanguageSpec) else block_units
         plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)
-        return ShardSpec({"module": plan}, stage.shards)
-    tp = stage.tp
-    if tp == 1:
+        kept = probe_experts(spec.source, stage.ep, spec.name)
+        return ShardSpec({"module": replace(plan, experts=kept)}, stage.shards)
+    if (tp := stage.tp) == 1:
         return ShardSpec()
     plans: dict[str, ShardPlan] = {"module": tensors()}
     projector = getattr(spec, "projector", None)

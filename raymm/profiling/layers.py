@@ -207,6 +207,8 @@ def _measurements(
                 t.working_bytes, t.forward_bytes, t.data_bytes,
                 _FP32_BYTES * count.base_parameters,
                 quantised=count.quantised_share, options=t.options, halved=t.halved,
+                expert_bytes=_FP32_BYTES * count.expert_parameters,
+                exchange_bytes=round(times_of.tokens * count.exchange_elements * _FP32_BYTES),
             )
             for t, count in zip(times_of.layers, counts, strict=True)
         )

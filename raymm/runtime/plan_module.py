@@ -148,8 +148,10 @@ class PlannedModule(ParallelModule):
             PlanError: if it puts other layers on a rank.
         """
         def places(plan: Plan) -> dict[StageId, tuple]:
-            return {s.id: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options, s.quota)
-                    for s in plan.stages}
+            return {
+                s.id: (s.layers, s.rank, s.degrees, s.sharding, s.ep, s.layer_options, s.quota)
+                for s in plan.stages
+            }
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
             raise PlanError(

@@ -40,6 +40,9 @@ class ParallelSpec:
             and optimizer state (torch's FSDP2); the samples of every microbatch are then dealt
             out over ``dp`` processes, so there are no copies. Not with ``tp`` or schedule
             ``"zero_bubble"``. ``"none"``: all keep everything.
+        ep: expert parallel degree, of a mixture of experts with sharding ``"fsdp"``: 1, or
+            ``dp * cp``, all processes that share the blocks' parameters. The experts of each layer
+            are then dealt out over them and are not gathered: tokens go to them.
         chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
         recompute_layers: what blocks do with their activations, one of
@@ -66,6 +69,7 @@ class ParallelSpec:
     pp: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     dp: int = 1
     max_dp: int | None = None
     chunks: int = 1
@@ -88,10 +92,16 @@ class ParallelSpec:
             raise PlanError(f"sharding is {self.sharding!r}; accepted: {', '.join(SHARDINGS)}")
         if self.pp == 0:
             raise PlanError("pp is 0; a module needs at least one stage")
-        for name in ("pp", "chunks", "dp", "cp", "tp"):
+        for name in ("pp", "chunks", "dp", "cp", "tp", "ep"):
             check_number(name, getattr(self, name))
         if self.max_dp is not None:
             self._check_range(self.max_dp)
+        shards = self.dp * self.cp if self.sharding == "fsdp" else 1
+        if self.ep not in (1, shards):
+            raise PlanError(
+                f"ep is {self.ep}, with dp {self.dp}, cp {self.cp} and sharding {self.sharding!r}; "
+                "accepted: 1, or dp * cp with sharding 'fsdp'"
+            )
         if self.sharding == "fsdp" and self.tp > 1:
             raise PlanError(
                 f"sharding is 'fsdp' and tp {self.tp}; with tp above 1, sharding may be none or "
@@ -116,6 +126,11 @@ class ParallelSpec:
 
     def _check_range(self, most: int) -> None:
         check_number("max_dp", most, self.dp)
+        if self.ep > 1:
+            raise PlanError(
+                f"ep is {self.ep}, and dp from {self.dp} to {most}: experts are dealt out over a "
+                "number of processes that stays; accepted: one dp, or ep 1"
+            )
         if self.ranks is not None:
             raise PlanError(
                 f"ranks is {self.ranks}, and dp from {self.dp} to {most}: how many ranks there are "
@@ -126,7 +141,9 @@ class ParallelSpec:
     def of_stages(self) -> dict[str, Any]:
         """What it says of every one of the module's stages."""
         fsdp = self.dp if self.sharding == "fsdp" else 1
-        return {"cp": self.cp, "tp": self.tp, "sharding": self.sharding, "fsdp": fsdp}
+        return {
+            "cp": self.cp, "tp": self.tp, "sharding": self.sharding, "fsdp": fsdp, "ep": self.ep,
+        }
 
     @property
     def module_replicas(self) -> int:

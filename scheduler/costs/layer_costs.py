@@ -70,6 +70,9 @@ class LayerCost:
             adapters.
         quantised: share of ``base_bytes`` that is kept in a byte per element, in any compute dtype.
         moments: fp32 numbers that the optimizer keeps of each trained parameter: AdamW two.
+        expert_bytes: of ``parameter_bytes``, those of experts, which expert parallelism shares out.
+        exchange_bytes: of tokens on their way to experts of other processes and back in a forward,
+            if all went there.
         in_bf16: share of the trained parameters that are kept in bf16, with their gradients.
         copied: share of them that have a copy in the compute dtype, where that is not fp32.
         options: what else it may do with its activations, if known: seconds that this adds to a
@@ -97,6 +100,8 @@ class LayerCost:
     in_bf16: float = 0.0
     copied: float = 1.0
     quantised: float = 0.0
+    expert_bytes: int = 0
+    exchange_bytes: int = 0
     options: tuple[LayerOption, ...] = ()
     halved: LayerBytes | None = None
 
@@ -112,7 +117,7 @@ class LayerCost:
         for name, value in numbers.items():
             if not 0 <= value < math.inf:  # NaN fails too
                 raise ProfileError(f"{name} is {value}; it must be at least 0 and finite")
-        for name in ("replicated_bytes", "base_bytes"):
+        for name in ("replicated_bytes", "base_bytes", "expert_bytes"):
             if getattr(self, name) > self.parameter_bytes:
                 raise ProfileError(
                     f"{name} is {getattr(self, name)}; it must be at most "

@@ -134,16 +134,15 @@ class Plan:
 
     def _check_sharding(self, stage: Stage) -> None:
         first = self.replicas(stage.module)[0][0]
-        if stage.split not in SPLITS or stage.split != first.split:
-            raise PlanError(
-                f"split of stage {stage.id} is {stage.split!r} and of {first.id} {first.split!r}; "
-                f"accepted: {', '.join(SPLITS)}, the same for all stages of {stage.module}"
-            )
-        if stage.sharding != first.sharding:
-            raise PlanError(
-                f"sharding of stage {stage.id} is {stage.sharding!r} and of {first.id} "
-                f"{first.sharding!r}; all stages of {stage.module} must have the same"
-            )
+        choices = {"split": SPLITS, "sharding": SHARDINGS, "ep": sorted({1, stage.shards})}
+        for name, accepted in choices.items():
+            value, other = getattr(stage, name), getattr(first, name)
+            if value not in accepted or value != other:
+                raise PlanError(
+                    f"{name} of stage {stage.id} is {value!r} and of {first.id} {other!r}; "
+                    f"accepted: {', '.join(map(str, accepted))}; all stages of {stage.module} must "
+                    "have the same"
+                )
         if stage.sharding != "fsdp":
             if stage.fsdp > 1:
                 raise PlanError(

@@ -72,6 +72,7 @@ def stage_of(data: Mapping[str, Any]) -> Stage:
         data.get("quota"),  # the plan checks it
         typed({"split": "microbatches", **data}, "split", str),
         data.get("slot"),  # likewise
+        typed({"ep": 1, **data}, "ep", int),
     )
 
 

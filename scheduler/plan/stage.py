@@ -80,6 +80,9 @@ class Stage:
         quota: share of the rank's multiprocessors that it runs on beside other modules' stages;
             None: nothing runs beside it (:mod:`raymm.scheduler.plan.rank_quotas`).
         split: what the module's replicas deal out, one of :data:`SPLITS`.
+        ep: expert parallel degree: 1, or the number of processes that its blocks' parameters are
+            shared out over. These then send tokens to one another's experts instead of gathering
+            the experts.
         slot: in schedule ``"slots"``, when it runs: ranks run their slots forward in this order,
             then backward in reverse, and the stages of one slot concurrently.
     """
@@ -98,6 +101,7 @@ class Stage:
     quota: float | None = None
     split: str = "microbatches"
     slot: int | None = None
+    ep: int = 1
 
     @cached_property
     def degrees(self) -> Degrees:

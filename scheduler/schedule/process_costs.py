@@ -25,6 +25,9 @@ upper
   one layer at a time is whole (what is outside the blocks always is, which is left out). Each
   pass gathers parameters in the compute dtype while it computes, a backward also reduces gradients
   in fp32; it takes as long as the longer of the two.
+- With ``ep``, a layer's experts are neither gathered nor their gradients reduced. Each pass sends
+  tokens to them and back, to all processes alike (:func:`exchange_seconds`), and nothing is
+  computed meanwhile; what says how many come is left out.
 - Gradients are summed over ``dp * cp`` once a step, while the backward of the stage's last
   microbatch runs. What is not hidden by that is charged to B_w, spread evenly over the
   microbatches, so that schedules, bounds and simulations need not know of it.
@@ -46,7 +49,7 @@ from raymm.scheduler.plan.stage import Degrees
 _SECONDS = ("forward", "backward_input", "backward_weight")
 _SAMPLE_BYTES = (
     "activation_bytes", "output_bytes", "key_value_bytes", "working_bytes", "forward_bytes",
-    "data_bytes",
+    "data_bytes", "exchange_bytes",
 )
 
 # The residual stream at both norms of a block in fp32, what an RMS norm keeps beside it, and the
@@ -133,6 +136,8 @@ def _process_layer(
         in_bf16=cost.in_bf16,
         copied=cost.copied,
         quantised=cost.quantised,
+        expert_bytes=cost.expert_bytes,
+        exchange_bytes=cost.exchange_bytes,
         options=tuple(
             LayerOption(
                 option.name,
@@ -169,6 +174,18 @@ def gather_seconds(size: float, processes: int, link: Link | None) -> float:
     if link is None or processes == 1 or not size:
         return 0.0
     return (processes - 1) * (link.latency + size / processes / link.bandwidth)
+
+
+def exchange_seconds(size: float, processes: int, link: Link | None) -> float:
+    """Two exchanges, of tokens to experts and back, each of half of ``size`` bytes: every process
+    has an equal share, and sends an equal part of that to each.
+
+    Args:
+        size: bytes of all processes, with what stays where it is.
+        processes: that exchange them.
+        link: between them; None where nothing is sent.
+    """
+    return 2 * gather_seconds(size / (2 * processes), processes, link)
 
 
 def exposed_seconds(reduction: float, backward: float) -> float:

@@ -25,7 +25,7 @@ from raymm.scheduler.costs.layer_costs import (
     trainable_before,
     working_bytes,
 )
-from raymm.scheduler.costs.recomputation import KEEP, LayerOption, working_excess
+from raymm.scheduler.costs.recomputation import KEEP, REMADE, LayerOption, working_excess
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.port_routes import message_bytes as sent_bytes
@@ -34,6 +34,7 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 from raymm.scheduler.program.program import Instruction, Op
 from raymm.scheduler.schedule.process_costs import (
     all_reduce_seconds,
+    exchange_seconds,
     exposed_seconds,
     gather_seconds,
     layer_of_samples,
@@ -199,22 +200,26 @@ def _stage_cost(
     moments = sharers if stage.sharding == "zero1" else 1
     state = sum(profile.state_bytes(c, t, moments) for c, t in zip(layers, trainable, strict=True))
     trained_sizes = [c.trained_bytes for c in trained]
-    trained_bytes = sum(trained_sizes)
-    link = None
-    if sharers > 1 and profile.links is not None:
-        link = profile.links.between(plan.replica_processes(stage))
+    between = profile.links if sharers > 1 else None
+    link = None if between is None else between.between(plan.replica_processes(stage))
     if stage.shards > 1:
         # Of the compute dtype there is only what is whole: each unit's, while it is gathered.
         state -= int(sum(trained_sizes) * compute_copy_share(profile.dtype))
-        held = [c.parameter_bytes * profile.element_bytes // _FP32_BYTES for c in layers]
+        held = [
+            size * profile.element_bytes // _FP32_BYTES
+            for size in _shared_out(stage, layers)
+        ]
         state = -(-state // stage.shards) + max(held)
         gather = gather_seconds(sum(held), stage.shards, link)
-        reduction = gather_seconds(trained_bytes, stage.shards, link)
-        forward = max(forward, gather)
+        summed = _shared_out(stage, trained, True)
+        reduction = gather_seconds(sum(summed), stage.shards, link)
+        forward = max(forward, gather) + _exchanges(stage, layers, link)
         if trained or any(earlier):
             backward_weight = max(backward_weight, gather + reduction - backward_input)
+            remade = [c for c, option in kept if option.name in REMADE]
+            backward_weight += _exchanges(stage, [*remade, *(c for c, _ in kept)], link)
     elif trained:
-        reduction = all_reduce_seconds(trained_bytes, sharers, link)
+        reduction = all_reduce_seconds(sum(trained_sizes), sharers, link)
         if replicas > 1 and _sharing(profile, stage.module) is not None:
             reduction = 0.0  # surfaces have it
         steps = _replica_microbatches(plan, stage)
@@ -243,6 +248,24 @@ def _stage_cost(
         )),
         update_bytes=_update_bytes(plan, stage, trained_sizes),
     )
+
+
+def _shared_out(
+    stage: Stage, layers: Sequence[LayerCost], reduced: bool = False
+) -> list[int]:
+    """Per layer, bytes that are gathered, or reduced: with ``ep``, experts stay where they are,
+    which are never trained under adapters."""
+    def apart(cost: LayerCost) -> int:
+        return 0 if stage.ep == 1 or (reduced and cost.base_bytes) else cost.expert_bytes
+
+    return [(c.trained_bytes if reduced else c.parameter_bytes) - apart(c) for c in layers]
+
+
+def _exchanges(stage: Stage, layers: Sequence[LayerCost], link: Link | None) -> float:
+    """Seconds that tokens are on their way to experts and back, in one pass of these layers."""
+    if stage.ep == 1:
+        return 0.0
+    return sum(exchange_seconds(c.exchange_bytes, stage.ep, link) for c in layers)
 
 
 def _replica_microbatches(plan: Plan, stage: Stage) -> int:

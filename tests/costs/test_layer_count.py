@@ -199,6 +199,9 @@ def test_experts_take_only_the_tokens_routed_to_them():
 
     one_expert = 3 * 64 * 160
     assert block(2).matmul_flops - block(1).matmul_flops == 2 * 16 * one_expert
+    assert block(2).expert_parameters == 4 * one_expert
+    # Every token goes to two experts, with a weight, and comes back.
+    assert block(2).exchange_elements == 16 * 2 * (2 * 64 + 1)
     assert block(2).parameters == block(1).parameters
 
 

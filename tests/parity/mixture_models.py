@@ -13,6 +13,7 @@ import transformers as hf
 from torch import nn
 
 Batch = Mapping[str, torch.Tensor]
+Sizes = list[tuple[int, int]]
 
 _SIZES: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,

@@ -91,7 +91,7 @@ def test_steps_are_those_of_the_models_own_forward(name, specs, train):
 
 
 @pytest.mark.parametrize(
-    "llm", [ParallelSpec(pp=2, cp=2), ParallelSpec(pp=2, dp=2, sharding="fsdp")]
+    "llm", [ParallelSpec(pp=2, cp=2), ParallelSpec(pp=2, dp=2, sharding="fsdp", ep=2)]
 )
 def test_a_mixtures_loss_for_its_routers_is_that_of_the_whole_step(llm):
     model, microbatches = whole("Qwen3VLMoeForConditionalGeneration")

@@ -125,6 +125,11 @@ def test_what_goes_with_fully_sharded_parameters() -> None:
         of_llm(fsdp=2)
     with pytest.raises(PlanError, match="sharding of stage llm.0 is 'fsdp' and its tp 2"):
         of_llm(tp=2, sharding="fsdp")
+    assert of_llm(cp=2, sharding="fsdp", fsdp=3, ep=6).module_stages("llm")[0].ep == 6
+    with pytest.raises(PlanError, match="ep of stage llm.0 is 3 .* accepted: 1, 6;"):
+        of_llm(cp=2, sharding="fsdp", fsdp=3, ep=3)
+    with pytest.raises(PlanError, match="ep of stage llm.0 is 2 .* accepted: 1;"):
+        of_llm(ep=2)
     zero_bubble = replace(plan, schedule="zero_bubble")
     of_llm(zero_bubble, sharding="fsdp")  # of one process
     with pytest.raises(PlanError, match="schedule is 'zero_bubble'.* sharding of 'llm' 'fsdp'"):

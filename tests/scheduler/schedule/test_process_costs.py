@@ -250,3 +250,27 @@ def test_fully_sharded_state_is_whole_layer_by_layer_in_the_compute_dtype(dtype,
     stages = tuple(replace(stage, sharding="fsdp", fsdp=4) for stage in plan.stages)
     (cost,) = stage_costs(replace(plan, stages=stages)).values()
     assert cost.state_bytes == 4 * 2 * 4096 // 4 + whole
+
+
+def test_experts_that_stay_are_not_gathered_and_tokens_go_to_them():
+    """Of 1000 bytes of a layer 600 are experts; 960 bytes of tokens go to them and back."""
+    def cost(sent=960, **fields):
+        costs = profile(replicated_bytes=0, expert_bytes=600, exchange_bytes=sent)
+        plan = make_plan(GRAPH, {"llm": ((0, 2),)}, 8, profile=costs)
+        stages = tuple(replace(s, sharding="fsdp", fsdp=4, **fields) for s in plan.stages)
+        assert Plan.from_json(replace(plan, stages=stages).to_json()).stages == stages
+        (one,) = stage_costs(replace(plan, stages=stages)).values()
+        return one
+
+    # Of a process 240 bytes, half of them there and half back: 30 to each of the three others.
+    exchange = 2 * 3 * (1 + 30 / 100)
+    gathered, apart = cost(), cost(ep=4)
+    assert gathered.forward == max(2 * 8 / 4, 3 * (1 + 2000 / 4 / 100))
+    assert apart.forward == pytest.approx(max(2 * 8 / 4, 3 * (1 + 800 / 4 / 100)) + 2 * exchange)
+    backward_weight = max(2 * 8 / 4, 2 * 3 * (1 + 800 / 4 / 100) - 16 / 4)
+    assert apart.backward_weight == pytest.approx(backward_weight + 2 * exchange)
+    # One layer at a time is whole, but for its experts.
+    assert gathered.state_bytes - apart.state_bytes == 600
+    # What a layer makes again goes there again.
+    again, nothing = (cost(sent, ep=4, layer_options=("all", "all")) for sent in (960, 0))
+    assert again.backward_weight - nothing.backward_weight == pytest.approx(4 * exchange)

@@ -1,0 +1,193 @@
+"""Expert parallelism: the experts of a layer dealt out over processes that share a microbatch, to
+which tokens go.
+
+Process p of P has experts [p s, (p + 1) s), s = ceil(E / P), which is the share of each of their
+parameters that FSDP would keep there, along their first dimension. FSDP gathers experts where the
+tokens are; here each token goes to the processes that have its experts, and what they make of it
+comes back, so neither parameters nor gradients of experts are sent at all. An expert's gradient is
+whole where the expert is.
+
+Counts go first, as any number of tokens may come to a process: none, too. Such a process still
+takes part in both exchanges, forward and backward, and its experts get gradients of zero.
+
+Legend: ``E`` experts, ``P`` processes, ``R`` tokens of this process, ``k`` experts per token, ``H``
+hidden size, ``N`` tokens that come here, as often as experts here are chosen.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raymm.actors.experts.routing import expert_count
+from raymm.actors.modules.precision import CAST_ONCE
+from raymm.errors import InputError
+from raymm.kernels.collectives.exchange_rows import exchange_counts, exchange_rows
+
+_COUNT = "num_experts"
+_ARGUMENTS = 3  # tokens (R, H), experts (R, k), weights (R, k)
+
+
+class SplitExpertsError(InputError, ValueError):
+    """Experts that cannot be dealt out."""
+
+
+def share_of(count: int, processes: int) -> int:
+    """How many experts each process has; the last ones may have fewer, or none.
+
+    Args:
+        count: E.
+        processes: P.
+    """
+    return -(-count // processes)
+
+
+def keep_experts(module: nn.Module, start: int, stop: int) -> None:
+    """Reduce a layer's experts, in place, to [start, stop).
+
+    Args:
+        module: one of :func:`raymm.actors.experts.routing.experts`.
+        start, stop: which.
+    """
+    for name, parameter in list(module.named_parameters()):
+        own = nn.Parameter(parameter.detach()[start:stop].clone(), parameter.requires_grad)
+        module.register_parameter(name, own)
+    if hasattr(module, _COUNT):
+        setattr(module, _COUNT, stop - start)
+
+
+def share_experts(
+    module: nn.Module, place: int, processes: int, group: dist.ProcessGroup, cast: bool = False
+) -> None:
+    """Deal a layer's experts out, in place: from then on all processes of the group must call the
+    module together.
+
+    Args:
+        module: one of :func:`raymm.actors.experts.routing.experts`, with all experts.
+        place: of this process.
+        processes: P.
+        group: they.
+        cast: compute with weights in autocast's dtype.
+    """
+    if cast:
+        setattr(module, CAST_ONCE, True)
+    count = expert_count(module)
+    share = share_of(count, processes)
+    keep_experts(module, min(share * place, count), min(share * (place + 1), count))
+    forward = module.forward
+
+    def exchanged(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, chosen, weights = (*args, *kwargs.values())
+        return _exchanged(module, forward, hidden, chosen, weights, (share, processes, group))
+
+    module.forward = exchanged
+
+
+def _exchanged(
+    module: nn.Module, forward: Callable[..., torch.Tensor], hidden: torch.Tensor,
+    chosen: torch.Tensor, weights: torch.Tensor, among: tuple[int, int, dist.ProcessGroup],
+) -> torch.Tensor:  # fmt: skip
+    share, processes, group = among
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    experts, top_k = chosen.reshape(-1), chosen.shape[-1]
+    order = experts.argsort(stable=True)  # by process, and there by expert
+    counts = torch.zeros(processes * share, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    arriving = exchange_counts(counts.view(processes, share), group)
+    sent, received = counts.view(processes, share).sum(1).tolist(), arriving.sum(1).tolist()
+    tokens = order // top_k
+    # In one message, so that both have one order everywhere. The wider dtype loses nothing.
+    wide = torch.promote_types(flat.dtype, weights.dtype)
+    rows = torch.cat(
+        [flat[tokens].to(wide), weights.reshape(-1)[order][:, None].to(wide)], dim=1
+    )
+    came = exchange_rows(rows, sent, received, group)
+    arrived, of_each = came[:, :-1].to(flat.dtype), came[:, -1:].to(weights.dtype)
+    local = torch.arange(share, device=flat.device).repeat(processes)
+    local = local.repeat_interleave(arriving.flatten())[:, None]
+    outputs = _computed(module, forward, arrived, local, of_each)
+    back = exchange_rows(outputs, received, sent, group)
+    return torch.zeros_like(flat).index_add(0, tokens, back).view(hidden.shape)
+
+
+def _computed(
+    module: nn.Module, forward: Callable[..., torch.Tensor], arrived: torch.Tensor,
+    local: torch.Tensor, weights: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    if len(arrived):
+        return forward(arrived, local, weights)
+    # Nothing came. All that others have gradients of has one of zero here, so that nobody waits
+    # for this process in the backward, and an optimizer does with experts what it does elsewhere.
+    nothing = arrived * weights
+    for parameter in module.parameters():
+        nothing = nothing + parameter[:0].sum().to(nothing.dtype)
+    return nothing
+
+
+def check_experts(module: nn.Module) -> None:
+    """Whether a layer's experts may be dealt out: tried on a few tokens, all at once and expert
+    by expert.
+
+    Args:
+        module: of a small model; left as it is.
+
+    Raises:
+        SplitExpertsError: they may not, with the reason.
+    """
+    parameters = dict(module.named_parameters())
+    counts = {len(parameter) if parameter.dim() else 0 for parameter in parameters.values()}
+    declared = getattr(module, _COUNT, None)
+    (count, *others) = sorted(counts) or [0]
+    if others or (declared is not None and declared != count):
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
+        raise SplitExpertsError(f"its parameters are not each of {declared} experts: {shapes}")
+    if list(module.buffers()) or any("." in name for name in parameters):
+        raise SplitExpertsError("it has buffers, or modules with parameters of their own")
+    asked = [
+        p for p in inspect.signature(module.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if asked and len(asked) != _ARGUMENTS:
+        names = ", ".join(p.name for p in asked)
+        raise SplitExpertsError(f"it is called with {names}; accepted: tokens, experts, weights")
+    _compare(module, count)
+
+
+def _compare(module: nn.Module, count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = copy.deepcopy(module).float()
+    rows = 4 * count
+    hidden = torch.randn(rows, _width(module), generator=generator)
+    chosen = torch.arange(rows)[:, None] % count
+    chosen = torch.cat([chosen, (chosen + 1) % count], dim=1) if count > 1 else chosen
+    weights = torch.rand(chosen.shape, generator=generator)
+    with torch.no_grad():
+        expected = whole(hidden, chosen, weights)
+        total = torch.zeros_like(expected)
+        for expert in range(count):
+            alone = copy.deepcopy(module).float()
+            keep_experts(alone, expert, expert + 1)
+            tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+            index = torch.zeros(len(tokens), 1, dtype=torch.int64)
+            output = alone(hidden[tokens], index, weights[tokens, slots][:, None])
+            total = total.index_add(0, tokens, output)
+    if not torch.allclose(total, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
+        raise SplitExpertsError("what its experts make of tokens one by one is something else")
+
+
+def _width(module: nn.Module) -> int:
+    """The hidden size: the one that the weights of all experts have in common."""
+    sizes = [set(p.shape[1:]) for p in module.parameters() if p.dim() > 2]
+    common = set.intersection(*sizes) if sizes else set()
+    for name in ("hidden_dim", "hidden_size"):
+        if getattr(module, name, None) in common:
+            return getattr(module, name)
+    if len(common) == 1:
+        return common.pop()
+    raise SplitExpertsError(f"nobody knows how wide its tokens are: one of {sorted(common)}")
