@@ -8,6 +8,7 @@ servers); of one that was killed somebody else has to.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import ray
 
@@ -31,11 +32,13 @@ def tell_ray(nodes: Collection[str]) -> bool:
         from ray._private.grpc_utils import init_grpc_channel
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-        address = ray.get_runtime_context().gcs_address
-        with init_grpc_channel(address) as channel:
+        # Any: neither Ray's nor gRPC's types say what these have.
+        messages: Any = gcs_service_pb2
+        connected: Any = init_grpc_channel(ray.get_runtime_context().gcs_address)
+        with connected as channel:
             server = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             for node in alive:
-                request = gcs_service_pb2.UnregisterNodeRequest(node_id=bytes.fromhex(node))
+                request = messages.UnregisterNodeRequest(node_id=bytes.fromhex(node))
                 death = request.node_death_info
                 death.reason, death.reason_message = death.UNEXPECTED_TERMINATION, REASON
                 server.UnregisterNode(request, timeout=TELL_TIMEOUT_S)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from raymm.actors.modules.message import Decode
 from raymm.kernels.collectives.tensor_group import TensorGroup

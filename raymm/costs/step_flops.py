@@ -106,8 +106,9 @@ def _products(
 ) -> list[ModuleFlops]:
     """Products with weights, per layer: counts are linear in tokens, samples and labels."""
 
-    def of(*load: int) -> list[float]:
-        return [getattr(layer, field) for layer in count(module, Load(*load), causal)]
+    def of(samples: int, tokens: int, labels: int) -> list[float]:
+        layers = count(module, Load(samples, tokens, labels), causal)
+        return [getattr(layer, field) for layer in layers]
 
     # A token of one sample, two of one, and one whose label counts.
     base, two, label = of(1, 1, 0), of(1, 2, 0), of(1, 1, 1)

@@ -17,6 +17,7 @@ from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.whole.cut import of_zeros
+from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.source import on_meta
 from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.data.sampling.batching import ItemTokens
@@ -118,7 +119,7 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
 
 def _seen_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> Load | None:
     """Of a tower that runs without values, or up to its blocks without weights; None of others."""
-    tower, source = model.tower(name), model.tower_spec(name).source
+    tower, source = model.tower(name), cast(PartSource, model.tower_spec(name).source)
     inputs = tower.inputs(microbatch) or {}
     shapes = tree_map_only(torch.Tensor, lambda value: value.to("meta"), inputs)
     return _load_of(on_meta(source.skeleton()).to("meta"), {**shapes, **dict(tower.constants)}) or (
@@ -312,7 +313,7 @@ class _Entering:
             # (rows, tokens, width), or tokens in rows and columns of an image.
             self.rows, self.tokens = hidden.shape[0], hidden.shape[1:-1].numel()
         if self._leave:
-            raise CutReached(hidden)
+            raise CutReached(cast(torch.Tensor, hidden))
 
     def close(self) -> None:
         self._handle.remove()

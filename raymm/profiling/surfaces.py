@@ -275,7 +275,8 @@ class _Work:
             received = sum(math.prod(s[:2]) for s in request.request.received.values())
             load = Load(rows, tokens + received // rows)
         else:
-            load = Load(*times.output_shape[:2])
+            rows, tokens = times.output_shape[:2]
+            load = Load(rows, tokens)
         seconds = shape.seconds(shape.layers(load, traffic_only, self.precision))
         return tuple(min(1.0, seconds / times.seconds[q / self.steps]) for q in quotas)
 

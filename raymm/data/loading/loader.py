@@ -257,7 +257,8 @@ class StepLoader:
         """Where a worker lives that has started; None if it has not said so by then."""
         try:
             if number not in self._places:
-                self._places[number] = ray.get(self._described[number], timeout=seconds)
+                place: Any = ray.get(self._described[number], timeout=seconds)
+                self._places[number] = place
             return self._places[number]
         except (GetTimeoutError, RayError):
             return None
