@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -107,7 +108,7 @@ class Placement:
         self._first_beside = len(bundles)
         self._options, self._waits = options, options.waits()
         self._group = placement_group(self._bundles, strategy="PACK")
-        self._remove = weakref.finalize(self, _remove_group, self._group)
+        self._remove = weakref.finalize(self, _remove_group_behind, self._group)
         self._remove.atexit = False  # Ray does it
         _of_this_process.add(self)
 
@@ -216,7 +217,8 @@ class Placement:
 
     def remove(self) -> None:
         """Give everything back."""
-        self._remove()
+        if self._remove.detach() is not None:
+            _remove_group(self._group)
 
     def _earlier_with_what_lacks(self) -> list[Placement]:
         """Other placements of this process that have what is not free."""
@@ -251,6 +253,12 @@ class Placement:
 def _remove_group(group: PlacementGroup) -> None:
     if ray.is_initialized():
         remove_placement_group(group)
+
+
+def _remove_group_behind(group: PlacementGroup) -> None:
+    """From where a model is collected, which may be in the middle of a call of Ray's own: a call
+    within that one would wait for it for ever."""
+    threading.Thread(target=_remove_group, args=(group,), name="raymm-places", daemon=True).start()
 
 
 def _let_go_of_errors() -> None:

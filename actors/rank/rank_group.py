@@ -296,6 +296,7 @@ class RankGroup(ObservedRanks):
             self._addresses.pop(rank, None)
             self._heartbeats.replaced(rank)
         self._replace(gone)
+        self._describe()  # so that who is stopped while it starts is noticed as ever
         self._generation += 1
         refs = []
         for rank, (actor, spec) in enumerate(zip(self._actors, self._specs, strict=True)):
@@ -304,7 +305,6 @@ class RankGroup(ObservedRanks):
             refs.append(meet.remote(peers, self._generation))
         self.wait(refs, timeout=START_TIMEOUT_S)
         self.wait([self._actors[rank].build.remote() for rank in gone], gone, START_TIMEOUT_S)
-        self._describe()
         if self._observer is not None and self.nodes != self._observer.nodes:
             self._observe(self.nodes)  # where what is lost now is of no account any more
         self._programs.clear()

@@ -1,13 +1,16 @@
 """What nodes may come, what can never be placed, and what is said while nodes are waited for."""
 
+import gc
 import itertools
+import queue
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.core.generated.autoscaler_pb2 import ClusterConfig
 
-from raymm.actors.placement import node_types
+from raymm.actors.placement import node_types, placement
 from raymm.actors.placement.node_types import NodeType, spell, types_of, without_room
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
@@ -121,6 +124,23 @@ def test_nodes_that_do_not_come_are_told_of(ray_cluster, monkeypatch):
         assert "asked for: 2 x (1 CPU, 1 GPU) and 1 x (0.5 CPU)" in said[0]
     finally:
         place.remove()
+
+
+def test_what_is_collected_gives_its_places_back_from_a_thread(ray_cluster, monkeypatch):
+    """It may be collected in the middle of a call of Ray's own, within which another never ends."""
+    removed = queue.SimpleQueue()
+    monkeypatch.setattr(
+        placement, "remove_placement_group",
+        lambda group: removed.put(threading.current_thread().name),
+    )
+    held = [placement.Placement([{"CPU": 0.1}], PlacementOptions()) for _ in range(2)]
+    held[0].remove()
+    assert removed.get(timeout=10) == threading.current_thread().name
+    assert not held[0].is_held
+    held.clear()
+    gc.collect()
+    assert removed.get(timeout=10) == "raymm-places"
+    assert removed.empty()
 
 
 def test_everything_is_placed_together(ray_cluster):
