@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 
 _MAGIC = b"raymm features 1"
 _HEAD = struct.Struct("<QI")  # checksum of all that follows; bytes of the description
@@ -116,11 +115,17 @@ def make_room(root: Path, keep: Iterable[Path], room: int) -> list[Path]:
     return removed
 
 
+def _checksum(data: bytes | memoryview) -> int:
+    import xxhash  # a rank that keeps no features does not need it
+
+    return xxhash.xxh3_64(data).intdigest()
+
+
 def _packed(key: str, features: torch.Tensor) -> bytes:
     dtype = str(features.dtype).removeprefix("torch.")
     text = json.dumps({"key": key, "dtype": dtype, "shape": list(features.shape)}).encode()
     values = features.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    checksum = xxhash.xxh3_64(text + values).intdigest()
+    checksum = _checksum(text + values)
     return _MAGIC + _HEAD.pack(checksum, len(text)) + text + values
 
 
@@ -130,7 +135,7 @@ def _unpacked(data: bytes, key: str) -> torch.Tensor | None:
         return None
     checksum, length = _HEAD.unpack_from(data, len(_MAGIC))
     body = memoryview(data)[start:]
-    if xxhash.xxh3_64(body).intdigest() != checksum:
+    if _checksum(body) != checksum:
         return None
     description = json.loads(bytes(body[:length]))
     if description["key"] != key:

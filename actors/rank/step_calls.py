@@ -14,9 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import ray
-from ray.exceptions import RayError
-
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.scheduler.plan.stage import StageId
 
@@ -85,6 +82,9 @@ class StepHandle(Generic[Result]):
     def forget(self) -> None:
         """Nobody asks for it any more, as it has failed, or one before it: read what there is of
         it, or Ray would print errors that nobody has read."""
+        import ray  # ranks that are driven by other means have none
+        from ray.exceptions import RayError
+
         for ref in self._refs:
             try:
                 ray.get(ref, timeout=0)

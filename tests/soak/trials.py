@@ -85,10 +85,11 @@ class Trial:
 
     @property
     def named(self) -> bool:
-        """Whether the driver named the culprit. Of itself it cannot."""
+        """Whether the driver named the culprit. It cannot of itself, nor of its own node's raylet
+        and GCS, with which Ray ends it."""
         who = {
-            "data worker": "data worker", "node": "node ", "raylet": "(raylet)",
-            "GCS": "server (GCS)", **{f"rank {n}": f"rank {n} " for n in range(RANKS)},
+            "data worker": "data worker", "node": "node ",
+            **{f"rank {n}": f"rank {n} " for n in range(RANKS)},
         }.get(self.role, "")
         if self.unsaved:
             who = "could not be saved"
