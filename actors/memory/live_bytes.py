@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
             self._count(storage)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, int(storage.nbytes())
         self.now += size - self._sizes.get(key, 0)
         self.most = max(self.most, self.now)
         self._sizes[key] = size

