@@ -33,9 +33,10 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
     assert curve(run) == curve(finished.path)
     rows = read_metrics(run / "metrics.jsonl")
     (row,) = [row for row in rows if "recovered_after" in row]
-    assert "is a straggler" in row["recovered_after"] and row["step"] < STEPS
-    ranks = {row["straggler"]["rank"] for row in rows if "straggler" in row}
-    assert ranks <= {int(slow[1])}  # none where the step in which it was seen is done again
+    # The row of the step in which it was seen may be gone, where that step is done again.
+    cause = row["recovered_after"]
+    assert f"rank {slow[1]} (stages " in cause and "is a straggler" in cause
+    assert row["step"] < STEPS
 
 
 def test_it_needs_a_spare_and_snapshots(make_config, raymm):
