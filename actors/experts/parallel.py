@@ -124,7 +124,7 @@ def _computed(
         return forward(arrived, local, weights)
     # Nothing came. All that others have gradients of has one of zero here, so that nobody waits
     # for this process in the backward, and an optimizer does with experts what it does elsewhere.
-    nothing = arrived * weights
+    nothing = (arrived * weights).to(arrived.dtype)
     for parameter in module.parameters():
         nothing = nothing + parameter[:0].sum().to(nothing.dtype)
     return nothing

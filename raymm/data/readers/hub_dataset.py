@@ -39,7 +39,7 @@ class HubDataset(DatasetsFolder):
             raise DataError(f"{self._url} has no rows in split {self.options.split!r}")
         self.path = self.files[0].parent
         commit = self.path.name if _COMMIT.fullmatch(self.path.name) else None
-        self._commit = self.options.revision or commit
+        self._commit = commit or self.options.revision
         self._index(rows)
 
     @property
