@@ -36,6 +36,8 @@ from raymm.kernels.hf import self_attention as hf_attention
 _PROCESSES = 2
 # Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
 _NOISE = 1e-5
+# Of numbers in a second copy of an example.
+_CHANGE = 0.3
 Inputs = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
@@ -321,7 +323,15 @@ def twice(inputs: Inputs, towers: tuple[Tower, ...]) -> dict[str, Any]:
 
 
 def _doubled(value: Any, dim: int) -> Any:
-    return torch.cat([value, value], dim) if isinstance(value, torch.Tensor) else value
+    """Twice along a dimension, numbers of the second a little different: an average over all of
+    two copies alike, or attention to all of them, would be that of either. Zeros stay such."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    other = value
+    if value.is_floating_point():
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+        other = value * (1 + _CHANGE * noise).to(value)
+    return torch.cat([value, other], dim)
 
 
 def leaves_out_blocks(
