@@ -163,6 +163,8 @@ class ProcessedBuilder(StepBuilder):
             if self.config.on_error == "raise":
                 raise
             first: BaseException = error
+        except MemoryError:  # that is the process's, whatever the samples
+            raise
         except USER_CODE_RAISES as error:  # a processor may raise anything
             first = error
         usable, skipped = [], []
@@ -170,6 +172,8 @@ class ProcessedBuilder(StepBuilder):
             try:
                 self._microbatch([sample])
                 usable.append(sample)
+            except MemoryError:
+                raise
             except USER_CODE_RAISES as error:
                 named = self._named(sample, error)
                 if self.config.on_error == "raise":

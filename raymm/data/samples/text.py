@@ -197,6 +197,8 @@ class TextEncoder:
     def _tokenize(self, sample: Sample) -> list[int]:
         try:
             return self.tokenizer(sample.text)["input_ids"]
+        except MemoryError:  # that is the process's, whatever the sample
+            raise
         except USER_CODE_RAISES as error:  # a tokenizer raises whatever its library raises
             reason = f"the tokenizer fails on it ({type(error).__name__}: {error})"
             raise text_error(sample, reason) from error
@@ -262,6 +264,8 @@ class TextEncoder:
                 tokenize=True,
                 return_dict=False,
             )
+        except MemoryError:
+            raise
         except USER_CODE_RAISES as error:  # a template is a program: it may raise anything
             if not messages:
                 raise text_error(
