@@ -25,9 +25,15 @@ def default_cache() -> Path:
     return Path(os.environ.get("RAYMM_CACHE") or Path.home() / ".cache" / "raymm") / "scans"
 
 
-def scan_key(dataset: Dataset, config: DataConfig) -> str:
+def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
     """Hex digest of all that a scan depends on: files by path, size and modification time,
-    columns, contents of the tokenizer's files, and the configuration of text and limits."""
+    columns, contents of the tokenizer's and the processor's files, and the configuration of text
+    and limits.
+
+    Args:
+        dataset, config: as of a scan.
+        measure: what says how large samples are, by name.
+    """
     readers = dataset.readers if isinstance(dataset, Mixture) else [dataset]
     sources = [
         {
@@ -45,6 +51,8 @@ def scan_key(dataset: Dataset, config: DataConfig) -> str:
         "version": _VERSION,
         "sources": sources,
         "tokenizer": _fingerprint(Path(config.tokenizer)),
+        "processor": config.processor and _fingerprint(Path(config.processor)),
+        "measure": measure,
         "config": config.model_dump(mode="json", include=fields),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -66,14 +66,15 @@ def scan(
         SampleError: the first unusable sample, unless ``on_error`` is ``"skip"``.
         DataError: no tokenizer, or what the readers raise.
     """
-    key = scan_key(dataset, config) if cache is not None else None
+    name = "" if measure is None else getattr(measure, "__qualname__", repr(measure))
+    measure = measure or _HeaderSizes
+    key = scan_key(dataset, config, name) if cache is not None else None
     if cache is not None and key is not None and (
         stored := load_scan(cache, key, dataset, config)
     ) is not None:
         if progress is not None:
             progress(len(dataset), len(dataset))
         return stored
-    measure = measure or _HeaderSizes
     result = _joined(dataset, config, list(_parts(dataset, config, workers, progress, measure)))
     if cache is not None and key is not None:
         save_scan(cache, key, result)

@@ -137,13 +137,14 @@ def test_the_key_follows_everything_that_matters(cached, make_config, tmp_path):
     other = config.model_copy(update={"tokenizer": str(tmp_path / "other")})
     build_tokenizer("{{ messages }}").save_pretrained(tmp_path / "other")
     keys.add(scan_key(dataset, other))
+    keys.add(scan_key(dataset, config, "ProcessedSizes"))
     os.utime(tmp_path / "train.jsonl", ns=(1, 1))
     keys.add(scan_key(dataset, config))
     with open(tmp_path / "train.jsonl", "a") as rows:
         rows.write("\n")
     os.utime(tmp_path / "train.jsonl", ns=(1, 1))
     keys.add(scan_key(dataset, config))
-    assert len(keys) == 8
+    assert len(keys) == 9
     # Where the run is, and how it batches, does not.
     same = config.model_copy(update={"batch_size": 12, "seed": 3})
     assert scan_key(dataset, same) in keys
