@@ -45,6 +45,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from raymm.storage.checkpoint import CheckpointStore
     from raymm.storage.loading import restore
     from raymm.training.execution import Execution
+    from raymm.training.phases import Phases
     from raymm.training.run_plan import RunPlanner
     from raymm.training.run_start import with_vocabulary
 
@@ -56,11 +57,13 @@ def run_generate(args: argparse.Namespace) -> int:
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     if checkpoint is None:
         print(f"{config.run.storage_path} has no checkpoint: the model as it begins")
+    phases = Phases(model, config.at, config.run.steps)
+    phases.enter_before(checkpoint)  # what trains then is what a checkpoint has
     optimizer = config.optimizer.build(config.run.steps)
     with connected():
         device = pick_device(config.run.device, config.resources.for_device)
         resources = config.resources.for_device(device)
-        plan = build_plan(config, model) or RunPlanner(
+        plan = phases.plan(build_plan(config, model)) or RunPlanner(
             PlanRequest.of_config(config), model, config.data, config.run.precision, optimizer,
             print,
         ).plan(checkpoint, device, resources, _nothing_beside())
@@ -73,6 +76,8 @@ def run_generate(args: argparse.Namespace) -> int:
             if checkpoint is not None:
                 restore(parallel, checkpoint.folder)
             data = with_vocabulary(config.data, model)
+            # A prompt is a user's turn, also of a run on pairs of answers.
+            data = data.model_copy(update={"preferences": False})
             builder, prompts = _prompts(data, args.prompt, items)
             ends = special_ids(builder.tokenizer)
             running = cast(WritingModule, parallel)  # of another it is refused by name

@@ -150,7 +150,7 @@ class MultimodalParallelModule(PlannedModule):
                 :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
             decode: of a step that writes text, which.
         """
-        if self.model.preference is None:
+        if self.model.preference is None or decode is not None:
             return self._submit(prepared, update, forward_only, keep, decode)
         for number, microbatch in enumerate(prepared[1]):
             if microbatch.num_samples % 2:

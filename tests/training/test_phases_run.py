@@ -25,6 +25,8 @@ def test_phases(ray_cluster, raymm, make_config, tmp_path):
     assert "after step 4 llm is trained, vision_projector is frozen" in text
     whole, stored = curve(run), checkpoint_tensors(run)
     assert [row[0] for row in whole] == [1, 2, 3, 4, 5, 6]
+    code, text = raymm("generate", config, "--prompt", "what is this", "--max-tokens", "2")
+    assert code == 0 and "> what is this\n" in text, text
 
     # The first phase is what a run is that ends there.
     plain = make_config(

@@ -39,6 +39,8 @@ def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
     # Adapters begin as nothing: the model is its reference, and log 2 the loss of a pair.
     assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[-1] < losses[0]
     assert [row[-1] for row in whole] == [4] * 6  # pairs
+    code, text = raymm("generate", config, "--prompt", "what is this", "--max-tokens", "2")
+    assert code == 0 and "> what is this\n" in text, text
     for folder in CheckpointStore(run).committed():
         if folder.name != "step-00000002":
             shutil.rmtree(folder)
