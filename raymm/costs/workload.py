@@ -304,13 +304,18 @@ class _Entering:
         self.rows, self._leave = 1, leave
         path = find_blocks(module)
         first = module if path is None else next(iter(block_list(module, path)), module)
+        # Of its norms and biases: by them channels that come last are told from those before.
+        self._widths = {len(p) for p in first.parameters() if p.dim() == 1}
         self._name = "hidden_states" if path is None else hidden_name(first)
         self._handle = first.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, _: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs.get(self._name)
-        if isinstance(hidden, torch.Tensor) and hidden.dim() > FLAT_ROWS:
-            # (rows, tokens, width), or tokens in rows and columns of an image.
+        if isinstance(hidden, torch.Tensor) and hidden.dim() > FLAT_ROWS and (
+            hidden.dim() == IMAGE_DIMENSIONS or hidden.shape[-1] in self._widths
+        ):
+            # (rows, tokens, width), or tokens in rows and columns of an image; with channels
+            # before them, what is handed on says how many there are.
             self.rows, self.tokens = hidden.shape[0], hidden.shape[1:-1].numel()
         if self._leave:
             raise CutReached(cast(torch.Tensor, hidden))
