@@ -331,18 +331,20 @@ class WholeModel:
         model = cast(Callable[..., Any], module)
         total = torch.zeros(())
         routing, sums = Routing(module, self.mixture), []
-        for batch in microbatches:
-            inputs = {name: value for name, value in batch.items() if name != LABELS}
-            B, T = batch[LABELS].shape
-            with routing.noted(routing.real(inputs.get("attention_mask"), (B, T))):
-                logits = model(**inputs, use_cache=False).logits
-            total = total + F.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten(),
-                ignore_index=IGNORE_INDEX, reduction="sum",
-            )  # fmt: skip
-            if (own := routing.sums()) is not None:
-                sums.append(own)
-        routing.detach()
+        try:
+            for batch in microbatches:
+                inputs = {name: value for name, value in batch.items() if name != LABELS}
+                B, T = batch[LABELS].shape
+                with routing.noted(routing.real(inputs.get("attention_mask"), (B, T))):
+                    logits = model(**inputs, use_cache=False).logits
+                total = total + F.cross_entropy(
+                    logits[:, :-1].flatten(0, 1).float(), batch[LABELS][:, 1:].flatten(),
+                    ignore_index=IGNORE_INDEX, reduction="sum",
+                )  # fmt: skip
+                if (own := routing.sums()) is not None:
+                    sums.append(own)
+        finally:
+            routing.detach()
         total = total / max(sum(map(label_tokens, microbatches)), 1)
         if self.mixture is not None and self.mixture.loss is not None:
             total = total + self.mixture.loss.whole(sums)

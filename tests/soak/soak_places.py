@@ -56,6 +56,8 @@ def why_not(place: Place) -> str:
 def _of_rank(phase: str, kind: str) -> str:
     if kind == "hang" and phase not in USERS:
         return "no code of the user's runs there; SIGSTOP is what else hangs"
+    if kind == "full disk" and phase == WRITING[-1]:
+        return "all is written by then"
     if kind in ("full disk", "slow disk") and phase not in WRITING:
         return "no file is written there"
     return ""
