@@ -39,6 +39,7 @@ TOLERANCE, FLOOR = 1e-5, 1e-6
 LOSS_TOLERANCE = 1e-6
 # Of how far a parameter has moved in the steps, as AdamW makes much of a gradient's rounding.
 MOVED_TOLERANCE, MOVED_FLOOR = 1e-3, 1e-7
+_ALIKE = 1e-5  # what several processes have, relative to its norm
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
 
 
@@ -295,9 +296,21 @@ class _Shares:
 def _assembled(
     spec: ShardSpec, name: str, pieces: list[torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """A parameter of its shards, which are all summed already."""
+    """A parameter of its shards, which are all summed already.
+
+    Raises:
+        ValueError: processes that have all of it do not have the same.
+    """
     if spec.shard(name, 0) is None:
-        return pieces[0]
+        first = pieces[0]
+        for place, piece in enumerate(pieces):
+            alike = first is piece is None or (
+                first is not None and piece is not None
+                and bool((piece - first).norm() <= _ALIKE * first.norm())
+            )
+            if not alike:
+                raise ValueError(f"{name} of process {place} is not that of process 0")
+        return first
     whole: torch.Tensor | None = None
     for place, piece in enumerate(pieces):
         if piece is not None and not spec.is_replica(name, place):

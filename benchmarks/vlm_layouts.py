@@ -12,12 +12,13 @@ Every process has all stages of its share, so what is compared is what processes
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks._common import console, emit, machine, parser
-from benchmarks._family_check import EXACT, UNCLEAR, Outcome
+from benchmarks._family_check import EXACT, UNCLEAR, WRONG, Outcome
 from benchmarks._ranks import gloo_ranks
 from benchmarks._vlm_shares import Layout, outcome
 from benchmarks.families import RESULTS
@@ -102,6 +103,8 @@ def main() -> None:
     summary |= {"seconds": round(time.monotonic() - started, 1), "machine": machine()}
     out.print(", ".join(f"{summary[r]} {r}" for r in RESULTS))
     emit(summary, arguments.json)
+    if summary[WRONG] or summary[UNCLEAR]:
+        sys.exit(1)
 
 
 def _arguments() -> argparse.Namespace:
