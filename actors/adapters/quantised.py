@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-INT8 = "int8"
 SCALE = "weight_scale"
 """Name of the scales' parameter, beside ``weight``, which holds the codes."""
 # Codes are symmetric to zero but for the lowest.

@@ -1,16 +1,15 @@
 """Masks of text models that are called with some of a batch's tokens, or with rows put together.
 
-transformers makes a mask from the tokens that a text model is called with. Within
-:func:`masks_of`, raymm's mask interface makes it of the tokens that there are in all, as attention
-wants it where processes share them, or of rows that lie one after another as documents.
+transformers makes a mask from the tokens that a text model is called with. After
+:func:`enter_masks_of`, raymm's mask interface makes it of the tokens that there are in all, as
+attention wants it where processes share them, or of rows that lie one after another as documents.
 
 Legend: ``B`` rows, ``T`` tokens of a row, ``P`` tokens of rows put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -51,25 +50,11 @@ class AllTokens:
         return mask if window is None else mask.windowed(window)
 
 
-@contextmanager
-def masks_of(tokens: AllTokens | None) -> Iterator[None]:
-    """Within, masks are of these tokens, whatever a model is called with.
+def enter_masks_of(tokens: AllTokens | None) -> Callable[[], None]:
+    """From now on masks are of these tokens, whatever a model is called with.
 
     Args:
         tokens: None for those that it is called with.
-    """
-    reset = enter_masks_of(tokens)
-    try:
-        yield
-    finally:
-        reset()
-
-
-def enter_masks_of(tokens: AllTokens | None) -> Callable[[], None]:
-    """:func:`masks_of` for hooks, which are no context.
-
-    Args:
-        tokens: as there.
 
     Returns:
         What ends it.

@@ -36,10 +36,10 @@ def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
 
 
 def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]:
+    if path.is_file():  # also one whose name looks like a pattern, as on this machine
+        return [path]
     if path.has_magic():
         files, what = path.matches(), "pattern"
-    elif path.is_file():
-        return [path]
     else:
         below = path.files() if path.url.in_bucket else []
         files = [file for file in below if file.suffix in suffixes]
@@ -61,5 +61,7 @@ def is_there(path: str | Path) -> bool:
         return True  # who opens it will say
     place = located(path)
     if isinstance(place, RemotePath):
-        return bool(place.matches()) if place.has_magic() else place.is_file() or place.is_dir()
+        return place.is_file() or (
+            bool(place.matches()) if place.has_magic() else place.is_dir()
+        )
     return Path(path).exists() or bool(glob.glob(str(path), recursive=True))
