@@ -12,8 +12,8 @@ from raymm.files.run_files import write_whole
 from raymm.runtime.pipelined import MultimodalParallelModule
 
 REFERENCES = "references.json"
-# Of a row that is in the data several times: what padding does to its log-probability, and less
-# than another row's would differ.
+# Of a row that is in the data several times: what padding does to its log-probability, in bf16,
+# too. Another row under the same id is told by it unless it happens to be as likely.
 _ROUNDING = 1e-2
 
 

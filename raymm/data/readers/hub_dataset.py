@@ -69,4 +69,3 @@ class HubDataset(DatasetsFolder):
         datasets = datasets_package()
         parts = [datasets.Dataset.from_file(str(file)) for file in self.files]
         return datasets.concatenate_datasets(parts).with_format("arrow")
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from threading import Lock
@@ -138,7 +139,6 @@ def _reason(error: OSError, bucket: str, retry_for_s: float) -> str:
             "all nodes (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role), or say "
             "?anonymous=true for a public bucket"
         )
-    if "NO_SUCH_BUCKET" in text or "not found" in text:
+    if "NO_SUCH_BUCKET" in text or re.search(r"[Bb]ucket '[^']*' not found", text):
         return f"there is no bucket {bucket!r} ({text})"
     return f"{text} (tried for {retry_for_s:g} s)"
-

@@ -195,4 +195,3 @@ def version_of(path: DataPath) -> Any:
         path: where it is.
     """
     return path.version.tag if isinstance(path, RemotePath) else path.stat().st_mtime_ns
-

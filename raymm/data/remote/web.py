@@ -147,5 +147,3 @@ def _body(answer: Any, size: int) -> bytes:
         if not left:
             break
     return b"".join(parts)
-
-

@@ -134,4 +134,3 @@ def _at(schedule: Schedule, step: int) -> float:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
-
