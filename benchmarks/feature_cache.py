@@ -34,6 +34,7 @@ from torch import nn
 
 from benchmarks import _common
 from raymm.actors.features.feature_folder import FeatureFolder
+from raymm.actors.features.kept_features import FEATURES
 from raymm.config.build import build_model, build_plan
 from raymm.config.cache_section import CacheSection
 from raymm.config.sections import TrainConfig, load_config
@@ -65,7 +66,7 @@ def load_features(path: str) -> dict[str, torch.Tensor]:
     features = FeatureFolder(file.parents[1], 0).read(file.stem)
     if features is None:
         raise ValueError(f"{path} holds no features")
-    return {"features": features}
+    return {"features": features[FEATURES]}
 
 
 class Run:

@@ -18,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-_MAGIC = b"raymm features 1"
+_MAGIC = b"raymm features 2"
 _HEAD = struct.Struct("<QI")  # checksum of all that follows; bytes of the description
 _SUFFIX = ".features"
+# Of an item, tensors by name.
+Features = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class FeatureFolder:
         """Whether there is something under a key; whether it is whole, :meth:`read` says."""
         return self.file(key).is_file()
 
-    def read(self, key: str) -> torch.Tensor | None:
+    def read(self, key: str) -> Features | None:
         """Features as they were written; None if they are not there or damaged, in which case
         their file goes.
 
@@ -65,12 +67,12 @@ class FeatureFolder:
             file.unlink(missing_ok=True)
         return features
 
-    def write(self, key: str, features: torch.Tensor) -> int:
+    def write(self, key: str, features: Features) -> int:
         """Keep an item's features, whole or not at all; returns the bytes written.
 
         Args:
             key: of the item.
-            features: of any shape and dtype, on the CPU.
+            features: of any shapes and dtypes, on the CPU.
 
         Raises:
             OSError: it cannot be written.
@@ -121,15 +123,19 @@ def _checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64(data).intdigest()
 
 
-def _packed(key: str, features: torch.Tensor) -> bytes:
-    dtype = str(features.dtype).removeprefix("torch.")
-    text = json.dumps({"key": key, "dtype": dtype, "shape": list(features.shape)}).encode()
-    values = features.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _packed(key: str, features: Features) -> bytes:
+    tensors, values = [], b""
+    for name, tensor in features.items():
+        tensor = tensor.detach().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tensors.append({"name": name, "dtype": dtype, "shape": list(tensor.shape)})
+        values += tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    text = json.dumps({"key": key, "tensors": tensors}).encode()
     checksum = _checksum(text + values)
     return _MAGIC + _HEAD.pack(checksum, len(text)) + text + values
 
 
-def _unpacked(data: bytes, key: str) -> torch.Tensor | None:
+def _unpacked(data: bytes, key: str) -> Features | None:
     start = len(_MAGIC) + _HEAD.size
     if len(data) < start or not data.startswith(_MAGIC):
         return None
@@ -140,7 +146,11 @@ def _unpacked(data: bytes, key: str) -> torch.Tensor | None:
     description = json.loads(bytes(body[:length]))
     if description["key"] != key:
         return None
-    values = np.frombuffer(body[length:], np.uint8).copy()
-    return torch.from_numpy(values).view(getattr(torch, description["dtype"])).reshape(
-        description["shape"]
-    )
+    values, features = body[length:], {}
+    for tensor in description["tensors"]:
+        own = torch.empty(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+        place = own.reshape(-1).view(torch.uint8).numpy()
+        place[:] = np.frombuffer(values[: own.nbytes], np.uint8)
+        features[tensor["name"]] = own
+        values = values[own.nbytes :]
+    return features

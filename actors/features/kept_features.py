@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from raymm.actors.features.feature_folder import FeatureFolder
+from raymm.actors.features.feature_folder import FeatureFolder, Features
 
 FEATURES = "raymm_features"
 """What a modality's items have in place of the encoder's inputs, where their features are known:
-(items, tokens, width)."""
+(items, tokens, width). Of frozen first blocks, names that begin with it have what comes beside
+their hidden state."""
 KEYS = "raymm_feature_keys"
 """Under which the features of a microbatch's items are kept; "" for those that are not."""
 # Items that wait to be written; a rank that is this far ahead of its disk keeps no more of them.
@@ -31,23 +32,27 @@ class FeatureWriter:
     def __init__(self, folder: FeatureFolder) -> None:
         self._folder = folder
         self._left = folder.room - folder.bytes()
-        self._waiting: queue.Queue[tuple[str, torch.Tensor]] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[str, Features]] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
-    def keep(self, keys: Sequence[str], features: torch.Tensor) -> None:
+    def keep(self, keys: Sequence[str], features: Mapping[str, torch.Tensor]) -> None:
         """Keep the features of items.
 
         Args:
             keys: of the items; what has none, or is there already, is left out.
-            features: (items, ...), on any device.
+            features: (items, ...) each, on any device.
         """
-        for key, own in zip(keys, features.detach().cpu(), strict=True):
-            size = own.nbytes
+        on_host = {name: tensor.detach().cpu() for name, tensor in features.items()}
+        for item, key in enumerate(keys):
+            own = {name: tensor[item] for name, tensor in on_host.items()}
+            size = sum(tensor.nbytes for tensor in own.values())
             if not key or size > self._left or self._folder.has(key):
                 continue
             try:
-                self._waiting.put_nowait((key, own.clone()))
+                self._waiting.put_nowait(
+                    (key, {name: tensor.clone() for name, tensor in own.items()})
+                )
             except queue.Full:
                 return
             self._left -= size
@@ -67,21 +72,16 @@ class FeatureWriter:
                 self._waiting.task_done()
 
 
-def of_every_item(
-    run: Callable[[dict[str, Any]], torch.Tensor], inputs: Mapping[str, Any]
-) -> torch.Tensor:
-    """Features of all items, each computed by itself: (items, tokens, width).
+def every_item(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The inputs of an encoder, item by item.
 
     Kernels round differently for one item and for several, so what was computed together could
     not be used in another company.
 
     Args:
-        run: an encoder on the inputs of one item.
         inputs: of all, tensors with items along their first dimension; the rest is every item's.
     """
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
     count = len(next(iter(tensors.values())))
-    return torch.cat([
-        run({**inputs, **{name: value[i : i + 1] for name, value in tensors.items()}})
-        for i in range(count)
-    ])
+    for i in range(count):
+        yield {**inputs, **{name: value[i : i + 1] for name, value in tensors.items()}}

@@ -82,10 +82,10 @@ class DrawnShapes:
         self._stack = ExitStack()
 
     def __enter__(self) -> DrawnShapes:
-        noting: list[_Noting] = []
+        noting: list[NotedDraws] = []
 
         def begin(*_: Any) -> None:
-            noting.append(_Noting(self.shapes))
+            noting.append(NotedDraws(self.shapes))
             noting[-1].__enter__()
 
         def end(*_: Any) -> None:
@@ -104,7 +104,13 @@ class DrawnShapes:
         self._stack.close()
 
 
-class _Noting(TorchDispatchMode):
+class NotedDraws(TorchDispatchMode):
+    """Notes what is drawn from torch, on the meta device too.
+
+    Args:
+        shapes: of what is drawn are added to it.
+    """
+
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
         self._shapes = shapes

@@ -40,7 +40,7 @@ def example_inputs(model: nn.Module) -> Inputs:
     """Random inputs that the encoder's forward takes.
 
     Args:
-        model: on the CPU, with weights; left as it is.
+        model: on the CPU with weights, or on the meta device; left as it is.
 
     Raises:
         ExampleError: if none of the candidates runs, with what was tried; the user then gives
@@ -53,12 +53,16 @@ def example_inputs(model: nn.Module) -> Inputs:
             f"model_class {encoder!r}"
         )
     trial = copy.deepcopy(model)  # some models keep tensors of their last forward
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     tried = []
     for inputs in _candidates(model):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
-                trial(**copy.deepcopy(inputs))
+                trial(**{
+                    name: value.to(device) if isinstance(value, torch.Tensor) else value
+                    for name, value in copy.deepcopy(inputs).items()
+                })
         except USER_CODE_RAISES as error:  # whatever a model may raise
             tried.append(f"{in_words(inputs)} ends in {brief(error)}")
         else:

@@ -29,6 +29,7 @@ from raymm.actors.stages.stage_inputs import (
     from_stages,
     ghosts,
     message_of,
+    message_of_entries,
     shown_inputs,
     shown_output,
     to_side,
@@ -230,16 +231,22 @@ class EncoderStage(StageModule):
             received: the previous stage's message, by the name of the module.
             context: of the microbatch.
         """
+        preprocess = self.spec.preprocess
         if inputs is not None and FEATURES in inputs:
-            return self._with_projector(inputs[FEATURES], {}, {}, context)
+            kept = message_of_entries(inputs)
+            if not kept.side:
+                return self._with_projector(kept.tensors[0], {}, {}, context)
+            received = {self.spec.name: kept}
+            if self.first:  # a whole chain is asked what becomes of the shapes
+                inputs, preprocess = from_side(kept.side, kept.tensors[0].device), None
         received_hidden: torch.Tensor | None = None
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
             if context.samples:
                 inputs = self._of_samples(inputs, context)
-            if self.spec.preprocess is not None:
+            if preprocess is not None:
                 context.enter("preprocess")
-                inputs = self.spec.preprocess(inputs)
+                inputs = preprocess(inputs)
             count = None
             if self._items is not None:
                 inputs, count = self._items.own_inputs(inputs)

@@ -1,16 +1,18 @@
-"""A frozen encoder without its projector, whose features are kept."""
+"""What a frozen encoder, or its frozen first blocks, makes of items, where that is kept."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from raymm.actors.features.kept_features import KEYS, FeatureWriter, of_every_item
+from raymm.actors.features.kept_features import KEYS, FeatureWriter, every_item
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.stages.encoder import EncoderStage
+from raymm.actors.stages.stage_inputs import joined, kept_entries
 
 
 class FeatureStage(EncoderStage):
-    """All blocks of a frozen encoder. Computes every item by itself, and keeps what comes out.
+    """The first stage of an encoder, of frozen blocks only. Computes every item by itself, and
+    keeps what comes out.
 
     Attributes:
         writer: keeps features; None: nobody does, or another process.
@@ -32,7 +34,13 @@ class FeatureStage(EncoderStage):
         """
         own = {n: v for n, v in (inputs or {}).items() if n not in (KEYS, "sample_index")}
         run = super().run
-        hidden = of_every_item(lambda item: run(item, received, context).tensors[0], own)
+        message = joined([run(item, received, context) for item in every_item(own)])
+        if self._whole:
+            message = message._replace(side={})  # a projector reads features alone
         if self.writer is not None and inputs is not None and KEYS in inputs:
-            self.writer.keep(inputs[KEYS], hidden)
-        return Message((hidden,), {})
+            self.writer.keep(inputs[KEYS], kept_entries(message))
+        return message
+
+    @property
+    def _whole(self) -> bool:
+        return self._blocks[1] == self.spec.num_blocks

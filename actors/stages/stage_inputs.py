@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.message import HIDDEN, Message
 from raymm.actors.modules.message_samples import SHAPE, shape_entry
 from raymm.errors import InternalError
 from raymm.kernels.hf.known_masks import KnownMask
 from raymm.kernels.host_copies import on_host, to_device
 
-_PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
+_ROWS, _SAME = f"{FEATURES}/", f"{FEATURES}="  # entries of what is kept of items
+PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
 
 
 class AbsentError(InternalError, RuntimeError):
@@ -59,7 +61,7 @@ def to_side(
     side = {}
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor):
-            side[_PLAIN + name] = _plain(name, value, module)
+            side[PLAIN + name] = _plain(name, value, module)
         elif value.is_floating_point() and name not in travels:
             side.update([shape_entry(name, value)])
         else:
@@ -94,8 +96,8 @@ def from_side(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[st
             dtype, _, name = name.removeprefix(SHAPE).partition("/")
             zero = torch.zeros((), dtype=getattr(torch, dtype), device=device)
             inputs[name] = zero.expand(on_host(value).tolist())
-        elif name.startswith(_PLAIN):
-            inputs[name.removeprefix(_PLAIN)] = json.loads(bytes(on_host(value).tolist()))
+        elif name.startswith(PLAIN):
+            inputs[name.removeprefix(PLAIN)] = json.loads(bytes(on_host(value).tolist()))
         else:
             inputs[name] = to_device(value, device)
     return inputs
@@ -138,6 +140,59 @@ def from_stages(
         ports.update(named)
     assert hidden is not None  # of the stage before
     return hidden, {n: entry for n, entry in side.items() if _shape_of(n) not in ports}, ports
+
+
+def joined(messages: Sequence[Message]) -> Message:
+    """One message of those of single items: of what comes beside the hidden state, integers and
+    floats that travel have a row per item, shapes and plain data are the same of all.
+
+    Args:
+        messages: one or more, in the order of the items.
+    """
+    side = dict(messages[0].side)
+    for name, entry in side.items():
+        if name.startswith(SHAPE):
+            side[name] = torch.tensor([len(messages), *entry.tolist()[1:]], device="cpu")
+        elif not name.startswith(PLAIN):
+            side[name] = torch.cat([message.side[name] for message in messages])
+    return Message((torch.cat([message.tensors[0] for message in messages]),), side)
+
+
+def kept_entries(message: Message) -> dict[str, torch.Tensor]:
+    """What is kept of a message, (items, ...) each. What has no row per item is in the names of
+    entries, where who has the shapes of tensors only can read it, too.
+
+    Args:
+        message: of :func:`joined`.
+    """
+    (hidden,) = message.tensors
+    entries = {FEATURES: hidden}
+    for name, entry in message.side.items():
+        if name.startswith((SHAPE, PLAIN)):
+            values = entry.tolist()[1 if name.startswith(SHAPE) else 0 :]
+            entries[_SAME + json.dumps([name, values])] = torch.zeros(len(hidden), 1)
+        else:
+            entries[_ROWS + name] = entry
+    return entries
+
+
+def message_of_entries(entries: Mapping[str, torch.Tensor]) -> Message:
+    """The inverse of :func:`kept_entries`.
+
+    Args:
+        entries: of items, beside which may be other tensors.
+    """
+    hidden, side = entries[FEATURES], {}
+    for name, entry in entries.items():
+        if name.startswith(_ROWS):
+            side[name.removeprefix(_ROWS)] = entry
+        elif name.startswith(_SAME):
+            name, values = json.loads(name.removeprefix(_SAME))
+            if name.startswith(SHAPE):
+                side[name] = torch.tensor([len(hidden), *values], device="cpu")
+            else:
+                side[name] = torch.tensor(values, dtype=torch.uint8, device="cpu")
+    return Message((hidden,), side)
 
 
 def _shape_of(name: str) -> str | None:

@@ -15,7 +15,8 @@ class CacheSection(Section):
     """What of a run is computed once.
 
     Attributes:
-        features: where what frozen encoders make of items is kept, by the items' content, the
+        features: where what frozen encoders, or the frozen layers before their first trained one,
+            make of items is kept, by the items' content, the
             encoder's weights, its callbacks and processor, and the precision: ``"disk"``, from run
             to run; ``"host"``, in the memory of the hosts (``/dev/shm``) while the run lasts. From
             when all of a step's items are known, nobody decodes them, and the encoder's

@@ -63,11 +63,13 @@ class ModuleFlops:
 
 
 def module_flops(
-    module: nn.Module, trainable: Sequence[bool], before: Sequence[bool], causal: bool = False
-) -> ModuleFlops:
+    module: nn.Module, trainable: Sequence[bool], before: Sequence[bool], causal: bool = False,
+    first: int = 0,
+) -> ModuleFlops:  # fmt: skip
     """What one module does in a training step.
 
     Args:
+        first: layer, of those that run.
         module: a skeleton; parameters may be on the meta device.
         trainable: per layer.
         before: per layer, whether something trainable is before it.
@@ -79,6 +81,8 @@ def module_flops(
     base = _products(module, causal, count_layers, "base_flops")
     attention = count_attention(module, causal)
     for layer, (trained, earlier) in enumerate(zip(trainable, before, strict=True)):
+        if layer < first:
+            continue
         backward = float(trained or earlier)
         # What is before the blocks hands no gradient on where nothing before it is trained.
         outside = whole[layer] + blocks[layer] * -1.0
@@ -133,6 +137,7 @@ class StepFlops:
         graph = module_graph(model)
         before = trainable_before(graph)
         self._flops: dict[str, ModuleFlops] = {}
+        self._featured: dict[str, ModuleFlops] = {}
         self._projectors: dict[str, ModuleFlops] = {}
         for node in graph.nodes:
             name, earlier = node.name, list(before[node.name])
@@ -143,7 +148,12 @@ class StepFlops:
                 self._projectors[name] = _projector_flops(
                     projector.skeleton(), trainable.pop(), earlier.pop()
                 )
-            self._flops[name] = module_flops(spec.source.skeleton(), trainable, earlier, causal)
+            skeleton = spec.source.skeleton()
+            self._flops[name] = module_flops(skeleton, trainable, earlier, causal)
+            # Where features are known, frozen first blocks do not run.
+            self._featured[name] = module_flops(
+                skeleton, trainable, earlier, causal, node.frozen_blocks
+            )
         self._tokens: dict[Any, tuple[int, int]] = {}
         self._pairs: dict[Any, int] = {}
 
@@ -171,8 +181,8 @@ class StepFlops:
             if not items:
                 continue
             tokens, handed_on[name] = self._item_tokens(name, meta)
-            flops = self._flops[name]
-            result[name] = 0.0 if name in meta.featured else items * (
+            flops = (self._featured if name in meta.featured else self._flops)[name]
+            result[name] = items * (
                 flops.per_token * tokens + flops.per_sample
                 + sum(flops.per_pair.values() if flops.per_pair else ()) * tokens**2
             )

@@ -1,9 +1,9 @@
-"""Plans under which features of frozen encoders can be kept: their projectors have stages of their
-own, which run alone where features are known."""
+"""Plans under which features of frozen encoders, or of their frozen first blocks, can be kept:
+what comes after these has stages of its own, which run alone where features are known."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from raymm.model.multimodal import MultimodalModule
@@ -14,54 +14,64 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 
 def featured_modules(
     model: MultimodalModule, plan: Plan, modalities: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Modules whose features can be kept, and why others' cannot.
+) -> tuple[dict[str, int], list[str]]:
+    """Modules whose features can be kept, each with the number of its first blocks that make them;
+    and why others' cannot.
+
+    These are the frozen ones before anything that is trained, as far as the module's first stage
+    has them.
 
     Args:
         model: the description.
         plan: of the run.
         modalities: that the data have.
     """
-    kept, reasons = [], []
+    kept: dict[str, int] = {}
+    reasons = []
     for name, encoder in model.encoders.items():
-        node, stages = plan.graph.node(name), plan.module_stages(name)
+        node, first = plan.graph.node(name), plan.module_stages(name)[0]
+        blocks = min(node.frozen_blocks, first.layers[1])
+        whole = blocks == node.num_blocks
         if name not in modalities:
             reason = "the data do not have it"
-        elif not node.projector:
+        elif not blocks:
+            reason = "it is trained from its first layer on"
+        elif name in model.changing:
+            reason = "run.at changes what is frozen"
+        elif whole and not node.projector:
             reason = "it has no projector"
-        elif not node.gives_features:
-            reason = "it is trained"
-        elif encoder.postprocess_projector_callback is not None:
+        elif whole and encoder.postprocess_projector_callback is not None:
             reason = "what comes after its projector reads its inputs"
-        elif any(0 < stage.layers[0] < node.num_blocks for stage in stages):
-            reason = "its blocks are on several stages"
-        elif plan.schedule == SLOTS or stages[0].split == SAMPLES:
+        elif plan.schedule == SLOTS or first.split == SAMPLES:
             reason = "its plan deals out samples"
-        elif max(stages[0].fsdp, stages[0].cp) > 1:
+        elif max(first.fsdp, first.cp) > 1:
             reason = "its items are shared out among processes"
         else:
-            kept.append(name)
+            kept[name] = blocks
             continue
         reasons.append(f"features of {name} are not kept: {reason}")
     return kept, reasons
 
 
-def with_feature_stages(plan: Plan, modules: Collection[str]) -> Plan:
-    """A plan in which the projectors of some modules have stages of their own, where they were.
+def with_feature_stages(plan: Plan, modules: Mapping[str, int]) -> Plan:
+    """A plan in which the first blocks of some modules have stages of their own, where they were.
 
     Args:
         plan: the plan.
-        modules: with projectors.
+        modules: with the number of these blocks.
     """
     stages: list[Stage] = []
     for stage in plan.stages:
-        blocks = plan.graph.node(stage.module).num_blocks
-        if stage.module in modules:
-            stages += _split(stage, blocks)
-        else:
-            stages.append(stage)
+        stages += _split(stage, modules.get(stage.module, 0))
     if len(stages) == len(plan.stages):
         return plan
+    # Of a module that was split, later stages have later places.
+    places: dict[tuple[str, int], int] = {}
+    for number, stage in enumerate(stages):
+        key = stage.module, stage.replica
+        places[key] = places.get(key, -1) + 1
+        if stage.module in modules:
+            stages[number] = replace(stage, index=places[key])
     # How many microbatches stages hold was decided for other stages.
     policy = None if plan.policy is None else replace(plan.policy, ahead=())
     return replace(plan, stages=tuple(stages), policy=policy, shared_ranks=None)
@@ -69,8 +79,9 @@ def with_feature_stages(plan: Plan, modules: Collection[str]) -> Plan:
 
 def _split(stage: Stage, blocks: int) -> Iterator[Stage]:
     lo, hi = stage.layers
-    if lo >= blocks or hi <= blocks:
+    if not lo < blocks < hi:
         yield stage
         return
-    yield replace(stage, layers=(lo, blocks))
-    yield replace(stage, index=stage.index + 1, layers=(blocks, hi), layer_options=())
+    options = stage.layer_options
+    yield replace(stage, layers=(lo, blocks), layer_options=options[: blocks - lo])
+    yield replace(stage, layers=(blocks, hi), layer_options=options[blocks - lo :])

@@ -128,7 +128,7 @@ def stage_builders(
         if kind is ModuleKind.LANGUAGE_MODEL:
             ports = plan.graph.ports_of(node.name)
             spec: Any = replace(model.language_spec(), ports=ports)
-            example = None
+            example, cuts = None, Cuts(False, False)
             if is_cut:
                 arguments = partial(merged_arguments, spec) if spec.ports else None
                 spec = replace(spec, cut=probe_language_model(spec.source, arguments))
@@ -136,13 +136,13 @@ def stage_builders(
         else:
             spec = model.encoder_spec(node.name)
             example = model.encoders[node.name].example_inputs
-            # What is handed on as features needs nothing else of the encoder.
-            if node.name not in kept:
-                spec = probe_chain(spec, _cuts(plan, node), example)
+            cuts = _cuts(plan, node)
+            if node.name in kept and not cuts.blocks:
+                cuts = Cuts(False, False)  # what is handed on as features needs nothing else
+            spec = probe_chain(spec, cuts, example)
             names = encoder_stage_parameters
             build = _build_featured if node.name in kept else _build_encoder
         builders.shard_specs[node.name] = shard_spec = _shared(plan, node.name, spec, example)
-        cuts = Cuts(False, False) if node.name in kept else _cuts(plan, node)
         if kind is ModuleKind.ENCODER and (cuts or max(first.tp, first.cp) > 1):
             builders.retries[node.name] = partial(_try_inputs, spec, cuts, first, shard_spec)
         builders.add(plan, node.name, spec, names, build)

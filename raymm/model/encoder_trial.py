@@ -117,7 +117,7 @@ class EncoderTrial:
 
     def _try(self, tensors: Items, count: int) -> Taken:
         if FEATURES in tensors:
-            return self._of_features(tensors[FEATURES])
+            return self._of_features(tensors)
         try:
             if self._skeleton is None:
                 self._skeleton = skeleton_chain(self._spec)
@@ -151,12 +151,13 @@ class EncoderTrial:
             )
         return Taken(shape[1], ids)
 
-    def _of_features(self, features: torch.Tensor) -> Taken:
-        """Of what the encoder made of such items before."""
+    def _of_features(self, features: Items) -> Taken:
+        """Of what the encoder, or its first blocks, made of such items before."""
         if self._skeleton is None:
             self._skeleton = skeleton_chain(self._spec)
         with torch.no_grad():
-            items = {FEATURES: features.to("meta", torch.float32)}
+            items = {name: entry.to("meta") for name, entry in features.items()}
+            items[FEATURES] = items[FEATURES].float()
             message = self._skeleton.run(items, {}, MicrobatchContext(1))
         return Taken(message.tensors[0].shape[1])
 

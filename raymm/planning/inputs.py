@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from raymm.config.planning_options import PIPELINED
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.optimizer_state import with_optimizer
@@ -172,7 +173,9 @@ def costs_of(
         totals = {name: _total(table, name, each) for name, each in request.tokens.items()}
         measured = table.at(totals)
         measured = with_optimizer(measured, model, workload.optimizer)
-        return Costs(measured, device or device_called(table.device), request.ranks_per_node)
+        measured, notes = _without_kept(measured, model, request)
+        device = device or device_called(table.device)
+        return Costs(measured, device, request.ranks_per_node, notes)
     loads = loads_of(model, workload, request.tokens)
     notes = loads.notes
     if device is None:
@@ -180,7 +183,29 @@ def costs_of(
         notes += ("no device is named: costs are those of one CPU core",)
     counted = analytic_profile(model, loads.by_module, device, workload.dtype)
     counted = with_optimizer(counted, model, workload.optimizer)
-    return Costs(counted, device, request.ranks_per_node, notes)
+    counted, more = _without_kept(counted, model, request)
+    return Costs(counted, device, request.ranks_per_node, (*notes, *more))
+
+
+def _without_kept(
+    profile: CostProfile, model: MultimodalModule | WholeModel, request: PlanRequest
+) -> tuple[CostProfile, tuple[str, ...]]:
+    """Costs of epochs in which features of frozen first blocks are known; and what to say."""
+    if not request.keeps_features or request.style != PIPELINED or isinstance(model, WholeModel):
+        return profile, ()
+    modules, kept = dict(profile.modules), []
+    for name in model.encoder_names:
+        node = model.graph.node(name)
+        blocks = node.frozen_blocks
+        if not blocks or (blocks == node.num_blocks and not node.projector):
+            continue
+        kept.append(name)
+        modules[name] = tuple(
+            replace(layer, forward=0.0) if place < blocks else layer
+            for place, layer in enumerate(modules[name])
+        )
+    notes = (f"planned for epochs in which features of {', '.join(kept)} are known",)
+    return replace(profile, modules=modules), notes if kept else ()
 
 
 def loads_of(

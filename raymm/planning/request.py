@@ -34,7 +34,14 @@ MOST_GIB = 2**20
 class PlanRequest(PlanOptions):
     """What to plan for and how (fields: :class:`raymm.config.planning_options.PlanOptions`).
     Devices that are not given are the cluster's. As a profile, a :class:`ProfileTable` may be
-    given instead of its file."""
+    given instead of its file.
+
+    Attributes:
+        keeps_features: whether frozen first blocks of encoders run once per item of the data, so
+            that later epochs, for which pipelines are planned, do without.
+    """
+
+    keeps_features: bool = False
 
     @classmethod
     def of_config(cls, config: TrainConfig) -> PlanRequest:
@@ -44,6 +51,7 @@ class PlanRequest(PlanOptions):
             **config.planning.model_dump(), recompute=config.parallel.recompute,
             schedules=SEARCHED_SCHEDULES if only is None else (only,),
             style=config.parallel.style or PIPELINED,
+            keeps_features=config.cache is not None and config.cache.features != "none",
         )
 
     @classmethod

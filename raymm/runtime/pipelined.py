@@ -212,7 +212,7 @@ class MultimodalParallelModule(PlannedModule):
             inputs += [
                 (stage.id, index, data)
                 for module, data in (*read, (LANGUAGE_MODEL, {"sample_index": rows}))
-                for stage in self._readers(module, index, module in microbatch.featured)
+                for stage in self._readers(module, index, int(module in microbatch.featured))
                 if not samples or stage_samples(self.plan, stage, samples[index])
             ]
             inputs += [
@@ -223,7 +223,7 @@ class MultimodalParallelModule(PlannedModule):
             if references:
                 inputs += [
                     (stage.id, index, {REFERENCE: references[index]})
-                    for stage in self._readers(LANGUAGE_MODEL, index, features=True)
+                    for stage in self._readers(LANGUAGE_MODEL, index, -1)
                 ]
         pairs = references is not None
         step = StepMeta(

@@ -240,10 +240,10 @@ class PlannedModule(ParallelModule):
             batches if all(batches) else (),
         )
 
-    def _readers(self, module: str, microbatch: int, features: bool = False) -> list[Stage]:
-        """The stages that get a module's inputs of a microbatch, or its features."""
-        firsts = [replica[-features] for replica in self.plan.replicas(module)]
-        return [stage for stage in firsts if self.plan.runs(stage, microbatch)]
+    def _readers(self, module: str, microbatch: int, place: int = 0) -> list[Stage]:
+        """The stages at a place of a module that run a microbatch: the first get its inputs."""
+        stages = [replica[place] for replica in self.plan.replicas(module)]
+        return [stage for stage in stages if self.plan.runs(stage, microbatch)]
 
     @property
     def _placed(self) -> Plan:

@@ -20,6 +20,7 @@ from raymm.config.cache_section import CacheSection
 from raymm.data import DataConfig, default_cache
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.layout.feature_stages import featured_modules, with_feature_stages
+from raymm.layout.frozen_blocks import what_changes
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel, of_parts
@@ -64,19 +65,34 @@ class KeptFeatures:
         if cache is None or not isinstance(data, DataConfig):
             return cls(plan, {})
         model = of_parts(model, "cache is given")
-        names, reasons = featured_modules(model, plan, data.modalities)
+        blocks, reasons = featured_modules(model, plan, data.modalities)
+        for name in list(blocks):
+            if blocks[name] == plan.graph.node(name).num_blocks:
+                continue
+            encoder = model.encoders[name]
+            spec = model.encoder_spec(name)
+            if reason := what_changes(spec, blocks[name], encoder.example_inputs):
+                reasons.append(f"features of {name}'s first blocks are not kept: {reason}")
+                del blocks[name]
         memory = _MEMORY / f"raymm-features-{os.getpid()}" if cache.features == "host" else None
         root = memory or Path(cache.folder or default_cache().parent / "features").expanduser()
         room = 0 if cache.features == "none" else int(cache.room_gib * GIB)
-        digests = {n: _digest(n, model.encoders[n], data, computed) for n in names}
+        digests = {
+            name: _digest(name, model.encoders[name], first, data, computed)
+            for name, first in blocks.items()
+        }
         paths = {name: root / f"{name}-{digest}" for name, digest in digests.items()}
         folders = {n: FeatureFolder(path, room // len(paths)) for n, path in paths.items()}
-        plan = with_feature_stages(plan, names)
-        if not names or not room:
+        plan = with_feature_stages(plan, blocks)
+        if not blocks or not room:
             return cls(plan, folders, None, tuple(reasons))
         removed = make_room(root, paths.values(), room)
         lines = [f"removed {path}: features of another encoder" for path in removed]
-        lines.append(f"features of {', '.join(names)} are kept in {root}")
+        said = ", ".join(
+            name if first == plan.graph.node(name).num_blocks else f"{name}'s first {first} blocks"
+            for name, first in blocks.items()
+        )
+        lines.append(f"features of {said} are kept in {root}")
         return cls(plan, folders, FeatureLookup(folders), (*lines, *reasons), memory)
 
     @contextmanager
@@ -89,14 +105,16 @@ class KeptFeatures:
                 shutil.rmtree(self.memory, ignore_errors=True)
 
 
-def _digest(name: str, encoder: ModalityModule, data: DataConfig, computed: str) -> str:
-    """Of all that features of an item follow from, beside the item."""
+def _digest(
+    name: str, encoder: ModalityModule, blocks: int, data: DataConfig, computed: str
+) -> str:
+    """Of all that features of an item follow from, beside the item; ``blocks``: that make them."""
     source = encoder.source()
     skeleton = source.skeleton()
     described = {
         **describe_module("encoder", encoder, source, skeleton),
         **describe_modality("processor", data.modalities[name]),
-        "computed": computed, "torch": torch.__version__,
+        "blocks": blocks, "computed": computed, "torch": torch.__version__,
         "parameters": {n: str(tuple(p.shape)) for n, p in skeleton.named_parameters()},
     }
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())

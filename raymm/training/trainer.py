@@ -115,7 +115,9 @@ class Trainer:
         if run_config is None:
             raise ConfigError("run_config is None; a trainer needs it")
         self.model = model
-        self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest()
+        self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest(
+            keeps_features=cache is not None and cache.features != "none"
+        )
         self.request.check(model)
         self.plan: Plan | None = None
         self._elastic: ElasticPlans | None = None

@@ -38,10 +38,10 @@ class ModuleNode:
         return self.num_layers - int(self.projector)
 
     @property
-    def gives_features(self) -> bool:
-        """Whether all before its projector is frozen, so that what it makes of an item is always
-        the same."""
-        return self.projector and not any(self.trainable[: self.num_blocks])
+    def frozen_blocks(self) -> int:
+        """How many of its first blocks are frozen: what they make of an item of data is always the
+        same."""
+        return next((n for n in range(self.num_blocks) if self.trainable[n]), self.num_blocks)
 
 
 class Port(NamedTuple):

@@ -68,8 +68,8 @@ def lower(
         delays: seconds a message takes, per directed edge; 0 where missing.
         samples: of each microbatch, if replicas of a module share them
             (:attr:`~raymm.scheduler.plan.plan.Plan.splits_samples`).
-        featured: per microbatch, modules of which it has features instead of inputs: their
-            projector has a stage of its own, and none of their other stages runs.
+        featured: per microbatch, modules of which it has features instead of inputs, which their
+            first stages would make: these do not run.
 
     Returns:
         The program, without collective epilogue.

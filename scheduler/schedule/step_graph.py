@@ -48,8 +48,8 @@ def active_stages(
             (which always run). Whatever takes their outputs runs as well.
         forward_only: for evaluation: no stage has a backward.
         samples: of each microbatch, if replicas of a module share them.
-        featured: per microbatch, modules of which it has features instead of inputs: no stage of
-            their blocks runs.
+        featured: per microbatch, modules of which it has features instead of inputs, which their
+            first stages would make: these do not run.
 
     Raises:
         ValueError: if ``present`` names a module that the plan does not have, or microbatches have
@@ -102,7 +102,7 @@ def _active(
     stages = [
         stage for module in plan.graph.topological if module in running
         for replica in _replicas(plan, module, microbatch, samples) for stage in replica
-        if module not in featured or stage.layers[0] >= plan.graph.node(module).num_blocks
+        if module not in featured or stage.layers[0] > 0
     ]
     split = plan.splits_samples
     needs: set[StageId] = set()

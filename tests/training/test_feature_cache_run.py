@@ -55,6 +55,36 @@ def test_the_encoder_runs_once_per_item(ray_cluster, raymm, changes, make_config
     assert run("host", "host")[:2] == without[:2]
 
 
+def test_frozen_first_blocks_run_once_per_item(
+    ray_cluster, raymm, changes, make_config, tmp_path
+):
+    """Of an encoder that is trained from its second block on, the first is kept."""
+    def run(name: str, cache: dict | None) -> tuple:
+        folder = tmp_path / name
+        adapters = {"lora": {"r": 2, "targets": r".*layers\.1\..*(q_proj|fc1)"}}
+        own = {**changes, f"{VISION}.train": adapters, "run.storage_path": str(folder)}
+        own = {**own, "cache": cache} if cache else {n: v for n, v in own.items() if n != "cache"}
+        code, text = raymm("train", make_config(own))
+        assert code == 0, text
+        return curve(folder), [row["heldout_loss"] for row in heldout_rows(folder)], text
+
+    cache = changes["cache"]
+    together, _, _ = run("together", None)
+    without = run("without", {**cache, "features": "none"})
+    for alone, usual in zip(without[0], together, strict=True):
+        assert alone == pytest.approx(usual, rel=1e-4)
+    first = run("first", cache)
+    assert first[:2] == without[:2]
+    assert f"features of vision's first 1 blocks are kept in {tmp_path / 'features'}" in first[2]
+    assert max(encoder_steps(tmp_path / "first")) < 8
+    files = sorted((tmp_path / "features").glob("vision-*/??/*.features"))
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"x")
+    again = run("again", cache)
+    assert again[:2] == without[:2] and len(encoder_steps(tmp_path / "again")) <= 3
+    rows = read_metrics(tmp_path / "again" / "metrics.jsonl")
+    assert all(row["stage_busy"]["vision.1"] for row in rows if "stage_busy" in row)
+
+
 def test_what_cannot_be_kept_is_said(ray_cluster, raymm, changes, make_config):
     code, text = raymm("train", make_config({**changes, f"{VISION}.train": "full", "run.steps": 1}))
-    assert code == 0 and "features of vision are not kept: it is trained" in text
+    assert code == 0 and "features of vision are not kept: it is trained from" in text

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from raymm.actors.features.kept_features import FEATURES
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.loading.feature_lookup import FeatureLookup, StepFeatures
 from raymm.data.loading.shuffle import shuffle_modality
@@ -288,7 +287,7 @@ class StepBuilder:
             texts = self.text.encode_answers(sample)
         kept = self._features
         media = {
-            name: [{FEATURES: own} for own in kept.features[name][sample.index]]
+            name: [*kept.features[name][sample.index]]
             if name in kept.features else [self._item(name, sample, item) for item in items]
             for name, items in sample.media.items()
         }

@@ -6,9 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from raymm.actors.features.feature_folder import FeatureFolder
+from raymm.actors.features.feature_folder import FeatureFolder, Features
 from raymm.data.samples.media import Media, MediaBytes, MediaRange, read_media
 from raymm.data.samples.sample import Sample
 
@@ -26,7 +24,7 @@ class StepFeatures:
     """
 
     keys: Mapping[str, Mapping[int, list[str]]] = field(default_factory=dict)
-    features: Mapping[str, Mapping[int, list[torch.Tensor]]] = field(default_factory=dict)
+    features: Mapping[str, Mapping[int, list[Features]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,12 @@ class FeatureLookup:
 
 def _read(
     folder: FeatureFolder, keys: Mapping[int, Sequence[str]]
-) -> dict[int, list[torch.Tensor]] | None:
+) -> dict[int, list[Features]] | None:
     """Features of all items; None if one has none."""
     every = [key for own in keys.values() for key in own]
     if not every or not all(key and folder.has(key) for key in every):
         return None
-    read: dict[int, list[torch.Tensor]] = {}
+    read: dict[int, list[Features]] = {}
     for sample, own in keys.items():
         read[sample] = []
         for key in own:

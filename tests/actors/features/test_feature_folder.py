@@ -18,10 +18,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 def test_what_is_damaged_is_not_there(tmp_path_factory, dtype, shape, seed, place, change) -> None:
     folder = FeatureFolder(tmp_path_factory.mktemp("features"), 2**20)
     torch.manual_seed(seed)
-    features = (torch.randn(shape) * 100).to(dtype)
+    features = {
+        "hidden": (torch.randn(shape) * 100).to(dtype), "mask": torch.ones(3, dtype=torch.int64),
+        "empty": torch.zeros(0),
+    }
     assert folder.write(KEY, features) == folder.bytes()
     read = folder.read(KEY)
-    assert read is not None and read.dtype == dtype and torch.equal(read, features)
+    assert read is not None and list(read) == list(features)
+    for name, tensor in features.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
     file = folder.file(KEY)
     data = bytearray(file.read_bytes())
@@ -39,20 +44,20 @@ def test_what_is_damaged_is_not_there(tmp_path_factory, dtype, shape, seed, plac
 def test_room_is_bounded(tmp_path) -> None:
     item = torch.zeros(100)
     writer = FeatureWriter(FeatureFolder(tmp_path, 3 * item.nbytes + 10))
-    writer.keep(["a0", "", "a1", "a2", "a3", "a4"], torch.zeros(6, 100))
+    writer.keep(["a0", "", "a1", "a2", "a3", "a4"], {"hidden": torch.zeros(6, 100)})
     writer.wait()
     folder = FeatureFolder(tmp_path, 0)
     assert [folder.has(f"a{n}") for n in range(5)] == [True, True, True, False, False]
     # Those that are there count the next time.
     writer = FeatureWriter(FeatureFolder(tmp_path, 4 * item.nbytes))
-    writer.keep(["b0"], torch.zeros(1, 100))
+    writer.keep(["b0"], {"hidden": torch.zeros(1, 100)})
     writer.wait()
     assert not folder.has("b0")
 
 
 def test_other_encoders_make_room(tmp_path) -> None:
     folders = [FeatureFolder(tmp_path / name, 0) for name in ("vision-1", "vision-2", "audio-3")]
-    size = [folder.write(KEY, torch.zeros(100)) for folder in folders][0]
+    size = [folder.write(KEY, {"hidden": torch.zeros(100)}) for folder in folders][0]
     assert make_room(tmp_path, [folders[1].path], 3 * size) == []
     removed = make_room(tmp_path, [folders[1].path], size)
     assert removed == [folders[0].path, folders[2].path]

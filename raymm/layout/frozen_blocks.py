@@ -1,0 +1,77 @@
+"""Whether what frozen first blocks of an encoder make of an item is always the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raymm.actors.features.kept_features import every_item
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.cut import prune
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.callbacks import Cuts, Inputs, chain_example, module_inputs, probe_chain
+from raymm.actors.probe.draws import NotedDraws
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.quota.generators import generators_kept
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.stage_inputs import joined, kept_entries
+from raymm.actors.weights.source import on_meta, set_mode
+from raymm.errors import USER_CODE_RAISES
+
+
+def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) -> str | None:
+    """Why what an encoder's first blocks make of an item cannot be kept; None if it can.
+
+    An encoder that is trained in part runs in training mode. Its first blocks run on the meta
+    device, all of them, since some draw more the later they come.
+
+    Args:
+        spec: of the whole encoder.
+        blocks: how many.
+        example: what a batch has for the encoder; guessed if None.
+    """
+    try:
+        spec = probe_chain(spec, Cuts(True, False), example)
+        skeleton = on_meta(set_mode(spec.source.skeleton())).to("meta")
+        example = chain_example(spec, skeleton, example)
+        inputs = module_inputs(spec, example)
+    except ProbeError as error:
+        return str(error)
+    assert spec.cut is not None  # of the probe
+    module = prune(skeleton, spec.cut, 0, blocks)
+    if any(isinstance(part, _BatchNorm) and part.training for part in module.modules()):
+        return "they have norms over all samples (batch norm), whose statistics are trained"
+    stage = EncoderStage(replace(spec, preprocess=None), 0, blocks, module, None)
+    drawn: list[tuple[int, ...]] = []
+    context = MicrobatchContext(1)
+    try:
+        with generators_kept(), torch.no_grad(), NotedDraws(drawn):
+            before = _states()
+            hidden = [stage.run(item, {}, context) for item in every_item(_two(inputs))]
+            after = _states()
+    except USER_CODE_RAISES as error:  # not every forward runs without data
+        return f"they do not run without data: {brief(error)}"
+    if drawn or after != before:
+        return "they draw random numbers in training, as dropout does"
+    entries = kept_entries(joined(hidden))
+    if bad := [name for name, entry in entries.items() if len(entry) != 2]:
+        return f"{bad[0]!r} of what they hand on does not have a row per item"
+    return None
+
+
+def _two(inputs: Inputs) -> dict[str, Any]:
+    """Inputs of two items, on the meta device."""
+    return {
+        name: torch.cat([value[:1]] * 2).to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+def _states() -> tuple[object, ...]:
+    """Of the generators that are not torch's."""
+    return cast(tuple, np.random.get_state())[1].tobytes(), random.getstate()

@@ -1,0 +1,159 @@
+"""Which first blocks of encoders are kept, what of them, and that plans do without them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+from transformers import BeitConfig, LlamaConfig, SiglipVisionConfig
+
+import raymm
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.features.kept_features import every_item
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.probe.callbacks import Cuts, probe_chain
+from raymm.actors.stages.encoder import EncoderStage
+from raymm.actors.stages.feature_stage import FeatureStage
+from raymm.actors.stages.stage_inputs import (
+    PLAIN,
+    joined,
+    kept_entries,
+    message_of_entries,
+    to_side,
+)
+from raymm.layout.feature_stages import featured_modules, with_feature_stages
+from raymm.layout.frozen_blocks import what_changes
+
+TINY = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+}
+PICTURES = {**TINY, "image_size": 8, "patch_size": 4}
+LAST = LoraConfig(r=2, targets=r".*layers?\.[23]\..*(q_proj|query)")
+
+
+def model_of(config, lora=LAST, **options) -> raymm.MultimodalModule:
+    encoder = raymm.ModalityModule(config, "mlp", lora=lora, **options)
+    return raymm.MultimodalModule({"vision": encoder}, LlamaConfig(vocab_size=32, **TINY))
+
+
+def plan_of(model, pp=1):
+    spec = raymm.MultimodalParallelSpec(
+        encoder_specs={"vision": raymm.ParallelSpec(pp=pp)}, num_microbatches=2
+    )
+    return spec.plan(model)
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    (SiglipVisionConfig(**PICTURES), None),
+    (SiglipVisionConfig(attention_dropout=0.1, **PICTURES), "draw random numbers"),
+    (BeitConfig(drop_path_rate=0.0, **PICTURES), None),
+    # Its first block is dropped with probability 0, only the later ones are at times.
+    (BeitConfig(drop_path_rate=0.1, **PICTURES), "draw random numbers"),
+])  # fmt: skip
+def test_what_draws_is_not_kept(config, reason) -> None:
+    changes = what_changes(model_of(config).encoder_spec("vision"), 2)
+    assert changes is None if reason is None else reason in changes
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_first_blocks_have_a_stage_of_their_own(pp) -> None:
+    model = model_of(SiglipVisionConfig(**PICTURES))
+    plan = plan_of(model, pp)
+    before = [stage.layers[0] for stage in plan.module_stages("vision")]
+    first = min([2, *before[1:2]])  # the first trained block, or the end of the first stage
+    blocks, reasons = featured_modules(model, plan, ["vision"])
+    assert blocks == {"vision": first} and not reasons
+    stages = with_feature_stages(plan, blocks).module_stages("vision")
+    assert [stage.layers[0] for stage in stages] == sorted({*before, first})
+    assert [stage.index for stage in stages] == list(range(len(stages)))
+
+
+def test_a_module_that_a_run_freezes_later_is_not_kept() -> None:
+    """Its weights are those that the run has trained, and not where it comes from."""
+    model = model_of(SiglipVisionConfig(**PICTURES), None, frozen=True)
+    assert featured_modules(model, plan_of(model), ["vision"])[0] == {"vision": 4}
+    model.changing = frozenset({"vision"})
+    blocks, reasons = featured_modules(model, plan_of(model), ["vision"])
+    assert not blocks and "run.at changes" in reasons[0]
+
+
+def test_kept_first_blocks_give_the_features_of_the_whole() -> None:
+    """In bits, of items in any company, and the same gradients."""
+    spec = model_of(SiglipVisionConfig(**PICTURES)).encoder_spec("vision")
+    whole = EncoderStage.build(spec, 0, 5)
+    cut = probe_chain(spec, Cuts(True, False))
+    first, rest = FeatureStage.build(cut, 0, 2), EncoderStage.build(cut, 2, 5)
+    torch.manual_seed(0)
+    pixels, context = torch.randn(3, 3, 8, 8), MicrobatchContext(1)
+    with torch.no_grad():
+        message = first.run({"pixel_values": pixels}, {}, context)
+        entries = [
+            kept_entries(first.run(item, {}, context))
+            for item in every_item({"pixel_values": pixels})
+        ]
+    kept = {name: torch.cat([own[name] for own in entries]) for name in entries[0]}
+    assert torch.equal(kept["raymm_features"], message.tensors[0])
+    output = rest.run(kept, {}, context).tensors[0]
+    assert torch.equal(output, rest.run(None, {"vision": message}, context).tensors[0])
+    expected = whole.run({"pixel_values": pixels}, {}, context).tensors[0]
+    assert_close(output, expected)
+    for result in (output, expected):
+        result.square().sum().backward()
+    gradients = dict(whole.named_parameters())
+    trained = {name: p.grad for name, p in rest.named_parameters() if p.requires_grad}
+    assert trained and not any(p.requires_grad for p in first.parameters())
+    for name, gradient in trained.items():
+        assert (gradient - gradients[name].grad).norm() <= 1e-5 * gradient.norm()
+    # Who checks samples has no more than what is kept.
+    assert whole.run(kept, {}, context).tensors[0].shape == expected.shape
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 4),
+    st.dictionaries(st.sampled_from(["a", "b/c", "d=e"]), st.sampled_from(
+        ["float", "travels", "integer", "plain"]), max_size=3),
+)  # fmt: skip
+def test_what_comes_beside_the_hidden_state_is_kept(shape, items, kinds) -> None:
+    values = {
+        "float": torch.ones(items, *shape), "travels": torch.randn(items, *shape),
+        "integer": torch.randint(9, (items, *shape)), "plain": {"size": [1, None, "x"]},
+    }
+    inputs = {name: values[kind] for name, kind in kinds.items()}
+    travels = [name for name, kind in kinds.items() if kind == "travels"]
+    hidden = torch.randn(items, 2, 3)
+
+    def message(own, rows):
+        return Message((rows,), to_side(own, travels, "vision"))
+
+    whole = message(inputs, hidden)
+    if not any(isinstance(value, torch.Tensor) for value in inputs.values()):
+        alone = [message(inputs, hidden[i : i + 1]) for i in range(items)]
+    else:
+        alone = [
+            message(own, hidden[i : i + 1]) for i, own in enumerate(every_item(inputs))
+        ]
+    entries = kept_entries(joined(alone))
+    assert all(len(entry) == items for entry in entries.values())
+    again = message_of_entries(entries)
+    for result in (joined(alone), again):
+        assert torch.equal(result.tensors[0], hidden) and set(result.side) == set(whole.side)
+        for name, entry in whole.side.items():
+            assert result.side[name].dtype == entry.dtype or name.startswith(PLAIN)
+            assert torch.equal(result.side[name], entry)
+
+
+def test_a_plan_does_without_what_is_kept() -> None:
+    """With features known, an encoder that was most of the work gets one rank of four."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    vision = SiglipVisionConfig(image_size=224, patch_size=16, num_hidden_layers=12, **sizes)
+    language = LlamaConfig(vocab_size=128, num_hidden_layers=8, **sizes)
+    encoder = raymm.ModalityModule(vision, "mlp", frozen=True)
+    model, ranks = raymm.MultimodalModule({"vision": encoder}, language), {}
+    for keeps in (False, True):
+        planned = raymm.plan(
+            model, ranks=4, tokens={"vision": 400, "llm": 128}, microbatches=8, samples=2,
+            layouts=("modality_parallel",), keeps_features=keeps,
+        )
+        ranks[keeps] = {stage.rank for stage in planned.plan.module_stages("vision")}
+        assert any("are known" in note for note in planned.notes) is keeps
+    assert len(ranks[True]) == 1 < len(ranks[False])
