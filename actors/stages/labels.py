@@ -10,6 +10,7 @@ import torch
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import SOURCES, SourceSums
 from raymm.actors.sharding.sample_rows import row_shares
+from raymm.kernels.collectives.gather_tokens import CONTRIBUTOR
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import to_device
 from raymm.kernels.preference import PreferenceLoss
@@ -31,15 +32,18 @@ def label_mask(labels: torch.Tensor) -> torch.Tensor:
 _SOURCE_BITS = 32
 
 
-def with_sources(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def with_sources(inputs: Mapping[str, Any], rows: bool = False) -> dict[str, Any]:
     """Inputs whose labels say which source they are of, wherever they go: into rows that are
     packed, to processes that share tokens, through stages.
 
     Args:
         inputs: with ``labels`` (B, T) int64 and :data:`SOURCES`; without the latter they stay as
             they are.
+        rows: every row is a source of its own, by number.
     """
     inputs = dict(inputs)
+    if rows and "labels" in inputs:
+        inputs[SOURCES] = torch.arange(len(inputs["labels"]), device="cpu")
     if (sources := inputs.pop(SOURCES, None)) is not None:
         labels = inputs["labels"]
         numbers = (sources.to(labels.device) + 1)[:, None] << _SOURCE_BITS
@@ -72,7 +76,6 @@ class Labelled:
         if not only_last:
             self._sources, labels = labels >> _SOURCE_BITS, labels & ((1 << _SOURCE_BITS) - 1)
         self.targets = to_device(labels, device)
-        self._counts = torch.bincount(rows // self.shape[1], minlength=self.shape[0]).tolist()
         self._rows = to_device(rows, device)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
@@ -104,37 +107,76 @@ class Labelled:
         return sums
 
     def row_sums(
-        self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: torch.Tensor
+        self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        values: torch.Tensor, rows: range,
     ) -> torch.Tensor:
-        """(B,): of each row's positions.
+        """(rows,): of each row's positions; 0 of a row that has none here.
 
         Args:
             function: of values and labels, a scalar.
             values: (N, ...).
+            rows: numbers, one or more, of labels :func:`with_sources`.
         """
-        parts = zip(values.split(self._counts), self.targets.split(self._counts), strict=True)
-        return torch.stack([function(own, labels) for own, labels in parts])
+        labels, numbers = self.targets, self._sources - 1 - rows.start
+        if bool((numbers[1:] < numbers[:-1]).any()):  # tokens of several processes, packed
+            order = to_device(numbers.argsort(stable=True), values.device)
+            values, labels = values[order], labels[order]
+        counts = torch.bincount(numbers, minlength=len(rows)).tolist()
+        parts = zip(values.split(counts), labels.split(counts), strict=True)
+        return torch.stack([function(own, targets) for own, targets in parts])
+
+
+def pair_shares(count: int, samples: Exchange | None) -> range:
+    """A process's rows of pairs of answers.
+
+    Args:
+        count: of all rows.
+        samples: the processes that share them; None for one alone.
+    """
+    if samples is None:
+        return range(count)
+    return row_shares(count, samples.size, PAIR)[samples.rank]
 
 
 def compared(
-    loss: PreferenceLoss, scores: torch.Tensor, reference: torch.Tensor | None,
-    samples: Exchange | None,
+    loss: PreferenceLoss, labelled: Labelled,
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: torch.Tensor,
+    rows: range, reference: torch.Tensor | None, tokens: Exchange | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of a process's own rows, and the sum of its pairs' losses, if the
-    reference is there.
+    """Log-probabilities of rows, and the sum of their pairs' losses, if the reference is there.
 
     Args:
         loss: of pairs.
-        scores: (B,), of the rows that the process works on; an odd one is nobody's
-            (:func:`raymm.actors.sharding.sample_rows.take_rows`).
-        reference: what it says of all rows of the microbatch.
-        samples: the processes that share them.
+        labelled: labels that say which rows they are of.
+        function: of values and labels, a scalar: the sum of their cross entropies.
+        values: (N, ...), of the process's tokens.
+        rows: that the process works on; one without works on another's, for nothing.
+        reference: (B,), what it says of all rows of the microbatch.
+        tokens: the processes that share the rows' tokens. All have the loss's gradient, of their
+            own tokens; the loss itself counts on the first only.
     """
-    if len(scores) % PAIR:
-        return scores[:0], None if reference is None else 0 * scores.sum()
+    if not rows:
+        nothing = function(values, labelled.targets)
+        return nothing.detach().new_zeros(0), None if reference is None else nothing
+    scores = -labelled.row_sums(function, values, rows)
+    if tokens is not None:
+        scores = _summed(scores, tokens)
     if reference is None:
         return scores, None
-    if samples is not None:
-        own = row_shares(len(reference), samples.size, PAIR)[samples.rank]
-        reference = reference[own.start : own.stop]
-    return scores, loss(scores, reference)
+    total = loss(scores, reference[rows.start : rows.stop])
+    if tokens is not None and tokens.rank != CONTRIBUTOR:
+        total = total - total.detach()
+    return scores, total
+
+
+def _summed(scores: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Over processes, in their order, so that all get the same bits; the gradient is the own
+    part's."""
+    others = [place for place in range(exchange.size) if place != exchange.rank]
+    own = scores.detach()
+    received = exchange.start(
+        [(place, own) for place in others],
+        [(place, (tuple(own.shape), own.dtype)) for place in others], own.device,
+    ).wait()
+    parts = dict(zip(others, received, strict=True)) | {exchange.rank: scores}
+    return torch.stack([parts[place] for place in range(exchange.size)]).sum(0)

@@ -34,7 +34,7 @@ from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, own_visual_tokens
 from raymm.actors.stages.attention_arguments import MaskedAttention, attention_arguments
 from raymm.actors.stages.decoding import KeyValueCaches, likeliest
-from raymm.actors.stages.labels import PAIR, Labelled, compared, with_sources
+from raymm.actors.stages.labels import PAIR, Labelled, compared, pair_shares, with_sources
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
 from raymm.actors.weights.part import Part
@@ -236,7 +236,7 @@ class LanguageStage(StageModule):
             the loss; of a step that writes text, its next token; of one of references, (B,).
         """
         hidden: torch.Tensor | None = None
-        inputs = with_sources(inputs or {})
+        inputs = with_sources(inputs or {}, rows=self.spec.preference is not None)
         reference = inputs.pop(REFERENCE, None)
         if self.first:
             if context.samples:
@@ -304,15 +304,15 @@ class LanguageStage(StageModule):
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         if context.decode is not None:
             return Message((), {}, loss=likeliest(rows[-1], *(self._vocabulary or (0, None))))
+        entropy, sums, scores = self._cross_entropy_sum, {}, None
         if (loss := self.spec.preference) is None:
-            scores, total = None, self._cross_entropy_sum(rows, labelled.targets)
+            total = entropy(rows, labelled.targets)
+            sums = labelled.by_source(entropy, rows, total)
         else:
-            scores = -labelled.row_sums(self._cross_entropy_sum, rows)
-            scores, total = compared(loss, scores, reference, self._samples)
-            if total is None:  # the reference is asked for
-                return Message((), {}, scores=scores)
-        sums = labelled.by_source(self._cross_entropy_sum, rows, total)
-        return Message((), {}, (), total / max(context.label_tokens, 1), None, sums, scores)
+            own = pair_shares(len(context.sample_ids), self._samples)
+            scores, total = compared(loss, labelled, entropy, rows, own, reference, self._exchange)
+        loss = None if total is None else total / max(context.label_tokens, 1)  # of a reference
+        return Message((), {}, (), loss, None, sums, scores)
 
     def _with_room(
         self, hidden: torch.Tensor, side: dict[str, Any]

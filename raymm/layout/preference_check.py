@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from raymm.actors.adapters.lora import is_adapter
-from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.plan.plan import Plan, PlanError
 
@@ -19,19 +18,16 @@ def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
         plan: what runs where; None if that is not known yet.
 
     Raises:
-        PlanError: without its adapters it would not be its reference, or a process would have a
-            part of an answer, or one of a pair.
+        PlanError: without its adapters it would not be its reference, or a process would have one
+            answer of a pair.
     """
     if model.preference is None:
         return
-    stage = None if plan is None else plan.module_stages(LANGUAGE_MODEL)[0]
-    if plan and plan.splits_samples or stage and stage.cp > 1:
+    if plan is not None and plan.splits_samples:
         raise PlanError(
-            "of pairs of answers, the language model's processes must each have both whole: "
-            "accepted: pp, tp, dp and sharding; not cp or a mapping"
+            "of pairs of answers, a process of the language model must have both: accepted: pp, "
+            "tp, cp, dp and sharding; not a mapping"
         )
-    if model.packing:
-        raise PlanError("packing is True, and rows are pairs of answers; accepted: False")
     if model.preference.asked_once:
         return
     others = [

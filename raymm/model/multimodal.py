@@ -298,8 +298,11 @@ class MultimodalModule(nn.Module):
             ),
             0, 1, language_model,
         )
+        context = self._context(LANGUAGE_MODEL, label_tokens)
+        if self.preference is not None:
+            context = context._replace(sample_ids=tuple(map(str, range(len(text["labels"])))))
         try:
-            message = stage.run(text, received, self._context(LANGUAGE_MODEL, label_tokens))
+            message = stage.run(text, received, context)
         finally:
             stage.detach()
         outcome = message.scores if message.loss is None else message.loss

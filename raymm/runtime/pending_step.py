@@ -54,10 +54,12 @@ class PendingStep:
         return self._scores(self._handle.result())
 
     def _scores(self, results: Sequence[StepResult]) -> dict[int, list[float]]:
-        """Processes that share a microbatch's rows have theirs each, in order."""
+        """Processes that share a microbatch's rows have theirs each, in order; those that share
+        tokens have all the same."""
         scores: dict[int, list[float]] = {}
         pairs = zip(self._processes, results, strict=True)
-        for _, result in sorted(((p.fsdp, r) for p, r in pairs if p.tp == 0), key=itemgetter(0)):
+        firsts = ((p.fsdp, r) for p, r in pairs if p.tp == p.cp == 0)
+        for _, result in sorted(firsts, key=itemgetter(0)):
             for (_, microbatch), values in result.scores.items():
                 scores.setdefault(microbatch, []).extend(values)
         return scores

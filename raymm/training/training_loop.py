@@ -11,6 +11,7 @@ from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
 from raymm.data import DataWorkerError, Skipped
 from raymm.errors import RunFailedError
+from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.text_evaluation import TextEvaluation
 from raymm.monitor.metrics import MetricsLog, SampleLog
 from raymm.monitor.observed_run import ObservedStep
@@ -342,15 +343,13 @@ class TrainingLoop:
             return
         if any(row["step"] == step and "heldout_loss" in row for row in self._metrics.rows):
             return
-        loss, skipped = self._heldout_loss()
-        self._report_skipped(step, skipped)
-        row: dict[str, Any] = {
-            "step": step, "heldout_loss": loss, "heldout_skipped": len(skipped)
-        }
+        right = self._heldout_loss()
+        self._report_skipped(step, right.skipped)
+        row: dict[str, Any] = {"step": step, **right.row}
         for name in self._batches.modalities if self._run.eval_shuffled else ():
-            wrong, _ = self._heldout_loss((name,))
-            row[f"heldout_loss_shuffled_{name}"] = wrong
-            row[f"heldout_gap_{name}"] = wrong - row["heldout_loss"]
+            wrong = self._heldout_loss((name,))
+            row[f"heldout_loss_shuffled_{name}"] = wrong.loss
+            row[f"heldout_gap_{name}"] = wrong.loss - right.loss
         if self._stop.reason is not None:
             self._unevaluated = step
             return
@@ -374,26 +373,9 @@ class TrainingLoop:
             self._progress.line(f"step {step:>5}  the run ends: {reason}")
             self._last = max(step, 1)
 
-    def _heldout_loss(self, shuffled: Sequence[str] = ()) -> tuple[float, list[Skipped]]:
-        """Held-out loss per label token; and the samples left out of it."""
-        total, tokens = 0.0, 0
-        skipped: list[Skipped] = []
-        pending: deque[PendingOutput] = deque()
-
-        def read() -> None:
-            nonlocal total, tokens
-            output = pending.popleft().result()
-            total += output.loss * output.label_tokens
-            tokens += output.label_tokens
-
+    def _heldout_loss(self, shuffled: Sequence[str] = ()) -> HeldoutLoss:
         with self._batches.heldout(self._run.eval_steps, shuffled) as loader:
-            for step in self._stop.until_asked(loader):
-                skipped += step.skipped
-                pending.append(self._parallel.submit(
-                    (step.microbatches, step.meta), forward_only=True, keep=step
-                ))
-                if len(pending) >= self._run.steps_in_flight:
-                    read()
-        while pending:
-            read()
-        return total / max(tokens, 1), skipped
+            return HeldoutLoss.of(
+                self._parallel, self._stop.until_asked(loader), self._run.steps_in_flight,
+                loader.names,
+            )

@@ -109,10 +109,12 @@ class Trl:
 
 
 @pytest.mark.parametrize("layout", [
-    {"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2}, {"dp": 2, "sharding": "fsdp"},
+    {"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2}, {"dp": 2, "sharding": "fsdp"}, {"pp": 2, "cp": 2},
+    {"pp": 2, "packing": True}, {"cp": 2, "dp": 2, "sharding": "fsdp", "packing": True},
 ], ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))  # fmt: skip
 def test_loss_gradients_and_steps_are_trls(ray_cluster, tmp_path, layout):
-    model = model_of()
+    layout = dict(layout)
+    model = model_of(packing=layout.pop("packing", False))
     trl = Trl(model, tmp_path)
     named = trl.parameters()
     step = [rows(pairs) for pairs in STEP]
@@ -166,8 +168,6 @@ def test_the_loss_is_the_papers(pairs, beta, smoothing):
 
 
 @pytest.mark.parametrize(("layout", "options", "says"), [
-    ({"cp": 2}, {}, "accepted: pp, tp, dp and sharding"),
-    ({}, {"packing": True}, "packing is True"),
     ({}, {"lora": None}, "parameters are trained that are no adapters"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(layout, options, says):

@@ -38,6 +38,11 @@ def test_a_run_goes_on(ray_cluster, raymm, changes, make_config, tmp_path):
     whole, losses = curve(run), [row["heldout_loss"] for row in heldout_rows(run)]
     # Adapters begin as nothing: the model is its reference, and log 2 the loss of a pair.
     assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[-1] < losses[0]
+    first, *_, last = heldout_rows(run)
+    assert first["heldout_rewards/margins"] == pytest.approx(0, abs=1e-5)
+    chosen, rejected = last["heldout_rewards/chosen"], last["heldout_rewards/rejected"]
+    assert last["heldout_rewards/margins"] == pytest.approx(chosen - rejected, abs=1e-6)
+    assert chosen > rejected and 0.5 < last["heldout_rewards/accuracies"] <= 1
     assert [row[-1] for row in whole] == [4] * 6  # pairs
     code, text = raymm("generate", config, "--prompt", "what is this", "--max-tokens", "2")
     assert code == 0 and "> what is this\n" in text, text

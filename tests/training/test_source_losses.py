@@ -1,7 +1,7 @@
 """Metrics have the loss of every source, where there are several."""
 
 import pytest
-from tiny_run import read_metrics
+from tiny_run import heldout_rows, read_metrics
 
 
 def test_metrics_and_weights_of_two_sources(inputs, make_config, raymm, tmp_path, ray_cluster):
@@ -22,6 +22,35 @@ def test_metrics_and_weights_of_two_sources(inputs, make_config, raymm, tmp_path
         assert sum(counts.values()) == row["label_tokens"]
         total = sum(losses[name] * counts[name] for name in losses)
         assert total / row["label_tokens"] == pytest.approx(row["loss"], rel=1e-5)
+
+
+def test_held_out_sources_have_each_their_loss(inputs, make_config, raymm, tmp_path, ray_cluster):
+    """That of a source is the held-out loss where it is the only one."""
+    lines = (inputs / "heldout.jsonl").read_text().splitlines(keepends=True)
+    parts = {"first": lines[:2], "second": lines[2:]}
+    sources = []
+    for name, part in parts.items():
+        file = inputs / f"{name}-heldout.jsonl"
+        file.write_text("".join(part))
+        sources.append({"path": str(file), "name": name})
+    asked = {"run.steps": 1, "run.eval_every": 1, "run.eval_shuffled": False}
+
+    def rows(folder, heldout):
+        config = make_config({
+            **asked, "run.storage_path": str(tmp_path / folder), "data.heldout": heldout,
+        })
+        code, text = raymm("train", config)
+        assert code == 0, text
+        return heldout_rows(tmp_path / folder)
+
+    alone = rows("alone", sources[:1])
+    assert not any("heldout_source_losses" in row for row in alone)
+    for row, first in zip(rows("both", sources), alone, strict=True):
+        losses, counts = row["heldout_source_losses"], row["heldout_source_label_tokens"]
+        assert losses["first"] == pytest.approx(first["heldout_loss"], rel=1e-5)
+        assert sorted(losses) == sorted(counts) == ["first", "second"]
+        mean = sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
+        assert mean == pytest.approx(row["heldout_loss"], rel=1e-5)
 
 
 def test_a_source_alone_is_not_told(finished):

@@ -73,7 +73,7 @@ def none_usable(skipped: Sequence[Skipped]) -> DataError:
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """Microbatches of a step as tensors, their metadata, what was left out, and of training data of
+    """Microbatches of a step as tensors, their metadata, what was left out, and of data of
     several sources the number of every row's."""
 
     microbatches: list[Microbatch]

@@ -134,6 +134,7 @@ class StepLoader:
         dataset = open_split(config, split) if dataset is None else dataset
         check_tools(config)
         self.config, self.path, self.num_samples = config, dataset.path, len(dataset)
+        self.names = dataset.names
         self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
         stored = ray.put(dataset)
         self._names = part_names(config)

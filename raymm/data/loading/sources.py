@@ -25,7 +25,7 @@ def open_split(config: DataConfig, split: str) -> Dataset:
     if not sources:
         raise DataError(f"data.{split} is not set")
     readers = [_open(config, source) for source in sources]
-    return readers[0] if len(readers) == 1 else Mixture(readers, split == "train")
+    return readers[0] if len(readers) == 1 else Mixture(readers)
 
 
 def _open(config: DataConfig, source: SourceConfig) -> Reader | Repeated:

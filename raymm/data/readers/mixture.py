@@ -30,8 +30,9 @@ class Mixture:
             each.
     """
 
-    def __init__(self, readers: Sequence[Reader | Repeated], tells_sources: bool = False):
-        self.tells_sources = tells_sources
+    tells_sources = True
+
+    def __init__(self, readers: Sequence[Reader | Repeated]):
         self.readers = list(readers)
         self.names = tuple(reader.name for reader in self.readers)
         twice = sorted({name for name in self.names if self.names.count(name) > 1})

@@ -1,0 +1,88 @@
+"""The loss of held-out data, of each of their sources, and what else pairs of answers tell."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raymm.data import Skipped
+from raymm.data.loading.loader import Step
+from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
+
+HELDOUT = "heldout_"  # of what a row of the metrics has of them
+
+
+@dataclass
+class HeldoutLoss:
+    """Means over the label tokens, or the pairs of answers, of all held-out data.
+
+    Attributes:
+        names: of their sources.
+        skipped: samples that were left out.
+    """
+
+    names: Sequence[str]
+    skipped: list[Skipped] = field(default_factory=list)
+    _total: float = 0.0
+    _tokens: int = 0
+    _sources: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _rewards: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelModule, steps: Iterable[Step], in_flight: int,
+        names: Sequence[str],
+    ) -> HeldoutLoss:
+        """Of all steps.
+
+        Args:
+            parallel: the model.
+            steps: of the held-out data.
+            in_flight: how many may be under way.
+            names: of the data's sources.
+        """
+        sums = cls(names)
+        pending: deque[PendingOutput] = deque()
+        for step in steps:
+            sums.skipped += step.skipped
+            pending.append(parallel.submit(
+                (step.microbatches, step.meta), forward_only=True, keep=step
+            ))
+            if len(pending) >= in_flight:
+                sums._add(pending.popleft().result())
+        while pending:
+            sums._add(pending.popleft().result())
+        return sums
+
+    def _add(self, output: StepOutput) -> None:
+        self._total += output.loss * output.label_tokens
+        self._tokens += output.label_tokens
+        for number, (loss, count) in output.source_losses.items():
+            total, before = self._sources.get(self.names[number], (0.0, 0))
+            self._sources[self.names[number]] = total + loss * count, before + count
+        for name, mean in output.rewards.items():
+            self._rewards[name] = self._rewards.get(name, 0.0) + mean * output.label_tokens
+
+    @property
+    def loss(self) -> float:
+        """The mean."""
+        return self._total / max(self._tokens, 1)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a row of the metrics has of it."""
+        row: dict[str, Any] = {
+            f"{HELDOUT}loss": self.loss, f"{HELDOUT}skipped": len(self.skipped),
+        }
+        for name, total in self._rewards.items():
+            row[HELDOUT + name] = total / max(self._tokens, 1)
+        if self._sources:
+            row[f"{HELDOUT}source_losses"] = {
+                name: total / count for name, (total, count) in self._sources.items()
+            }
+            row[f"{HELDOUT}source_label_tokens"] = {
+                name: count for name, (_, count) in self._sources.items()
+            }
+        return row
