@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ class StragglerObserver:
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self._plan, self._finder, self._say = plan, StragglerFinder(plan), say
         self._said: set[int] = set()
-        self._replaced: set[int] = set()
+        self._replaced: Counter[int] = Counter()  # processes of each rank
         self._straggler: Straggler | None = None
 
     def after_step(self, step: int, timeline: Timeline) -> Mapping[str, Any]:
@@ -143,19 +143,28 @@ class StragglerObserver:
 
     def replaceable(self) -> tuple[int, str] | None:
         """The process that another one could take the place of, and why, in words that continue
-        its name. None: there is none, its rank is several processes, of which nobody knows which
-        one the others wait for, or another process was as slow in its place before.
+        its name. Of a rank of several processes, of which nobody knows which one the others wait
+        for, each in turn, until the rank is as quick as others. None: there is none, or others
+        were as slow in the places of all of them before.
         """
         slow = self._straggler
-        if slow is None or slow.rank in self._replaced or self._plan.processes(slow.rank) > 1:
+        if slow is None:
             return None
-        process = sum(map(self._plan.processes, range(slow.rank)))
-        return process, f"is a straggler: it takes {slow.times:.1f} times as long as expected"
+        processes, turn = self._plan.rank_processes(slow.rank), self._replaced[slow.rank]
+        if turn == len(processes):
+            return None
+        why = f"is a straggler: it takes {slow.times:.1f} times as long as expected"
+        if len(processes) > 1:
+            why = (
+                f"may be why rank {slow.rank} is a straggler, {turn + 1} of {len(processes)} "
+                f"processes in turn: the rank takes {slow.times:.1f} times as long as expected"
+            )
+        return processes[turn], why
 
     def replaced(self) -> None:
         """That is done."""
         if self._straggler is not None:
-            self._replaced.add(self._straggler.rank)
+            self._replaced[self._straggler.rank] += 1
             self._said.discard(self._straggler.rank)
         self._straggler = None
         self._finder.replaced()

@@ -22,10 +22,10 @@ LAYERS = 4
 PROFILE = CostProfile({"llm": (LayerCost(0.1, 0.1, 0.1),) * LAYERS})
 
 
-def plan_of(replicas: int = 1, profile: CostProfile | None = PROFILE) -> Plan:
+def plan_of(replicas: int = 1, profile: CostProfile | None = PROFILE, tp: int = 1) -> Plan:
     graph = ModuleGraph((ModuleNode("llm", (True,) * LAYERS),), ())
     stages = tuple(
-        Stage("llm", index, (2 * index, 2 * index + 2), 2 * replica + index, replica)
+        Stage("llm", index, (2 * index, 2 * index + 2), 2 * replica + index, replica, tp=tp)
         for replica in range(replicas) for index in range(2)
     )
     return Plan(graph, stages, 2 * replicas, profile=profile)
@@ -98,6 +98,23 @@ def test_one_that_was_replaced_and_is_slow_again_stays(monkeypatch):
     rows = [observer.after_step(number, slow) for number in range(3)]
     assert rows[:2] == [{}, {}] and rows[2] and observer.replaceable() is None
     assert len(lines) == 2 and all("straggler: rank 1" in line for line in lines)
+
+
+@pytest.mark.parametrize("slow_process", [3, 4, 5, None])
+def test_processes_of_a_rank_are_replaced_in_turn_until_it_is_not_slow(monkeypatch, slow_process):
+    """Those before the slow one, it, and none after it; all of them where each is as slow."""
+    monkeypatch.setattr(stragglers, "STEPS", 3)
+    plan = plan_of(tp=3)
+    observer, slow, even = Observer(plan, lambda line: None), step(1, {1: 2.0}), step(1, {})
+    slowed, replaced = {3, 4, 5} if slow_process is None else {slow_process}, []
+    for number in range(WARM_UP_STEPS + 5 * 3):
+        observer.after_step(number, slow if slowed else even)
+        if (found := observer.replaceable()) is not None:
+            replaced.append(found[0])
+            assert f"{len(replaced)} of 3 processes in turn" in found[1] and "rank 1" in found[1]
+            observer.replaced()
+            slowed -= set() if slow_process is None else {found[0]}
+    assert replaced == [n for n in (3, 4, 5) if slow_process is None or n <= slow_process]
 
 
 def test_kinds_are_alike_on_all_replicas():

@@ -19,7 +19,15 @@ from typing import Any
 import ray
 import run_processors  # pyright: ignore[reportMissingImports]
 import torch
-from soak_files import DRIVER, FAULT, FOLDER, RAYLETS, write_json
+from soak_files import (
+    DRIVER,
+    FAULT,
+    FOLDER,
+    RANKS_SO_FAR,
+    RAYLETS,
+    SLOW_DISK_S,
+    write_json,
+)
 
 from raymm.actors.executor.executor import Executor
 from raymm.actors.faults.whereabouts import Whereabouts
@@ -41,7 +49,6 @@ PHASES = {
 }
 # Of tasks that are no instructions.
 TASKS = {"meeting the other ranks again": "recovery", "building stages": "start"}
-SLOW_DISK_S = 3.0
 # Bytes that a file may have on the disk that is full; Python ignores the signal that comes then.
 FULL = 100
 
@@ -147,6 +154,8 @@ def _observed_connections(made: Any) -> Any:
     def connected(self: Connections, spec: Any, *args: Any) -> None:
         MOMENT.role = f"rank {spec.rank}"
         (MOMENT.folder / f"rank-{spec.rank}.pid").write_text(str(os.getpid()))
+        with open(MOMENT.folder / RANKS_SO_FAR, "a") as file:
+            file.write(f"{os.getpid()}\n")
         made(self, spec, *args)
 
     return connected

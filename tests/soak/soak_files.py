@@ -10,6 +10,10 @@ from typing import Any
 FOLDER, DRIVER = "RAYMM_SOAK_FOLDER", "RAYMM_SOAK_DRIVER"
 # What is to go wrong next, and the process of each node's server, by Ray's id of the node.
 FAULT, RAYLETS = "fault.json", "raylets.json"
+# Processes that have become ranks so far, a line each.
+RANKS_SO_FAR = "ranks.txt"
+# Seconds that an operation on files takes on the slow disk.
+SLOW_DISK_S = 3.0
 
 
 def write_json(file: Path, value: Any) -> None:

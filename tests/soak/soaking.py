@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from processes import descendants, titles  # pyright: ignore[reportMissingImports]
-from soak_files import FAULT, write_json
+from soak_files import FAULT, RANKS_SO_FAR, SLOW_DISK_S, write_json
 from soak_places import RANKS, STOPPED
 from trials import EVERY, Trial
 
@@ -29,8 +29,6 @@ from raymm.training.run_checkpoints import RunCheckpoints
 
 # Seconds until a process that was stopped goes on.
 STOPPED_S = 1.5
-# Seconds that an operation on files takes on the slow disk.
-SLOW_DISK_S = 3.0
 # Seconds that a spare may take to be warm, which what goes wrong waits for.
 WARM_S = 60.0
 # Python's audit events of what touches files.
@@ -104,6 +102,9 @@ class Soak(Callback):
             now.last_step = step
             if self._is_over(now):
                 now.new_step = time.time()
+                if now.spare is not None:
+                    ranks = (self._folder / RANKS_SO_FAR).read_text().split()
+                    now.spare_came = str(now.spare) in ranks
                 self._now, self._due = None, step + EVERY
                 self.write()
                 if now.role == "node":  # in the main thread alone Ray adds one
@@ -136,6 +137,7 @@ class Soak(Callback):
                     break
                 self.group.look_after()
                 time.sleep(0.2)
+            trial.spare = self._spare()
         begin = {
             "spare": lambda: self._signal(trial, self._spare()),
             "driver": lambda: self._driver(trial),

@@ -3,9 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import soak_checks  # pyright: ignore[reportMissingImports]
+import trials  # pyright: ignore[reportMissingImports]
+from soak_faults import NOT_FINITE_EVERY  # pyright: ignore[reportMissingImports]
+from trials import PARTS, draw  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 10
@@ -22,22 +27,73 @@ def test_a_run_in_which_things_go_wrong_is_the_run_without() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["bit_identical"] == summary["named"] == summary["over"] == KILLS
-    assert summary["losses_and_samples_as_without"]
+    assert summary["losses_and_samples_as_without"] and summary["steps_not_finite"]
+    assert summary["spares_came"] == summary["spares_due"] > 0
     assert summary["most_steps_redone"] <= 1 and summary["processes_left"] == 0
 
 
 def test_everything_has_its_turn_before_anything_has_a_second() -> None:
     """Of each part; the same seed gives the same order."""
     from soak_places import places  # pyright: ignore[reportMissingImports]
-    from trials import PARTS, draw  # pyright: ignore[reportMissingImports]
 
     for part, there in places().items():
         drawn = [(t.role, t.phase, t.kind) for t in draw(len(there) + 1, 3, part)]
         assert sorted(drawn[:-1]) == sorted(there) and drawn[-1] in there
-    trials = draw(100, 0)
-    assert {part: sum(t.part == part for t in trials) for part in PARTS} == PARTS
-    assert trials == draw(100, 0) != draw(100, 1)
-    assert [trial.number for trial in trials] == list(range(100))
+    drawn = draw(100, 0)
+    assert {part: sum(t.part == part for t in drawn) for part in PARTS} == PARTS
+    assert drawn == draw(100, 0) != draw(100, 1)
+    assert [trial.number for trial in drawn] == list(range(100))
+
+
+def _rows(steps: int) -> list[dict]:
+    """Of ``metrics.jsonl``."""
+    return [
+        {"step": step, "loss": None, "not_applied": {}} if step % NOT_FINITE_EVERY == 0
+        else {"step": step, "loss": 1.0 / step} for step in range(1, steps + 1)
+    ]
+
+
+def test_a_run_that_is_another_is_found() -> None:
+    """Each check finds the run with a fault in it, and nothing in one that is as it should be."""
+    losses = [(step, 1.0 / step) for step in range(1, 31)]
+    assert not soak_checks.other_losses(losses[:20], losses)
+    for wrong in ([], losses[1:], [*losses[:9], (10, 0.2)], [*losses, (31, 0.1)]):
+        assert soak_checks.other_losses(wrong, losses)
+
+    samples = [{"step": step, "microbatches": [[f"{step}"], ["b"]]} for step in range(1, 31)]
+    assert not soak_checks.other_samples(samples[:20], samples, 20)
+    empty = [{"step": step, "microbatches": []} for step in range(1, 21)]
+    twice = [*samples[:19], samples[18]]
+    for wrong in ([], samples[:19], twice, [*samples[:20], samples[20]]):
+        assert soak_checks.other_samples(wrong, samples, 20)
+    assert soak_checks.other_samples(empty, empty, 20)
+
+    rows = _rows(30)
+    assert not soak_checks.other_steps_not_finite(rows)
+    assert not soak_checks.other_steps_not_finite(rows[: NOT_FINITE_EVERY - 1])
+    applied = [{key: row[key] for key in ("step", "loss")} for row in rows]
+    for wrong in (applied, [*rows[:-1], applied[-1]], [{**row, "not_applied": {}} for row in rows]):
+        assert soak_checks.other_steps_not_finite(wrong)
+
+    heldout = [{"step": step, "heldout_loss": 1.0 / (step + 1)} for step in (0, 4, 8)]
+    assert not soak_checks.other_heldout_losses([*rows, *heldout[:2]], heldout)
+    for wrong in (rows, heldout[1:], [*heldout[:2], {"step": 8, "heldout_loss": 0.5}]):
+        assert soak_checks.other_heldout_losses(wrong, heldout)
+
+
+def test_a_trial_that_went_otherwise_is_found() -> None:
+    whole = trials.Trial(
+        0, "with a spare", "rank 1", "forward", "SIGKILL", hits=1, at=1.0, decided=1.1,
+        recovered=1.2, new_step=1.3, redone=1, text="rank 1 (stages llm.1) died", last_step=9,
+        identical=True, spare=7, spare_came=True,
+    )
+    assert not soak_checks.not_as_it_should_be(whole)
+    wrong = {"new_step": None, "redone": 2, "text": "rank 0 (", "identical": False,
+             "spare_came": False}
+    for name, value in wrong.items():
+        assert len(soak_checks.not_as_it_should_be(replace(whole, **{name: value}))) == 1
+    without = replace(whole, part="in place", spare=None, spare_came=False)
+    assert not soak_checks.not_as_it_should_be(without)
 
 
 def test_what_is_not_drawn_is_said_why() -> None:

@@ -38,6 +38,8 @@ class Trial:
         text: what the driver said of it.
         last_step: that was taken when it was over.
         identical: whether all losses until the next trial are those of an undisturbed run.
+        spare: the process that waited when it began, with a spare.
+        spare_came: whether that has become a rank.
     """
 
     number: int
@@ -54,6 +56,8 @@ class Trial:
     text: str = ""
     last_step: int = 0
     identical: bool = False
+    spare: int | None = None
+    spare_came: bool = False
 
     @property
     def rank(self) -> int | None:
@@ -72,6 +76,11 @@ class Trial:
             self.kind in (STOPPED, "slow disk", "NaN input") or self.role == "spare"
             or self.unsaved or self.kind == "MemoryError" and self.phase in SNAPSHOT
         )
+
+    @property
+    def takes_spare(self) -> bool:
+        """Whether a spare is to come in for a rank."""
+        return self.part == "with a spare" and not self.survives
 
     @property
     def ends_process(self) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from tiny_run import STEPS, curve
 
 from raymm import Callback
@@ -39,6 +40,34 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
     assert row["step"] < STEPS
 
 
+@pytest.mark.timeout(180)
+def test_of_a_rank_of_several_processes_each_is_replaced_in_turn(
+    make_config, raymm, tmp_path, monkeypatch
+):
+    """Until it is not slow any more: the second one is why."""
+    for name in ("STEPS", "BASELINE_STEPS"):
+        monkeypatch.setattr(stragglers, name, 2)
+    monkeypatch.setattr(stragglers, "TIMES", 5.0)
+    layout = {
+        "parallel.language_model": {"cp": 2, "ranks": [1]}, "resources.cpus": 0.2,
+        "run.eval_every": None,
+    }
+    whole, run, file = tmp_path / "whole", tmp_path / "slow", tmp_path / "slow.pid"
+    code, text = raymm("train", make_config({**layout, "run.storage_path": str(whole)}))
+    assert code == 0, text
+    code, text = raymm("train", make_config({
+        **layout, "run.storage_path": str(run), "run.snapshot_every": 1, "run.spares": 1,
+        "run.replace_stragglers": True, "run.steps_in_flight": 1,
+        "model.mask": "slowed_rank:causal",
+        "resources.env": {"RAYMM_SLOWED_FILE": str(file)},
+        "run.callbacks": [{"test_stragglers_run:SlowRank": {"file": str(file), "number": 2}}],
+    }))
+    assert code == 0, text
+    assert text.count("so the run goes on in place") == 2, text
+    assert text.index("1 of 2 processes in turn") < text.index("2 of 2 processes in turn")
+    assert curve(run) == curve(whole)
+
+
 def test_it_needs_a_spare_and_snapshots(make_config, raymm):
     code, text = raymm("train", make_config({"run.replace_stragglers": True}))
     assert code == EXIT_USER_ERROR and "spares is 0 and snapshot_every is None" in text
@@ -49,10 +78,11 @@ class SlowRank(Callback):
 
     Args:
         file: that ranks look at.
+        number: of its process.
     """
 
-    def __init__(self, file: str) -> None:
-        self.file = file
+    def __init__(self, file: str, number: int = 1) -> None:
+        self.file, self.number = file, number
         self.begun = False
 
     def on_step(self, row):
@@ -66,4 +96,4 @@ class SlowRank(Callback):
                 if actor["State"] == "ALIVE" and actor["ActorClassName"] == "RankActor"
             )
             with open(self.file, "w") as file:
-                file.write(str(ranks[1][1]))  # of two ranks and the spare after them
+                file.write(str(ranks[self.number][1]))  # the spare is after the ranks
