@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -115,12 +116,27 @@ class FailurePolicy:
         count = sum(each.cause is last.cause and not each.in_place for each in interruptions)
         return _within(Action.GO_ON, last.cause.value, count, most, field)
 
+    def recoveries_left(self, interruptions: Sequence[Interruption], at: float) -> float:
+        """How many recoveries in the same processes the budget still has.
+
+        Args:
+            interruptions: of the run so far.
+            at: now, in seconds.
+        """
+        if self.max_recoveries is None:
+            return math.inf
+        return self.max_recoveries - _recoveries(interruptions, at)
+
     def _recovery(self, interruptions: Sequence[Interruption]) -> Decision:
-        since = interruptions[-1].at - HOUR_S
-        count = sum(each.in_place and each.at > since for each in interruptions)
+        count = _recoveries(interruptions, interruptions[-1].at)
         return _within(
             Action.RECOVER, "recovery", count, self.max_recoveries, "run.max_recoveries, an hour"
         )
+
+
+def _recoveries(interruptions: Sequence[Interruption], at: float) -> int:
+    """Within an hour before, in seconds."""
+    return sum(each.in_place and each.at > at - HOUR_S for each in interruptions)
 
 
 def _within(action: Action, what: str, count: int, most: int | None, field: str) -> Decision:

@@ -63,6 +63,11 @@ class Recovery:
         newest = self._snapshots.newest() if self.enabled else None
         return None if newest is None else newest.step
 
+    @property
+    def for_stragglers(self) -> bool:
+        """Whether the budget has a recovery for one that is slow, and another one for a loss."""
+        return self._controller.recoveries_left() > 1
+
     def goes_on(self, error: RunFailedError) -> Decision | None:
         """What to do after an error; None: there is no going on in these processes.
 

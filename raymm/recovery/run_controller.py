@@ -55,6 +55,10 @@ class RunController:
         """
         self.state = checked(self.state, state)
 
+    def recoveries_left(self) -> float:
+        """How many recoveries in the same processes the budget still has."""
+        return self._policy.recoveries_left(self.interruptions, self._clock())
+
     def decide(self, cause: Cause, text: str, in_place: bool = False) -> Decision:
         """What to do after an interruption, which is noted.
 

@@ -283,7 +283,7 @@ class TrainingLoop:
         stragglers, group = self._observer.stragglers, self._parallel.group
         if not self._run.replace_stragglers or (slow := stragglers.replaceable()) is None:
             return
-        if group.has_spare():
+        if group.has_spare() and self._recovery.for_stragglers:
             stragglers.replaced()
             group.give_up(*slow)
 

@@ -1,6 +1,10 @@
 """What a run may do next, as a table; and who keeps to it."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raymm.errors import ClusterLostError, NodePreemptedError, RankFailedError, RankRaisedError
 from raymm.recovery.failure_policy import Action, Cause, FailurePolicy
@@ -68,3 +72,15 @@ def test_recoveries_have_a_budget_per_hour_of_their_own() -> None:
     assert end.action is Action.END and end.why == "recovery 3, and run.max_recoveries is 2"
     now[0] = 3601.0
     assert recover().action is Action.RECOVER
+
+
+@given(st.integers(0, 4), st.lists(st.floats(0, 5000), max_size=8))
+def test_a_budget_has_recoveries_left_as_long_as_it_allows_another(most, times) -> None:
+    now, steps = [0.0], iter(range(100))
+    run = controller(lambda: now[0], lambda: next(steps), most)
+    for now[0] in sorted(times):
+        left = run.recoveries_left()
+        decision = run.decide(Cause.FAILURE, "died", in_place=True)
+        assert (decision.action is Action.RECOVER) == (left > 0)
+        assert run.recoveries_left() == left - 1
+    assert controller(recoveries=None).recoveries_left() == math.inf
