@@ -50,7 +50,7 @@ def test_of_a_rank_of_several_processes_each_is_replaced_in_turn(
     monkeypatch.setattr(stragglers, "TIMES", 5.0)
     layout = {
         "parallel.language_model": {"cp": 2, "ranks": [1]}, "resources.cpus": 0.2,
-        "run.eval_every": None,
+        "run.steps": 2 * STEPS,  # so that the second spare is warm before the end
     }
     whole, run, file = tmp_path / "whole", tmp_path / "slow", tmp_path / "slow.pid"
     code, text = raymm("train", make_config({**layout, "run.storage_path": str(whole)}))
