@@ -53,6 +53,8 @@ class Interruption:
         text: what happened, without what is another time and again (numbers of processes).
         at: when, in seconds.
         in_place: whether processes have survived that can go on.
+        recovering: whether they were just being put together again: no step was at work that could
+            be why.
     """
 
     cause: Cause
@@ -60,11 +62,19 @@ class Interruption:
     text: str
     at: float = 0.0
     in_place: bool = False
+    recovering: bool = False
 
     @property
-    def what(self) -> tuple[Cause, int | None, str]:
+    def what(self) -> tuple[Cause, int | None, bool, str]:
         """What is the same when it happens again."""
-        return self.cause, self.step, self.text
+        return self.cause, self.step, self.recovering, self.text
+
+    @property
+    def where(self) -> str:
+        """When it happened, in words."""
+        if self.step is None:
+            return "before the first step"
+        return f"in {'the recovery of ' if self.recovering else ''}step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -103,9 +113,8 @@ class FailurePolicy:
             return Decision(Action.GO_ON, "the cluster has changed")
         passing = last.cause is Cause.PREEMPTION
         if not passing and last.what in [each.what for each in before]:
-            where = "before the first step" if last.step is None else f"in step {last.step}"
             return Decision(
-                Action.END_FOR_GOOD, f"the same has happened {where} before, and would again"
+                Action.END_FOR_GOOD, f"the same has happened {last.where} before, and would again"
             )
         if last.in_place:
             return self._recovery(interruptions)

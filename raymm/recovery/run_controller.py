@@ -68,7 +68,8 @@ class RunController:
             in_place: whether processes have survived that can go on.
         """
         self.interruptions.append(Interruption(
-            cause, self._step(), _PASSING.sub("", text), self._clock(), in_place
+            cause, self._step(), _PASSING.sub("", text), self._clock(), in_place,
+            self.state is RunState.RECOVERING,
         ))
         return self._policy.decide(self.interruptions)
 
@@ -95,8 +96,7 @@ class RunController:
             why: in words.
         """
         for number, before in enumerate(self.interruptions[:-1], start=1):
-            at = "before the first step" if before.step is None else f"in step {before.step}"
-            error.add_note(f"Interrupted before: {number}, {at}: {before.text}")
+            error.add_note(f"Interrupted before: {number}, {before.where}: {before.text}")
         error.add_note(f"The run does not go on by itself: {why}.")
 
 

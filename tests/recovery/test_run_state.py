@@ -61,6 +61,29 @@ def test_an_error_is_decided_on_once() -> None:
     assert again.__notes__[0] == "Interrupted before: 1, in step 3: rank 0 (stages a) died"
 
 
+def test_a_rank_that_dies_in_a_recovery_does_not_die_by_the_step() -> None:
+    """It has another chance; not when that ends alike, nor the step."""
+    died = [
+        RankFailedError(f"rank 0 (stages a, process {pid} on b) died") for pid in range(10, 14)
+    ]
+    for recovering, end in (([False, True, False], "in step 3"),
+                            ([False, True, True], "in the recovery of step 3")):
+        run, decisions = controller(recoveries=None), []
+        run.enter(RunState.RUNNING)
+        for error, within in zip(died, recovering, strict=False):
+            run.enter(RunState.RECOVERING if within else RunState.RUNNING)
+            decisions.append(run.decide_on(error, in_place=True))
+            run.enter(RunState.RECOVERING)
+        assert [decision.action for decision in decisions] == [
+            Action.RECOVER, Action.RECOVER, Action.END_FOR_GOOD
+        ]
+        assert f"happened {end} before" in decisions[-1].why
+    run.add_notes(died[2], "it would again")
+    assert died[2].__notes__[1] == (
+        "Interrupted before: 2, in the recovery of step 3: rank 0 (stages a) died"
+    )
+
+
 def test_recoveries_have_a_budget_per_hour_of_their_own() -> None:
     now = [0.0]
     steps = iter(range(100))
