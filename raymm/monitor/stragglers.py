@@ -150,16 +150,16 @@ class StragglerObserver:
         slow = self._straggler
         if slow is None:
             return None
-        processes, turn = self._plan.rank_processes(slow.rank), self._replaced[slow.rank]
-        if turn == len(processes):
+        processes, tried = self._plan.rank_processes(slow.rank), self._replaced[slow.rank]
+        if tried == len(processes):
             return None
         why = f"is a straggler: it takes {slow.times:.1f} times as long as expected"
         if len(processes) > 1:
             why = (
-                f"may be why rank {slow.rank} is a straggler, {turn + 1} of {len(processes)} "
+                f"may be why rank {slow.rank} is a straggler, {tried + 1} of {len(processes)} "
                 f"processes in turn: the rank takes {slow.times:.1f} times as long as expected"
             )
-        return processes[turn], why
+        return processes[tried], why
 
     def replaced(self) -> None:
         """That is done."""
