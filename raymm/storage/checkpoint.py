@@ -85,6 +85,8 @@ class CheckpointStore:
         run: what checkpoints say of the run (:class:`Manifest`).
         current: the checkpoint that was saved or found last.
         best: step of a checkpoint that is kept beside the newest; None for none.
+        unremoved: why an old one could not be removed with the last save, which stands all the
+            same, and the next one tries again; None: none had to stay.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class CheckpointStore:
         self.run: dict[str, Any] = {}
         self.current: Path | str | None = None
         self.best: int | None = None
+        self.unremoved: str | None = None
 
     def committed(self) -> list[Path | str]:
         """Checkpoints that are not torn, oldest first. Nothing in them is verified.
@@ -308,7 +311,11 @@ class CheckpointStore:
             self._what_stays(folder)
             raise
         self.current = folder.place
-        self._remove_old(step)
+        self.unremoved = None
+        try:
+            self._remove_old(step)
+        except RunFileError as error:
+            self.unremoved = str(error)
         return folder.place
 
     def _what_stays(self, failed: StorageFolder) -> str:

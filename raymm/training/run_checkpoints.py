@@ -125,6 +125,8 @@ class RunCheckpoints:
         if saved is None:
             return
         self._committed, self._unwritten = True, 0
+        if (why := self._store.unremoved) is not None:
+            self._say(f"an old checkpoint stays: {why}. The next save tries to remove it again")
         self.saved = saved.step
         self._callbacks.checkpoint(
             SavedCheckpoint(saved.step, saved.folder, self._stood_still, saved.seconds)

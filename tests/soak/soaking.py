@@ -20,7 +20,7 @@ import ray
 from processes import descendants, titles  # pyright: ignore[reportMissingImports]
 from soak_files import FAULT, RANKS_SO_FAR, SLOW_DISK_S, write_json
 from soak_places import RANKS, STOPPED
-from trials import EVERY, Trial
+from trials import EVERY, UNSAVED, Trial
 
 from raymm import Callback
 from raymm.actors.rank.rank_group import RankGroup
@@ -31,8 +31,9 @@ from raymm.training.run_checkpoints import RunCheckpoints
 STOPPED_S = 1.5
 # Seconds that a spare may take to be warm, which what goes wrong waits for.
 WARM_S = 60.0
-# Python's audit events of what touches files.
+# Python's audit events of what touches files; on a full disk, of what makes some.
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
+MAKES, WRITES = {"os.rename", "os.mkdir"}, os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Times(Callback):
@@ -195,11 +196,14 @@ class Soak(Callback):
         """Something goes wrong at one of the operations on files of a checkpoint."""
         if self._operations is None or event not in OPERATIONS or "checkpoints" not in str(args[0]):
             return
+        assert self._now is not None
+        makes = event in MAKES or event == "open" and args[2] & WRITES
+        if self._now.kind == "full disk" and not makes:
+            return
         if self._operations:
             self._operations -= 1
             return
         self._operations = None
-        assert self._now is not None
         self._hit_driver(self._now)
 
     def _hit_driver(self, trial: Trial) -> None:
@@ -282,7 +286,7 @@ def _note(soak: Soak) -> None:
         say = self._say
 
         def said(text: str) -> None:
-            if "could not be saved" in text:
+            if any(what in text for what in UNSAVED):
                 soak.said(text)
             say(text)
 

@@ -19,6 +19,9 @@ EVERY = int(os.environ.get(EVERY_VARIABLE, "3"))
 # several nodes.
 PARTS = {"in place": 66, "with a spare": 15, "the same command": 10, "several nodes": 9}
 
+# What a run says of a checkpoint that was not written, or of an older one that had to stay.
+UNSAVED = ("could not be saved", "an old checkpoint stays")
+
 
 @dataclass
 class Trial:
@@ -101,8 +104,8 @@ class Trial:
             **{f"rank {n}": f"rank {n} " for n in range(RANKS)},
         }.get(self.role, "")
         if self.unsaved:
-            who = "could not be saved"
-        elif self.kind == "NaN input":
+            return any(what in self.text for what in UNSAVED)
+        if self.kind == "NaN input":
             who = "not applied"
         elif self.survives:
             return True

@@ -162,6 +162,37 @@ def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path,
     assert len(lines) == 4 and all("The run goes on, and saves when" in line for line in lines)
 
 
+def test_one_that_is_saved_counts_though_an_old_one_cannot_be_removed(
+    ranks, tmp_path, monkeypatch
+):
+    """It is said, the run goes on, and a later save removes all that have stayed."""
+    ranks.set()
+    said, told, disk_is_full = [], [], [True]
+
+    class Callbacks:
+        def checkpoint(self, saved):
+            told.append(saved.step)
+
+    def drop(folder, before=checkpoint.drop):
+        if disk_is_full:
+            raise RunFileError(f"cannot write {folder.place}: No space left on device")
+        before(folder)
+
+    monkeypatch.setattr(checkpoint, "drop", drop)
+    store, running = CheckpointStore(tmp_path, keep=1), Running(1)
+    checkpoints = RunCheckpoints(store, running, Callbacks(), said.append, True)
+    for step in range(1, 7):
+        if step == 6:
+            disk_is_full.clear()
+        running.steps_taken = step
+        checkpoints.take(step)
+        checkpoints.finish()
+        assert len(store.committed()) == (1 if step == 6 else step)
+    assert told == [1, 2, 3, 4, 5, 6] and checkpoints.saved == 6 and store.unremoved is None
+    lines = [line for line in said if "an old checkpoint stays: cannot write " in line]
+    assert len(lines) == 4 and "step-00000001" in lines[-1] and "No space left" in lines[-1]
+
+
 def test_what_is_not_finite_is_not_committed(ranks, tmp_path):
     ranks.set()
     store, running = CheckpointStore(tmp_path), Running(1)
