@@ -68,11 +68,12 @@ class Recovery:
         """Whether the budget has a recovery for one that is slow, and another one for a loss."""
         return self._controller.recoveries_left() > 1
 
-    def goes_on(self, error: RunFailedError) -> Decision | None:
+    def goes_on(self, error: RunFailedError, recovering: bool = False) -> Decision | None:
         """What to do after an error; None: there is no going on in these processes.
 
         Args:
             error: what happened.
+            recovering: in a recovery, and not by a step.
         """
         group = self._parallel.group
         survives = group.ended is None and (
@@ -80,7 +81,7 @@ class Recovery:
         )
         if not self.enabled or not survives or self._snapshots.newest() is None:
             return None
-        return self._controller.decide_on(error, in_place=True)
+        return self._controller.decide_on(error, in_place=True, recovering=recovering)
 
     def recover(self, error: RunFailedError) -> TakenSnapshot | None:
         """Have other processes take the places of those that are lost, and all go back to the
@@ -92,13 +93,14 @@ class Recovery:
         Raises:
             RunFailedError: that, or what happened meanwhile: it does not go on in these processes.
         """
-        start, self.lost_node = time.perf_counter(), False
+        start, recovering, self.lost_node = time.perf_counter(), False, False
         while True:
             self.lost_node |= isinstance(error, NodeLostError)
-            decision = self.goes_on(error)
+            decision = self.goes_on(error, recovering)
             if decision is None or decision.action is not Action.RECOVER:
                 raise error
             self._controller.enter(RunState.RECOVERING)
+            recovering = True
             _let_go(error)
             self.count += 1
             self._say(f"{first_line(error)}: {decision.why}, so the run goes on in place")

@@ -59,33 +59,36 @@ class RunController:
         """How many recoveries in the same processes the budget still has."""
         return self._policy.recoveries_left(self.interruptions, self._clock())
 
-    def decide(self, cause: Cause, text: str, in_place: bool = False) -> Decision:
+    def decide(
+        self, cause: Cause, text: str, in_place: bool = False, recovering: bool = False
+    ) -> Decision:
         """What to do after an interruption, which is noted.
 
         Args:
             cause: of it.
             text: what happened.
             in_place: whether processes have survived that can go on.
+            recovering: whether they were being put together again.
         """
         self.interruptions.append(Interruption(
-            cause, self._step(), _PASSING.sub("", text), self._clock(), in_place,
-            self.state is RunState.RECOVERING,
+            cause, self._step(), _PASSING.sub("", text), self._clock(), in_place, recovering
         ))
         return self._policy.decide(self.interruptions)
 
     def decide_on(
-        self, error: RunFailedError, announced: bool = False, in_place: bool = False
+        self, error: RunFailedError, announced: bool = False, in_place: bool = False,
+        recovering: bool = False,
     ) -> Decision:
         """:meth:`decide`, once of every error.
 
         Args:
             error: what happened.
             announced: whether a node was to end.
-            in_place: whether processes have survived that can go on.
+            in_place, recovering: as of :meth:`decide`.
         """
         if self._decided is None or self._decided[0] is not error:
             cause, text = cause_of(error, announced), first_line(error)
-            self._decided = error, self.decide(cause, text, in_place)
+            self._decided = error, self.decide(cause, text, in_place, recovering)
         return self._decided[1]
 
     def add_notes(self, error: BaseException, why: str) -> None:

@@ -69,11 +69,8 @@ def test_a_rank_that_dies_in_a_recovery_does_not_die_by_the_step() -> None:
     for recovering, end in (([False, True, False], "in step 3"),
                             ([False, True, True], "in the recovery of step 3")):
         run, decisions = controller(recoveries=None), []
-        run.enter(RunState.RUNNING)
         for error, within in zip(died, recovering, strict=False):
-            run.enter(RunState.RECOVERING if within else RunState.RUNNING)
-            decisions.append(run.decide_on(error, in_place=True))
-            run.enter(RunState.RECOVERING)
+            decisions.append(run.decide_on(error, in_place=True, recovering=within))
         assert [decision.action for decision in decisions] == [
             Action.RECOVER, Action.RECOVER, Action.END_FOR_GOOD
         ]
