@@ -129,7 +129,7 @@ class Simulated:
 
     def efficiency(self, steps: list[Groups], costs: MeasuredCosts) -> float:
         """Mean over steps."""
-        return statistics.fmean(efficiency(self.seconds(groups, costs)) for groups in steps)
+        return statistics.fmean(efficiency(self.seconds(groups, costs).T) for groups in steps)
 
 
 @contextmanager

@@ -23,8 +23,6 @@ from raymm.actors.modules.message import Message, MicrobatchContext, Routed
 from raymm.actors.modules.token_layout import PADDING
 from raymm.kernels.host_copies import on_host, to_device
 
-ROUTED_TOKENS = "routed_tokens"
-"""What stages hand one another of the tokens that count for routers: (B, T) bool."""
 _LOGITS = "router_logits"
 SWITCH = "output_router_logits"
 """Of a config, whether a model returns its routers' logits, and adds their loss to its own."""

@@ -19,6 +19,8 @@ from raymm.scheduler.graph.sample_ranges import Range, rows_of
 
 # The name of the hidden state beside ports.
 HIDDEN = ""
+# What stages hand one another of the tokens that count for routers: (B, T) bool.
+ROUTED_TOKENS = "routed_tokens"
 
 
 class Routed(NamedTuple):

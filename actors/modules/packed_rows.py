@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from raymm.actors.modules.message import ROUTED_TOKENS
 from raymm.actors.modules.token_layout import PADDING
 from raymm.kernels.host_copies import to_device
 
@@ -35,7 +36,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     Raises:
         ValueError: if there is anything else for the model that belongs to tokens.
     """
-    accepted = {"inputs_embeds", "targets", "position_ids", "routed_tokens"}
+    accepted = {"inputs_embeds", "targets", "position_ids", ROUTED_TOKENS}
     present = {name for name, value in merged.items() if value is not None}
     if unknown := sorted(present - accepted):
         raise ValueError(
@@ -55,7 +56,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     if ids is None:
         ids = torch.arange(T, device=merged["inputs_embeds"].device)
     ids = ids.expand(*ids.shape[:-2], B, T)
-    routed = {n: packed(merged[n], 0) for n in ("routed_tokens",) if n in merged}
+    routed = {n: packed(merged[n], 0) for n in (ROUTED_TOKENS,) if n in merged}
     return {
         **routed,
         "inputs_embeds": packed(merged["inputs_embeds"], 0),

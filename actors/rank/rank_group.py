@@ -195,15 +195,12 @@ class RankGroup(ObservedRanks):
                 return [call.options(num_returns=returns).remote(*args) for call in calls]
             return [call.remote(*args) for call in calls]
 
-    def call_each(
-        self, method: str, args: Sequence[Any], timeout: float = START_TIMEOUT_S
-    ) -> list[Any]:
+    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
         """:meth:`call` with an argument for each rank.
 
         Args:
             method: its name.
             args: by rank, or references to them.
-            timeout: seconds that all of them together may take.
         """
         self.check_running()
         with self._order:
@@ -211,7 +208,7 @@ class RankGroup(ObservedRanks):
                 getattr(actor, method).remote(arg)
                 for actor, arg in zip(self._actors, args, strict=True)
             ]
-        return self.wait(refs, timeout=timeout)
+        return self.wait(refs, timeout=START_TIMEOUT_S)
 
     def rebuild(self, builders: Sequence[Mapping[str, Any]]) -> None:
         """Replace every rank's stages (same names, other modules); programs are forgotten."""

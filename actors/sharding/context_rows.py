@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from raymm.actors.modules.message import ROUTED_TOKENS
 from raymm.actors.modules.token_layout import PADDING
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
@@ -135,7 +136,7 @@ def resize_tokens(
     dims = hidden.dim()
     sized = {
         name: F.pad(side[name], (0, more), value=value)
-        for name, value in (("targets", -100), ("position_ids", 0), ("routed_tokens", False))
+        for name, value in (("targets", -100), ("position_ids", 0), (ROUTED_TOKENS, False))
         if name in side
     }
     return F.pad(hidden, (0, 0) * (dims - 2) + (0, more)), {**side, **sized}
@@ -188,7 +189,7 @@ def take_tokens(
     Raises:
         ValueError: if there is anything else for the model that belongs to tokens.
     """
-    accepted = {"inputs_embeds", "targets", "position_ids", "routed_tokens"}
+    accepted = {"inputs_embeds", "targets", "position_ids", ROUTED_TOKENS}
     if unknown := sorted(name for name, value in merged.items()
                          if name not in accepted and value is not None):  # fmt: skip
         raise ValueError(
@@ -204,7 +205,7 @@ def take_tokens(
     own = to_device(positions, embeds.device)
     routed = {
         name: F.pad(on_host(merged[name]), (0, missing))[:, positions]
-        for name in ("routed_tokens",) if name in merged
+        for name in (ROUTED_TOKENS,) if name in merged
     }
     return {
         **routed,

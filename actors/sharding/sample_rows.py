@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
-from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.modules.message import ROUTED_TOKENS, MicrobatchContext
 from raymm.errors import InputError
 
 # What a merge policy may return, and which of its dimensions is that of rows.
 _ROWS = {
     "inputs_embeds": 0, "targets": 0, "attention_mask": 0, "token_type_ids": 0,
     "cross_attention_states": 0, "cross_shown": 0, "token_layout": 1, "position_ids": -2,
-    "routed_tokens": 0,
+    ROUTED_TOKENS: 0,
 }  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def take_rows(
         part[name] = value if rows == 1 else value.narrow(dim, taken.start, len(taken))
     if not own:
         part["targets"] = torch.full_like(part["targets"], IGNORE_INDEX)
-        if "routed_tokens" in part:
-            part["routed_tokens"] = torch.zeros_like(part["routed_tokens"])
+        if ROUTED_TOKENS in part:
+            part[ROUTED_TOKENS] = torch.zeros_like(part[ROUTED_TOKENS])
     return part
 
 

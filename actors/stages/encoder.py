@@ -57,6 +57,7 @@ class EncoderSpec:
         travels: floating-point inputs whose values stages after the first need.
         lost: fields of the module's output that its last stage alone does not have.
         ports: inputs with a gradient that layers of later stages read.
+        optional: whether its reader may leave its features alone.
     """
 
     name: str
@@ -70,6 +71,7 @@ class EncoderSpec:
     travels: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
     ports: tuple[Port, ...] = ()
+    optional: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -121,6 +123,11 @@ class EncoderStage(StageModule):
     def hands_on_features(self) -> bool:
         """Whether it hands on features, tokens of items; else what its module returns."""
         return True
+
+    @property
+    def optional(self) -> bool:
+        """Whether what the module hands on may come to have no gradient, as nobody uses it."""
+        return self.spec.optional
 
     def detach(self) -> None:
         """Leave the module as it was: the reference builds a stage per forward."""
@@ -266,7 +273,7 @@ class EncoderStage(StageModule):
                 with self._sharing or nullcontext():
                     output = self._forward(received_hidden, context, **inputs)
             except CutReached as cut:
-                return message_of(cut.hidden, ports, side)
+                return message_of(cut.hidden, ports, side, self.optional)
             if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
                 raise SharedItemsError(
                     f"{self.spec.name} returns the hidden states of all its blocks, of which "
@@ -297,7 +304,7 @@ class EncoderStage(StageModule):
         if self._exchange is not None:
             hidden = contribute_once(hidden, self._exchange)
         if self._unfinished:
-            return Message((hidden,), side)
+            return message_of(hidden, {}, side, self.optional)
         return self._finished(inputs, hidden, side, context)
 
     def _finished(
@@ -322,7 +329,7 @@ class EncoderStage(StageModule):
                 f"{context.own_rows(self.spec.name).size} items; where microbatches are split by "
                 "samples, accepted: (items, tokens, width)"
             )
-        return Message((hidden,), {})
+        return message_of(hidden, {}, {}, self.optional)
 
     def _from_stages(
         self, received: dict[str, Message]

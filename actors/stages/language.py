@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from raymm.actors.experts.router_loss import Mixture
-from raymm.actors.experts.routing import ROUTED_TOKENS, Routing
+from raymm.actors.experts.routing import Routing
 from raymm.actors.modules.cut import CutInfo, CutReached
 from raymm.actors.modules.merge import (
     IGNORE_INDEX,
@@ -22,7 +22,7 @@ from raymm.actors.modules.merge import (
     merge_rows,
     merged_layout,
 )
-from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
+from raymm.actors.modules.message import ROUTED_TOKENS, Message, MicrobatchContext, StageModule
 from raymm.actors.modules.message_samples import SHAPE
 from raymm.actors.modules.packed_rows import pack_rows
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy

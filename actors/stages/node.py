@@ -65,6 +65,12 @@ class NodeStage(EncoderStage):
         return self.spec.chain
 
     @property
+    def optional(self) -> bool:
+        """Whether what the module hands on may come to have no gradient: not that of a loss alone.
+        """
+        return not self.node.loss or bool(self.node.outputs)
+
+    @property
     def may_draw(self) -> bool:
         """Whether it may draw random numbers in training."""
         draws = self.node.draws

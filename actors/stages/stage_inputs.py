@@ -104,7 +104,8 @@ def from_side(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[st
 
 
 def message_of(
-    hidden: torch.Tensor, ports: Mapping[str, torch.Tensor], side: dict[str, torch.Tensor]
+    hidden: torch.Tensor, ports: Mapping[str, torch.Tensor], side: dict[str, torch.Tensor],
+    optional: bool = False,
 ) -> Message:
     """What a stage hands to later stages of its module.
 
@@ -112,8 +113,10 @@ def message_of(
         hidden: the hidden state.
         ports: inputs with a gradient that layers of later stages read.
         side: what has none.
+        optional: whether the hidden state may come to have no gradient, as nobody uses what is
+            made of it.
     """
-    if not ports:
+    if not ports and not optional:
         return Message((hidden,), side)
     return Message((hidden, *ports.values()), side, (HIDDEN, *ports))
 

@@ -107,9 +107,9 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return tuple(joined)
 
 
-def ranges_of(chosen: np.ndarray, offset: int = 0) -> Ranges:
-    """Ranges of a (T,) bool array, moved by ``offset``."""
-    edges = np.flatnonzero(np.diff(np.pad(chosen.astype(np.int8), 1))) + offset
+def ranges_of(chosen: np.ndarray) -> Ranges:
+    """Ranges of a (T,) bool array."""
+    edges = np.flatnonzero(np.diff(np.pad(chosen.astype(np.int8), 1)))
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 

@@ -311,12 +311,13 @@ class _Entering:
 
     def _note(self, _: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs.get(self._name)
-        if isinstance(hidden, torch.Tensor) and hidden.dim() > FLAT_ROWS and (
+        if isinstance(hidden, torch.Tensor) and hidden.dim() >= FLAT_ROWS and (
             hidden.dim() == IMAGE_DIMENSIONS or hidden.shape[-1] in self._widths
         ):
-            # (rows, tokens, width), or tokens in rows and columns of an image; with channels
-            # before them, what is handed on says how many there are.
-            self.rows, self.tokens = hidden.shape[0], hidden.shape[1:-1].numel()
+            # (rows, tokens, width), tokens of all items one after another, or in rows and columns
+            # of an image; with channels before them, what is handed on says how many there are.
+            self.rows = 1 if hidden.dim() == FLAT_ROWS else hidden.shape[0]
+            self.tokens = hidden.shape[:-1].numel() // self.rows
         if self._leave:
             raise CutReached(cast(torch.Tensor, hidden))
 

@@ -58,7 +58,6 @@ def draw_timelines(
     *,
     rank_names: Mapping[int, str] | None = None,
     title: str | None = None,
-    bubble: float | None = None,
 ) -> Path:
     """Draw timelines of one step on one time axis, a panel each, a row per rank.
 
@@ -77,7 +76,6 @@ def draw_timelines(
             ``[("1f1b", a), ("zero_bubble", b)]``.
         path: file to write, ``.png`` or ``.svg``.
         rank_names: row labels; by default each rank with the stages it ran.
-        bubble: the mean to write above, where rows are not ranks; by default that of the rows.
         title: heading of the picture.
 
     Returns:
@@ -95,7 +93,7 @@ def draw_timelines(
     rows = [max(timeline.num_ranks, 1) for _, timeline in timelines]
     row = _row_height(rows)
     label_size = min(LABEL_SIZE, row * 72 * 0.8)
-    captions = _captions(timelines, bubble)
+    captions = _captions(timelines)
 
     ruler = new_figure(1, 1)
     left = 0.25 + max([text_width(ruler, name, label_size) for name in names.values()] or [0.0])
@@ -180,12 +178,12 @@ def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
     return min(max(MIN_WIDTH, longest / lengths[len(lengths) // 2] * BOX), MAX_WIDTH)
 
 
-def _captions(timelines: Sequence[tuple[str, Timeline]], bubble: float | None) -> list[str]:
-    """What stands above each panel; ``bubble`` is the mean to write, if it is not the rows'."""
+def _captions(timelines: Sequence[tuple[str, Timeline]]) -> list[str]:
+    """What stands above each panel."""
     (first_label, first), scale = timelines[0], _scale(timelines, 1.0)
     captions = []
     for index, (label, timeline) in enumerate(timelines):
-        mean = timeline.mean_bubble if bubble is None else bubble
+        mean = timeline.mean_bubble
         caption = f"{label}: iteration {scale.text(timeline.makespan)}, mean bubble {mean:.0%}"
         if index and first.makespan:
             change = timeline.makespan / first.makespan - 1

@@ -17,7 +17,7 @@ from raymm.actors.adapters.lora import without_adapters
 from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.modules.blocks import checkpoints_itself, num_blocks
 from raymm.actors.modules.draws import module_draws
-from raymm.actors.modules.merge import MergePolicy, Prepend
+from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.probe.attention import find_mixers, probe_mask, probe_packing
@@ -36,6 +36,8 @@ from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, trainable_blocks
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
+# Policies that always use all features; others may leave an encoder's alone.
+_READ_ALL = (CrossAttend, Prepend, ReplaceTokens)
 _RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "labels"})
 
 
@@ -182,13 +184,17 @@ class MultimodalModule(nn.Module):
             preprocess=encoder.preprocess_callback,
             postprocess_module=encoder.postprocess_module_callback,
             postprocess_projector=encoder.postprocess_projector_callback,
+            optional=not isinstance(self.merge, _READ_ALL),
         )
 
     def language_spec(self) -> LanguageSpec:
         """The language model as data for the ranks."""
         source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
+        return self._language_spec(source, num_blocks(source.skeleton()))
+
+    def _language_spec(self, source: ModuleSource, blocks: int) -> LanguageSpec:
         return LanguageSpec(
-            LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
+            LANGUAGE_MODEL, source, blocks, self.merge,
             mask=self.mask, encoders=self.encoder_names, packing=self.packing, mixers=self.mixers,
             preference=self.preference, mixture=self.mixture,
         )
@@ -290,14 +296,8 @@ class MultimodalModule(nn.Module):
                     )
                 finally:
                     stage.detach()
-        stage = LanguageStage(
-            LanguageSpec(
-                LANGUAGE_MODEL, cast(ModuleSource, None), 1, self.merge, mask=self.mask,
-                encoders=self.encoder_names, packing=self.packing, mixers=self.mixers,
-                preference=self.preference, mixture=self.mixture,
-            ),
-            0, 1, language_model,
-        )
+        spec = self._language_spec(cast(ModuleSource, None), 1)  # what is here is not built
+        stage = LanguageStage(spec, 0, 1, language_model)
         context = self._context(LANGUAGE_MODEL, label_tokens)
         if self.preference is not None:
             context = context._replace(sample_ids=tuple(map(str, range(len(text["labels"])))))

@@ -2,8 +2,9 @@
 
 At a look the steps to come are simulated as they are planned and as trial plans would have them:
 the simulator decides, since what spares a slow replica may starve another module. A decision holds
-from the first step that the loader has not asked for. A resume with another number of replicas
-forgets their factors.
+from the first step that the loader has not asked for. Replicas that share every microbatch by
+samples are spared by the order of its samples, others by what is in it. A resume with another
+number of replicas, or with ones that share microbatches in another way, forgets their factors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from raymm.data.sampling.group_sampler import Groups
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.decision_log import DecisionLog
 from raymm.scheduler.minibatch.cost_fit import CostFit
-from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, efficiency, group_units
+from raymm.scheduler.minibatch.measured_costs import (
+    MeasuredCosts,
+    column_units,
+    efficiency,
+    of_modules,
+)
 from raymm.scheduler.minibatch.metrics import dist_ratio
 from raymm.scheduler.minibatch.step_forecast import StepForecast
 from raymm.scheduler.plan.plan import Plan
@@ -63,11 +69,15 @@ class Rebalancing:
         self._forecast = StepForecast(
             plan, {n: LANGUAGE_MODEL if n == TEXT else n for n in names}, TEXT, half_life
         )
-        self._fit = CostFit(names, self._forecast.replicas, half_life)
+        columns = self._forecast.columns
+        self._fit = CostFit(names, self._forecast.replicas, half_life, columns)
         self._log = DecisionLog(folder / FILE, sampler.digest)
         self._first = step
         self._errors: list[float] = []
-        sampler.follow(self._forecast.replicas, self._log.decisions)
+        sampler.follow(
+            self._forecast.replicas, self._log.decisions,
+            {column.name for column in columns if column.of > 1},
+        )
 
     def after_step(
         self, step: int, state_after: Any, microbatches: int, complete: bool, timeline: Timeline
@@ -99,13 +109,13 @@ class Rebalancing:
         self, groups: Groups, microbatches: int, timeline: Timeline
     ) -> dict[str, Any]:
         seconds = self._forecast.observe(timeline, microbatches)
-        names = self._sampler.sizes.names
-        units, squares = group_units(self._sampler.sizes, groups, self._packed)
+        columns = self._forecast.columns
+        units, squares = column_units(self._sampler.sizes, groups, self._packed, columns)
         costs = self._fit.costs()
         row = {}
         if costs is not None:
-            expected = costs.seconds(names, units, squares)
-            row = self._figures(expected, seconds, timeline)
+            expected = costs.column_seconds(columns, units, squares)
+            row = self._figures(groups, expected, seconds, timeline)
         error = self._fit.observe(units, squares, seconds)
         if error is not None:
             self._errors.append(error)
@@ -113,8 +123,10 @@ class Rebalancing:
         return row
 
     def _figures(
-        self, expected: np.ndarray, seconds: np.ndarray, timeline: Timeline
+        self, groups: Groups, expected: np.ndarray, seconds: np.ndarray, timeline: Timeline
     ) -> dict[str, Any]:
+        columns, sizes = self._forecast.columns, self._sampler.sizes
+        predicted, measured = (of_modules(columns, values) for values in (expected, seconds))
         compute = timeline.compute()
         took = max(s.end for s in compute) - min(s.start for s in compute) if compute else 0.0
 
@@ -122,12 +134,12 @@ class Rebalancing:
             return {"predicted": round(predicted, 4), "measured": round(measured, 4)}
 
         return {
-            "efficiency": both(efficiency(expected), efficiency(seconds)),
+            "efficiency": both(efficiency(predicted.values()), efficiency(measured.values())),
             "dist_ratio": {
-                name: both(dist_ratio(expected[None, :, m]), dist_ratio(seconds[None, :, m]))
-                for m, name in enumerate(self._sampler.sizes.names)
+                name: both(dist_ratio(predicted[name][None]), dist_ratio(measured[name][None]))
+                for name in sizes.names
             },
-            "step_s": both(self._forecast.timeline(expected).makespan, took),
+            "step_s": both(self._seconds(groups, expected), took),
         }
 
     def _look(self, step: int) -> None:
@@ -138,7 +150,7 @@ class Rebalancing:
         now = self._slowness(self._sampler.upcoming(AHEAD), costs)
         options = [costs]
         if costs.replicas:  # what it takes to spare a slow copy may cost more than it brings
-            options.append(MeasuredCosts(costs.modules))
+            options.append(costs.even)
         forecasts = [
             (self._slowness(self._sampler.trial(option, AHEAD), costs), number)
             for number, option in enumerate(options)
@@ -159,15 +171,18 @@ class Rebalancing:
 
     def _slowness(self, steps: Sequence[Groups], costs: MeasuredCosts) -> float:
         """Seconds that steps take, over the seconds of work in them on copies of equal speed."""
-        sizes = self._sampler.sizes
+        columns = self._forecast.columns
         whole, work = 0.0, 0.0
-        even = MeasuredCosts(costs.modules)
         for groups in steps:
-            units, squares = group_units(sizes, groups, self._packed)
-            seconds = costs.seconds(sizes.names, units, squares)
-            whole += self._forecast.timeline(seconds).makespan
-            work += float(even.seconds(sizes.names, units, squares).sum())
+            units = column_units(self._sampler.sizes, groups, self._packed, columns)
+            whole += self._seconds(groups, costs.column_seconds(columns, *units))
+            work += float(costs.even.column_seconds(columns, *units).sum())
         return whole / work if work > 0 else 0.0
+
+    def _seconds(self, groups: Groups, seconds: np.ndarray) -> float:
+        """Of a step whose microbatches take so long, by column."""
+        samples = self._forecast.samples(self._sampler.sizes, groups)
+        return self._forecast.timeline(seconds, samples).makespan
 
 
 def rebalancing(

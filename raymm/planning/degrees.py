@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from raymm.actors.probe.attention import probe_shared_tokens
 from raymm.actors.probe.callbacks import module_inputs
@@ -163,47 +164,43 @@ def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Re
     """Degrees of a plan under which a shrunk copy of the model computes something else, and why:
     what would be refused when the plan is started."""
     refused: dict[Refused, str] = {}
+    for node in plan.graph.nodes:
+        name, degrees = node.name, degrees_of(plan, node.name)
+        share_tokens, split_tensors = _probes(model, name, max(degrees.tp, degrees.cp))
+        if degrees.cp > 1:
+            try:
+                share_tokens()
+            except (ProbeError, PlanError) as error:
+                for degree in range(2, plan.num_processes + 1):
+                    refused[name, "cp", degree] = str(error)
+        if degrees.tp > 1:
+            try:
+                split_tensors(degrees.tp)
+            except (ProbeError, PlanError) as error:
+                refused[name, "tp", degrees.tp] = str(error)
+    return refused
+
+
+def _probes(
+    model: MultimodalModule | WholeModel, name: str, degree: int
+) -> tuple[Callable[[], object], Callable[[int], object]]:
+    """What tries a module with its tokens shared, and, given how many processes, its parameters."""
     if isinstance(model, WholeModel):
-        return _refused_of_whole(model, plan)
-    for node in plan.graph.nodes:
-        name, degrees = node.name, degrees_of(plan, node.name)
-        spec = model.spec(name)
-        causal = isinstance(spec, LanguageSpec)
-        example = None if causal else model.encoders[name].example_inputs
-        if not isinstance(spec, LanguageSpec) and example is not None:
-            if max(degrees.tp, degrees.cp) > 1:
-                example = module_inputs(spec, example)
-        if degrees.cp > 1:
-            try:
-                if isinstance(spec, LanguageSpec):
-                    probe_shared_tokens(spec.source, spec.mask is not None)
-                else:
-                    probe_shared_items(spec.source, example)
-            except (ProbeError, PlanError) as error:
-                for degree in range(2, plan.num_processes + 1):
-                    refused[name, "cp", degree] = str(error)
-        if degrees.tp > 1:
-            try:
-                probe_tensor(spec.source, degrees.tp, name, example)
-            except (ProbeError, PlanError) as error:
-                refused[name, "tp", degrees.tp] = str(error)
-    return refused
-
-
-def _refused_of_whole(model: WholeModel, plan: Plan) -> dict[Refused, str]:
-    refused: dict[Refused, str] = {}
-    for node in plan.graph.nodes:
-        name, degrees = node.name, degrees_of(plan, node.name)
-        spec = model.spec(name)
-        if degrees.cp > 1:
-            try:
-                probe_shared_tokens_of(model, spec)
-            except (ProbeError, PlanError) as error:
-                for degree in range(2, plan.num_processes + 1):
-                    refused[name, "cp", degree] = str(error)
-        if degrees.tp > 1:
-            try:
-                probe_tensor_of(model, spec, degrees.tp)
-            except (ProbeError, PlanError) as error:
-                refused[name, "tp", degrees.tp] = str(error)
-    return refused
+        of_whole = model.spec(name)
+        return (
+            partial(probe_shared_tokens_of, model, of_whole),
+            partial(probe_tensor_of, model, of_whole),
+        )
+    spec = model.spec(name)
+    if isinstance(spec, LanguageSpec):
+        return (
+            partial(probe_shared_tokens, spec.source, spec.mask is not None),
+            lambda tp: probe_tensor(spec.source, tp, name),
+        )
+    example = model.encoders[name].example_inputs
+    if example is not None and degree > 1:
+        example = module_inputs(spec, example)
+    return (
+        partial(probe_shared_items, spec.source, example),
+        lambda tp: probe_tensor(spec.source, tp, name, example),
+    )

@@ -275,18 +275,17 @@ def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
     return PlannedMultiplexed.of(_Basis.of(inputs).mapping_inputs(inputs.request))
 
 
-def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed, microbatches: int = 1) -> Plan:
+def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed) -> Plan:
     """The plan that runs a mapping, with the costs and surfaces that it is predicted by, if those
     say what modules take on one whole device.
 
     Args:
         inputs: that the mapping follows from.
         planned: what :func:`plan_step_multiplexed` gave.
-        microbatches: of a step.
     """
-    plan = plan_of_mapping(inputs.parts, planned.mapping, microbatches)
+    plan = plan_of_mapping(inputs.parts, planned.mapping)
     with suppress(NoWholeDeviceError):
-        return replace(plan, profile=_Basis.of(inputs).shared_profile(microbatches))
+        return replace(plan, profile=_Basis.of(inputs).shared_profile(1))
     return plan
 
 

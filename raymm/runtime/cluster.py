@@ -65,9 +65,9 @@ def connect(quiet: bool = True) -> bool:
 
 
 @contextmanager
-def connected(quiet: bool = True) -> Iterator[None]:
+def connected() -> Iterator[None]:
     """:func:`connect` for the length of a block."""
-    embedded = connect(quiet)
+    embedded = connect()
     try:
         yield
     finally:

@@ -209,4 +209,5 @@ class Attempt:
             path=folder, files=files, changed=list(self.changed),
             corrupt=() if self.checkpoint is None else self.checkpoint.corrupt,
             steps_not_applied=not_applied, stopped=stopped,
+            exhausted=None if self.loop is None else self.loop.exhausted,
         )

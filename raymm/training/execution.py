@@ -1,4 +1,4 @@
-"""A plan, as the trainer sees it: how to check, start and watch it."""
+"""A plan, as the trainer sees it: how to start and watch it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from raymm.config.build import write_json
-from raymm.config.sections import ConfigError
 from raymm.data import DataConfig
 from raymm.layout.plan_check import differences
 from raymm.model.multimodal import MultimodalModule
@@ -56,24 +55,6 @@ class Execution:
     def save(self, folder: Path) -> None:
         """Write ``plan.json``."""
         write_json(folder / "plan.json", self.plan.to_dict())
-
-    def check(self, data: Any) -> None:
-        """What starting does not check.
-
-        Args:
-            data: a ``DataConfig``, or what the trainer takes in its place.
-
-        Raises:
-            ConfigError: an option of the data that the plan cannot have.
-        """
-        batching = data.batching if isinstance(data, DataConfig) else None
-        rebalance = getattr(batching, "rebalance", None)
-        if rebalance is not None and self.plan.splits_samples:
-            raise ConfigError(
-                f"data.batching.rebalance is {rebalance!r}; with a plan that splits microbatches "
-                "by samples it must be left out: what it learns is what copies take that have "
-                "microbatches to themselves"
-            )
 
     def unkept(self, model: MultimodalModule | WholeModel, data: Any) -> str | None:
         """Why a run that goes on cannot keep it: it is of another model, or of another number of

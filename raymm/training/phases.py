@@ -126,9 +126,19 @@ class Phases:
             for name, mode in self._at.get(step, {}).items()
         )
 
-    def go_on_after(self, result: Result) -> bool:
-        """Whether an attempt has ended because a phase has."""
-        return result.stopped is None and bool(self.changes(result.metrics.get("step", 0)))
+    def go_on_after(self, result: Result, say: Callable[[str], None]) -> bool:
+        """Whether an attempt has ended because a phase has.
+
+        Args:
+            result: of the attempt.
+            say: is told if the run ends with the phase, as the model got no better.
+        """
+        step = result.metrics.get("step", 0)
+        if result.stopped is not None or not self.changes(step):
+            return False
+        if result.exhausted is not None:
+            say(f"step {step:>5}  the run ends: {result.exhausted}")
+        return result.exhausted is None
 
     def dropped(self, step: int) -> tuple[str, ...]:
         """How names of what the optimizer keeps, and no longer needs after so many steps, begin."""

@@ -31,6 +31,8 @@ class Result:
         stopped: of a run that was asked to stop (:attr:`raymm.training.trainer.Trainer.stop`,
             ``run.max_seconds``), or had to leave a node and found no other, after which step, and
             what is saved; None if it has taken all its steps.
+        exhausted: why it ended, where its last evaluations were no better (``patience`` of
+            ``run.evaluate``).
     """
 
     metrics: dict[str, Any]
@@ -42,6 +44,7 @@ class Result:
     corrupt: tuple[str, ...] = ()
     steps_not_applied: int = 0
     stopped: str | None = None
+    exhausted: str | None = None
 
     @property
     def best_checkpoint(self) -> Path | str | None:

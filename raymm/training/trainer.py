@@ -274,7 +274,7 @@ class Trainer:
                         result = self._attempt(store, checkpoint, callbacks, None, splits)
                     else:
                         result = self._attempt_again(store, splits, callbacks, attempted)
-                    while self._phases.go_on_after(result):
+                    while self._phases.go_on_after(result, self._say):
                         result = self._attempt_again(store, splits, callbacks, attempted)
                     return result
                 except ClusterError as error:
@@ -332,7 +332,6 @@ class Trainer:
             self.cache, self.model, self.plan, self.data, f"{device} {self.run.precision}"
         )
         execution = Execution(kept.plan, kept.lines)
-        execution.check(self.data)
         check_capacity(execution.num_processes, resources, placement)
         execution.save(self.path)
         self._say_what_runs(execution, device)

@@ -62,6 +62,9 @@ class TrainingLoop:
         recovered: called after every recovery, with the step that the run goes on after.
         saved: called after every checkpoint but the last.
         texts: evaluates what the model writes; None if nobody asks.
+
+    Attributes:
+        exhausted: why no further step is to be taken, as the model got no better; None if it did.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class TrainingLoop:
         self._read = self._first  # steps whose results are there
         self._position: Any = None
         self._unevaluated: int | None = None  # a step whose evaluation was left out
+        self.exhausted: str | None = None
 
     def run(self, state: Any) -> str | None:
         """Take the steps that are left, with the data from a position on.
@@ -369,9 +373,11 @@ class TrainingLoop:
             return
         self._owed |= bool(step) and texts.better(rows)
         self._store.best = texts.note_best(rows)
-        if (reason := texts.exhausted(rows)) is not None and step < self._last:
-            self._progress.line(f"step {step:>5}  the run ends: {reason}")
-            self._last = max(step, 1)
+        if (reason := texts.exhausted(rows)) is not None:
+            self.exhausted = reason
+            if step < self._last:
+                self._progress.line(f"step {step:>5}  the run ends: {reason}")
+                self._last = max(step, 1)
 
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> HeldoutLoss:
         with self._batches.heldout(self._run.eval_steps, shuffled) as loader:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -96,6 +96,15 @@ class Interference:
         """Eq. 7: a module's time from that alone and the delay on the worst of its GPUs."""
         return alone + delay * (alone if self.unit == "relative" else 1.0)
 
+    def colocated(self, alone: float, on_gpus: Iterable[Sequence[float]]) -> float:
+        """Eq. 7 and 8: seconds of a module beside others.
+
+        Args:
+            alone: its seconds by its surface, at the same degree and quota.
+            on_gpus: for each of its GPUs the bandwidths of all modules there, its own first.
+        """
+        return self.seconds(alone, max(self.delay(use[0], use[1:]) for use in on_gpus))
+
     def to_json(self) -> str:
         """As a file's text."""
         return json.dumps({"format": INTERFERENCE_FORMAT, **asdict(self)}, indent=2)
@@ -166,13 +175,6 @@ class InterferenceFit:
     worst_error: float
 
 
-def predict(model: Interference, sample: Colocation) -> float:
-    """Seconds of a module beside others (eq. 7)."""
-    return model.seconds(
-        sample.alone, max(model.delay(group[0], group[1:]) for group in sample.bandwidths)
-    )
-
-
 def fit_interference(
     samples: Sequence[Colocation], form: str = "full", unit: str = "relative",
     coupling: str = "product",
@@ -213,7 +215,9 @@ def fit_interference(
     model, missed = Interference(unit=unit, coupling=coupling), math.inf
     for worst in starts if columns else ():
         fitted = _fit_from(worst, shared, columns, unit, coupling)
-        relative = math.fsum((predict(fitted, s) / s.seconds - 1) ** 2 for s in shared)
+        relative = math.fsum(
+            (fitted.colocated(s.alone, s.bandwidths) / s.seconds - 1) ** 2 for s in shared
+        )
         # Where both ends are the same, rounding does not decide.
         if relative < missed * (1 - FIT_BETTER):
             model, missed = fitted, relative
@@ -268,7 +272,7 @@ def report(model: Interference, samples: Sequence[Colocation], form: str) -> Int
         raise MultiplexError("samples is empty; it must have at least one colocation")
     alone = np.array([s.alone for s in samples])
     seconds = np.array([s.seconds for s in samples])
-    predicted = np.array([predict(model, s) for s in samples])
+    predicted = np.array([model.colocated(s.alone, s.bandwidths) for s in samples])
     scale = alone if model.unit == "relative" else np.ones(len(samples))
     delay, error = (seconds - alone) / scale, np.abs(predicted / seconds - 1)
     spread = float(((delay - delay.mean()) ** 2).sum())

@@ -69,9 +69,8 @@ class DeviceSharing:
             self._bandwidth(surface.name, quotas[surface.name]) for surface in self.surfaces
             if surface.name in quotas and surface.name != module
         ]
-        delay = self.interference.delay(self._bandwidth(module, own), others)
-        alone = self._seconds(surface, degree, own)
-        return self.interference.seconds(alone, delay) / self._seconds(surface, 1, 1.0)
+        alone, use = self._seconds(surface, degree, own), (self._bandwidth(module, own), *others)
+        return self.interference.colocated(alone, (use,)) / self._seconds(surface, 1, 1.0)
 
     def _seconds(self, surface: ScalingSurface, degree: int, quota: float) -> float:
         """Alone. Beyond what was sampled, GPUs and quotas are used without loss."""

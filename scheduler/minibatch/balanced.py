@@ -16,7 +16,8 @@ of steps is fixed first and the samples are split to exactly that many groups:
 
 With measured costs (:mod:`raymm.scheduler.minibatch.measured_costs`) seconds of every module are
 levelled instead of units, which then only count for budgets; and where replicas of a module differ
-in speed, the samples of every step are dealt anew over its groups in the end.
+in speed, the samples of every step are dealt anew over its groups in the end. Where replicas share
+every group by samples, each group's are put in an order for that.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from raymm.scheduler.minibatch.problem import (
     generator,
 )
 from raymm.scheduler.minibatch.replica_shares import split_over_replicas
+from raymm.scheduler.minibatch.sample_order import order_for_shares
 
 # Weights of cost and of data sets beside the modalities, each of which has 1.
 COST_WEIGHT = 0.3
@@ -117,9 +119,11 @@ def plan_balanced(
         columns.features, columns.limits, len(sizes.names), ranks, least, random
     )
     samples, offsets = _steps(sizes, columns, group_of, groups, ranks, alike, random)
-    if measured is not None and measured.replicas:
+    if measured is not None and measured.replicas.keys() - measured.shared:
         hard = np.full(len(budgets), np.inf) if suggested else np.array(budgets)
         samples, offsets = split_over_replicas(samples, offsets, ranks, sizes, measured, hard)
+    if measured is not None:
+        samples = order_for_shares(samples, offsets, sizes, measured)
     return MiniBatchPlan(
         method="balanced", ranks=ranks, samples=samples, offsets=offsets,
         left_out=np.zeros(0, np.int64), packed=True, budgets=budgets, seed=seed, epoch=epoch,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, ModuleCost
+from raymm.scheduler.minibatch.measured_costs import Column, MeasuredCosts, ModuleCost
 
 # Microbatches of a module that must be known before its costs are said.
 LEAST_MICROBATCHES = 8
@@ -32,13 +32,15 @@ class CostFit:
         names: the modalities, as of :func:`raymm.scheduler.minibatch.measured_costs.group_units`.
         replicas: of modules, by modality; one where not given.
         half_life: steps after which what was measured counts half.
+        columns: of what is observed; by default one for each of ``names``.
     """
 
     def __init__(
         self, names: Sequence[str], replicas: Mapping[str, int] | None = None,
-        half_life: float = 50.0,
-    ) -> None:  # fmt: skip
+        half_life: float = 50.0, columns: Sequence[Column] = (),
+    ) -> None:
         self.names = tuple(names)
+        self.columns = tuple(columns) or tuple(map(Column, names))
         self._modules = {
             name: _ModuleFit((replicas or {}).get(name, 1), 0.5 ** (1.0 / half_life))
             for name in names
@@ -50,8 +52,8 @@ class CostFit:
         """Add a step.
 
         Args:
-            units, squares: (n, M) of its microbatches.
-            seconds: (n, M), what every module took for each on all its stages.
+            units, squares: (n, C) of its microbatches, by column.
+            seconds: (n, C), what every module took for each on all its stages.
 
         Returns:
             How far off what was known before predicts the step: the sum of the errors of all
@@ -59,17 +61,21 @@ class CostFit:
         """
         off, total = 0.0, 0.0
         complete = True
-        for column, name in enumerate(self.names):
-            there = np.flatnonzero((units[:, column] > 0) & (seconds[:, column] > 0))
-            fit = self._modules[name]
+        present = (units > 0) & (seconds > 0)
+        for name, fit in self._modules.items():
+            there = present & [column.name == name for column in self.columns]
+            microbatch, column = there.nonzero()
+            shared = np.array([c.of > 1 for c in self.columns])[column]
+            share = np.array([c.share for c in self.columns])[column]
             expected = fit.observe(
-                units[there, column], squares[there, column], seconds[there, column], there
+                units[there], squares[there], seconds[there],
+                np.where(shared, share, microbatch),
             )
             if expected is None:
-                complete = complete and not len(there)
+                complete = complete and not there.any()
                 continue
-            off += float(np.abs(expected - seconds[there, column]).sum())
-            total += float(seconds[there, column].sum())
+            off += float(np.abs(expected - seconds[there]).sum())
+            total += float(seconds[there].sum())
         return off / total if complete and total > 0 else None
 
     def costs(self) -> MeasuredCosts | None:
@@ -77,9 +83,10 @@ class CostFit:
         fits = {name: fit for name, fit in self._modules.items() if fit.ready}
         if not fits:
             return None
+        replicas = {name: fit.factors for name, fit in fits.items() if len(fit.factors) > 1}
+        shared = replicas.keys() & {c.name for c in self.columns if c.of > 1}
         return MeasuredCosts(
-            {name: fit.cost for name, fit in fits.items()},
-            {name: fit.factors for name, fit in fits.items() if len(fit.factors) > 1},
+            {name: fit.cost for name, fit in fits.items()}, replicas, frozenset(shared)
         )
 
 

@@ -6,7 +6,7 @@ Legend: ``n`` microbatches, ``M`` modalities, ``N`` samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +29,21 @@ class ModuleCost(NamedTuple):
     square: float = 0.0
 
 
+class Column(NamedTuple):
+    """Of a step's microbatches, what one module takes of each: all samples, or, where copies of it
+    share every microbatch by samples, the consecutive share of one of them.
+
+    Attributes:
+        name: its modality.
+        share: which of the shares.
+        of: how many there are; 1 where microbatches are not shared.
+    """
+
+    name: str
+    share: int = 0
+    of: int = 1
+
+
 @dataclass(frozen=True)
 class MeasuredCosts:
     """Costs of the modules of a run, by modality as :class:`SampleSizes` names them.
@@ -37,10 +52,13 @@ class MeasuredCosts:
         modules: of the modalities whose module was measured.
         replicas: by modality, for a module with several: seconds of each relative to their
             mean, above 1 for a slow one.
+        shared: those of ``replicas`` that share every microbatch by samples; of all others each
+            microbatch goes to one.
     """
 
     modules: Mapping[str, ModuleCost]
     replicas: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, cost in self.modules.items():
@@ -53,6 +71,17 @@ class MeasuredCosts:
                 raise MiniBatchError(
                     f"copies of {name!r} take {factors}; each must be above 0 and finite"
                 )
+        if not self.shared <= set(self.replicas):
+            raise MiniBatchError(
+                f"shared are {sorted(self.shared)}; accepted: among {sorted(self.replicas)}"
+            )
+
+    @property
+    def even(self) -> MeasuredCosts:
+        """The same with copies that are equally fast."""
+        return MeasuredCosts(
+            self.modules, {n: (1.0,) * len(self.replicas[n]) for n in self.shared}, self.shared
+        )
 
     def seconds(
         self, names: Sequence[str], units: np.ndarray, squares: np.ndarray
@@ -71,11 +100,27 @@ class MeasuredCosts:
             result[:, column] = np.where(own > 0, all_in, 0.0)
         return result * self.factors(names, len(units)).T
 
+    def column_seconds(
+        self, columns: Sequence[Column], units: np.ndarray, squares: np.ndarray
+    ) -> np.ndarray:
+        """As :meth:`seconds`, of columns.
+
+        Args:
+            columns: C of them.
+            units, squares: (n, C), see :func:`column_units`.
+        """
+        factors = [
+            self.replicas[name][share] if of > 1 and name in self.shared else 1.0
+            for name, share, of in columns
+        ]
+        return self.seconds([column.name for column in columns], units, squares) * factors
+
     def factors(self, names: Sequence[str], slots: int) -> np.ndarray:
-        """(M, slots) relative seconds of the copies that the microbatches of a step go to."""
+        """(M, slots) relative seconds of the copies that the microbatches of a step go to; 1 where
+        they go to all."""
         result = np.ones((len(names), slots))
         for row, name in enumerate(names):
-            if name in self.replicas:
+            if name in self.replicas and name not in self.shared:
                 result[row] = np.resize(self.replicas[name], slots)
         return result
 
@@ -107,16 +152,31 @@ class MeasuredCosts:
             np.maximum(weights, LEAST_WEIGHT),
         )
 
-    def for_replicas(self, replicas: Mapping[str, int]) -> MeasuredCosts:
-        """Without what is known of copies of modules that now have another number of them."""
-        kept = {n: f for n, f in self.replicas.items() if replicas.get(n, 1) == len(f)}
-        return self if kept == dict(self.replicas) else MeasuredCosts(self.modules, kept)
+    def for_replicas(
+        self, replicas: Mapping[str, int], shared: Collection[str] = ()
+    ) -> MeasuredCosts:
+        """Without what is known of copies of modules that now have another number of them, or
+        share microbatches in another way.
+
+        Args:
+            replicas: by modality.
+            shared: whose copies share every microbatch by samples.
+        """
+        kept = {
+            name: factors for name, factors in self.replicas.items()
+            if replicas.get(name, 1) == len(factors) and (name in shared) == (name in self.shared)
+        }
+        if kept == dict(self.replicas):
+            return self
+        return MeasuredCosts(self.modules, kept, self.shared & kept.keys())
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
+        shared = {"shared": sorted(self.shared)} if self.shared else {}
         return {
             "modules": {name: list(cost) for name, cost in self.modules.items()},
             "copies": {name: list(factors) for name, factors in self.replicas.items()},
+            **shared,
         }
 
     @classmethod
@@ -130,6 +190,7 @@ class MeasuredCosts:
             return cls(
                 {str(n): ModuleCost(*map(float, c)) for n, c in data["modules"].items()},
                 {str(n): tuple(map(float, f)) for n, f in data["copies"].items()},
+                frozenset(map(str, data.get("shared", ()))),
             )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise MiniBatchError(f"{data!r} are no measured costs: {error!r}") from None
@@ -148,20 +209,52 @@ def group_units(
     Returns:
         (n, M) float64 units, and the sums of the squares of every sample's units.
     """
+    return column_units(sizes, groups, packed, tuple(map(Column, sizes.names)))
+
+
+def column_units(
+    sizes: SampleSizes, groups: Sequence[Sequence[int]], packed: bool, columns: Sequence[Column]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What microbatches, or copies' shares of them, are to modules.
+
+    Args:
+        sizes, groups, packed: as of :func:`group_units`.
+        columns: C of them.
+
+    Returns:
+        (n, C) float64 units, and the sums of the squares of every sample's units.
+    """
     counts = np.array([len(group) for group in groups])
-    values = sizes.values[np.concatenate([np.asarray(g, np.int64) for g in groups])]
-    values = values.astype(np.float64)
-    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    if not packed:
-        for name in sizes.padded:
-            column = sizes.column(name)
-            longest = np.maximum.reduceat(values[:, column], starts)
-            values[:, column] = np.repeat(longest, counts)
-    return np.add.reduceat(values, starts), np.add.reduceat(values**2, starts)
+    samples = np.concatenate([np.asarray(g, np.int64) for g in groups])
+    starts = np.cumsum(counts) - counts
+    of_name: dict[str, list[np.ndarray]] = {}
+    for name in sizes.names:
+        values = sizes.values[samples, sizes.column(name)].astype(np.float64)
+        if not packed and name in sizes.padded:
+            values = np.repeat(np.maximum.reduceat(values, starts), counts)
+        # Sums of whole numbers, so differences of them are exact.
+        of_name[name] = [np.concatenate([[0.0], np.cumsum(v)]) for v in (values, values**2)]
+    result = np.zeros((2, len(groups), len(columns)))
+    for column, (name, share, of) in enumerate(columns):
+        first, last = starts + share * counts // of, starts + (share + 1) * counts // of
+        for which, sums in enumerate(of_name[name]):
+            result[which, :, column] = sums[last] - sums[first]
+    return result[0], result[1]
 
 
-def efficiency(seconds: np.ndarray) -> float:
-    """(n, M) seconds of a step's microbatches to the mean over the largest, of every module by
-    itself, together: 1 if each module takes equally long on all microbatches."""
-    slowest = float(seconds.max(0).sum()) if seconds.size else 0.0
-    return float(seconds.mean(0).sum()) / slowest if slowest > 0 else 1.0
+def of_modules(columns: Sequence[Column], values: np.ndarray) -> dict[str, np.ndarray]:
+    """By modality, of a step's microbatches or the shares of them: those of (n, C) ``values`` that
+    are of its module, in one row."""
+    names = dict.fromkeys(column.name for column in columns)
+    return {
+        name: values[:, [c.name == name for c in columns]].ravel() for name in names
+    }
+
+
+def efficiency(seconds: Iterable[np.ndarray]) -> float:
+    """Of seconds of every module, each of its microbatches (or shares of them): their mean over
+    the largest, of every module by itself, together: 1 if each module takes equally long on all
+    of them."""
+    rows = [row for row in seconds if row.size]
+    slowest = sum(float(row.max()) for row in rows)
+    return sum(float(row.mean()) for row in rows) / slowest if slowest > 0 else 1.0

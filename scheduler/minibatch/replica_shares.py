@@ -47,7 +47,7 @@ def split_over_replicas(
     if not seconds.any():
         return samples, offsets
     factors = np.clip(measured.factors(sizes.names, ranks), LEAST_FACTOR, MOST_FACTOR)
-    even = [name not in measured.replicas for name in sizes.names]
+    even = [n not in measured.replicas or n in measured.shared for n in sizes.names]
     factors[even] *= EVEN_WEIGHT
     fixed = np.array([measured.modules[n].fixed if n in measured.modules else 0.0
                       for n in sizes.names])  # fmt: skip

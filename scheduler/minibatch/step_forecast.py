@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import lcm
 
 import numpy as np
 
+from raymm.scheduler.minibatch.measured_costs import Column, column_units
+from raymm.scheduler.minibatch.problem import SampleSizes
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage_edges import SAMPLES
 from raymm.scheduler.program.program import Op, Program
+from raymm.scheduler.program.stage_samples import Samples, filled_samples
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
@@ -29,6 +36,10 @@ class StepForecast:
         modules: modality, as of ``SampleSizes``, -> module of the plan.
         text: the modality that every microbatch has.
         half_life: steps after which what was measured counts half.
+
+    Attributes:
+        columns: of seconds: a module's, or, where copies of it share every microbatch by samples,
+            each copy's.
     """
 
     def __init__(
@@ -36,6 +47,10 @@ class StepForecast:
     ) -> None:
         self.plan = plan
         self.modules = dict(modules)
+        self.columns = tuple(
+            Column(name, share, shares) for name, module in self.modules.items()
+            for shares in [_shares(plan, module)] for share in range(shares)
+        )
         self._text = text
         self._keep = 0.5 ** (1.0 / half_life)
         self._spent: dict[tuple[str, int, Op], float] = defaultdict(float)
@@ -47,48 +62,87 @@ class StepForecast:
         return {name: len(self.plan.replicas(m)) for name, m in self.modules.items()}
 
     def observe(self, timeline: Timeline, microbatches: int) -> np.ndarray:
-        """Note a measured step; (microbatches, M) seconds of every module."""
-        column = {module: number for number, module in enumerate(self.modules.values())}
-        result = np.zeros((microbatches, len(column)))
+        """Note a measured step; (microbatches, C) seconds of every column."""
+        number = {(self.modules[name], share): c for c, (name, share, _) in enumerate(self.columns)}
+        result = np.zeros((microbatches, len(number)))
         for key in self._spent:
             self._spent[key] *= self._keep
         for span in timeline.compute():
             stage = self.plan.by_id[span.stage]
-            if stage.module in column and 0 <= span.microbatch < microbatches:
+            share = stage.replica if stage.split == SAMPLES else 0
+            column = number.get((stage.module, share))
+            if column is not None and 0 <= span.microbatch < microbatches:
                 seconds = span.device_seconds
-                result[span.microbatch, column[stage.module]] += seconds
+                result[span.microbatch, column] += seconds
                 self._spent[stage.module, stage.index, Op(span.op)] += seconds
         return result
 
-    def timeline(self, seconds: np.ndarray) -> Timeline:
+    def samples(
+        self, sizes: SampleSizes, groups: Sequence[Sequence[int]]
+    ) -> tuple[Samples, ...]:
+        """Of a plan whose copies share microbatches, which shares of each have items of which
+        modality; nothing of other plans.
+
+        Args:
+            sizes: of all samples.
+            groups: samples of each microbatch.
+        """
+        if not self.plan.splits_samples:
+            return ()
+        parts = lcm(*(column.of for column in self.columns))
+        names = [name for name in self.modules if name != self._text]
+        columns = [Column(name, part, parts) for name in names for part in range(parts)]
+        units = column_units(sizes, groups, True, columns)[0] > 0
+        return tuple(
+            filled_samples(self.plan, parts, {
+                self.modules[name]: tuple(accumulate(filled.tolist(), initial=0))
+                for name, filled in zip(names, row, strict=True)
+            })
+            for row in units.reshape(len(groups), len(names), parts)
+        )
+
+    def timeline(self, seconds: np.ndarray, samples: Sequence[Samples] = ()) -> Timeline:
         """A step whose microbatches take so long.
 
         Args:
-            seconds: (microbatches, M), 0 where a microbatch lacks a modality.
+            seconds: (microbatches, C), 0 where a microbatch lacks a modality.
+            samples: of them (:meth:`samples`).
         """
         totals: dict[str, float] = defaultdict(float)
         for (module, *_), spent in self._spent.items():
             totals[module] += spent
-        costs = {}
-        for number, module in enumerate(self.modules.values()):
+        costs: dict[tuple[StageId, Op, int], float] = {}
+        for number, (name, share, shares) in enumerate(self.columns):
+            module = self.modules[name]
             replicas = self.plan.replicas(module)
             for (of, index, op), spent in self._spent.items():
                 if of == module and totals[module]:
                     for microbatch, whole in enumerate(seconds[:, number].tolist()):
-                        stage = replicas[microbatch % len(replicas)][index]
+                        replica = share if shares > 1 else microbatch % len(replicas)
+                        stage = replicas[replica][index]
                         costs[stage.id, op, microbatch] = whole * spent / totals[module]
-        names = list(self.modules)
+        names = [column.name for column in self.columns]
         present = [
-            tuple(sorted(n for n, s in zip(names, row, strict=True) if s > 0 and n != self._text))
+            tuple(sorted({
+                n for n, s in zip(names, row, strict=True) if s > 0 and n != self._text
+            }))
             for row in seconds.tolist()
         ]
-        return simulate(self._program(present), {}, microbatch_costs=costs)
+        return simulate(self._program(present, samples), {}, microbatch_costs=costs)
 
-    def _program(self, present: Sequence[tuple[str, ...]]) -> Program:
-        key = tuple(present)
+    def _program(
+        self, present: Sequence[tuple[str, ...]], samples: Sequence[Samples]
+    ) -> Program:
+        key = (tuple(present), tuple(samples))
         if key not in self._programs:
-            self._programs[key] = lower(self.plan, list(map(list, present)))
+            self._programs[key] = lower(self.plan, list(map(list, present)), samples=samples)
             if len(self._programs) > PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
         return self._programs[key]
+
+
+def _shares(plan: Plan, module: str) -> int:
+    """How many copies of a module share every microbatch by samples; 1 if none do."""
+    replicas = plan.replicas(module)
+    return len(replicas) if replicas[0][0].split == SAMPLES else 1

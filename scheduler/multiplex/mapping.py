@@ -230,11 +230,9 @@ def module_seconds(
     for i, placement in enumerate(placements):
         degree = len(placement.gpus).bit_length() - 1
         alone = float(problem.seconds[indices[i], degree, placement.quota])
-        delay = max(
-            problem.interference.delay(use[i], [use[o] for o in content if o != i])
-            for content in contents[i]
-        )
-        result.append(problem.interference.seconds(alone, delay) * placement.slices / slices)
+        on_gpus = [[use[i], *(use[o] for o in gpu if o != i)] for gpu in contents[i]]
+        seconds = problem.interference.colocated(alone, on_gpus)
+        result.append(seconds * placement.slices / slices)
     return result
 
 

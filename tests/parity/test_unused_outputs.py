@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import parity_models as pm
 import pytest
 import torch
 import transformers as hf
+from parity_check import OPTIMIZER, check_training, oracle_of
 from torch import nn
 
 from raymm.model.dag_module import DagLoss, DagModule
+from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import ModuleDag
-from raymm.runtime.specs import ParallelSpec, dag_plan
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
 from tests.actors.multiplex_models import WIDTH, MeanSquare, Pooled, pooled_dag
 from tests.parity.test_mapped_graphs import mapped, split
 from tests.parity.test_pipelined_graphs import check, steps_of
@@ -114,3 +118,78 @@ def test_outputs_that_no_process_uses(spec, batch):
     parameters = {f"reader.widen.{kind}" for kind in ("weight", "bias")}
     parameters |= {name for name in POOL if name.startswith("tower")}
     check(dag, plan, steps_of(batch, 2), parameters if batch is never else ())
+
+
+class Deep(hf.ModernBertModel):
+    """Two layers over states made of x (b, 3); their means (b, WIDTH) are a tensor without a name,
+    alone or as the first of two."""
+
+    def __init__(self, config: hf.ModernBertConfig) -> None:
+        super().__init__(config)
+        self.widen = nn.Linear(3, WIDTH)
+        self.get_input_embeddings().requires_grad_(False)  # nothing is looked up in it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        place = torch.arange(1.0, 6.0, device=x.device)
+        hidden = super().forward(inputs_embeds=self.widen(x)[:, None] * place[:, None])[0]
+        assert isinstance(hidden, torch.Tensor)
+        means = hidden.mean(1) * torch.arange(1.0, 1.0 + WIDTH, device=x.device)
+        return (means, hidden[:, 0] * 2.0) if self.config.several else means
+
+
+class DeepError(nn.Module):
+    """Looks at what the deep tower returns only where a sample has it used."""
+
+    def forward(
+        self, x: torch.Tensor, deep: torch.Tensor | tuple[torch.Tensor, ...], used: torch.Tensor
+    ) -> torch.Tensor:
+        error = x.square().mean(1)
+        first = deep if isinstance(deep, torch.Tensor) else deep[0]
+        return error + used * first.square().mean(1) if used.any() else error
+
+
+def deep_dag(several: bool) -> ModuleDag:
+    torch.manual_seed(8)
+    config = hf.ModernBertConfig(
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=9, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
+        sep_token_id=2, local_attention=4, several=several,
+    )  # fmt: skip
+    deep = DagModule(Deep(config), reads="x", example_inputs={"x": torch.randn(3, 3)})
+    return ModuleDag({
+        "plain": DagModule(nn.Linear(3, WIDTH), reads={"input": "x"}), "deep": deep,
+        "error": DagLoss(DeepError(), reads="used", inputs={"x": "plain", "deep": "deep"}),
+    })
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("several", [False, True], ids=["tensor", "tuple"])
+@pytest.mark.parametrize("batch", [never, pooled_batch])
+def test_a_module_in_stages_that_nobody_uses(batch, several, schedule):
+    """Nor has its first stage a gradient, which hears of it from the second alone."""
+    dag = deep_dag(several)
+    dag.materialize()
+    unmoved = {name for name, p in dag.named_parameters() if "deep" in name and p.requires_grad}
+    plan = dag_plan(dag, {"deep": ParallelSpec(pp=2)}, 2, schedule)
+    check(dag, plan, steps_of(batch, 2), unmoved if batch is never else ())
+
+
+def text_alone(features: dict, inputs: dict) -> dict:
+    """A merge policy that leaves images alone."""
+    return {name: inputs[name] for name in ("inputs_embeds", "attention_mask", "labels")}
+
+
+def test_an_encoder_that_a_merge_policy_leaves_alone():
+    """Its parameters, in two stages and a projector's, stay as they were, to the last bit."""
+    model = MultimodalModule(
+        {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
+        ModalityModule(pm.build(pm.llama(), 2)), text_alone,
+    )
+    oracle = oracle_of(model, lambda features, ids, embeds, labels: (embeds, labels))
+    before = {n: p.clone() for n, p in oracle.named_parameters() if n.startswith("vision")}
+    steps = [[pm.batch([7, 5], 3, vision=[0, 1]), pm.batch([6], 4, vision=[0, 0])]]
+    spec = MultimodalParallelSpec({"vision": ParallelSpec(pp=2)}, ParallelSpec(pp=2), 2)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_training(parallel, oracle, [steps, steps, steps])
+        after = parallel.parameters()
+    assert before and all(torch.equal(after[name], p) for name, p in before.items())

@@ -135,11 +135,6 @@ def test_options_of_pipelines_are_refused(raymm, make_config, tmp_path, mapping,
     config = make_config({"parallel": {"plan": mapping, "schedule": "gpipe"}})
     code, printed = raymm("train", config)
     assert code == 2 and "parallel.schedule is 'gpipe', but parallel.plan is given" in printed
-    config = make_config({"parallel": {"plan": mapping}, "data.batching": {
-        "method": "balanced", "rebalance": 5,
-    }})
-    code, printed = raymm("train", config)
-    assert code == 2 and "data.batching.rebalance" in printed and "left out" in printed
     code, printed = raymm("plan", make_config({"parallel": {"plan": mapping}}))
     assert code == 2 and "multiplexed mapping" in printed
 

@@ -1,4 +1,5 @@
-"""A run with one slow copy of its encoder: rebalanced, killed, and gone on with."""
+"""A run with one slow copy of its encoder: rebalanced, killed, and gone on with; with copies that
+have microbatches to themselves, and with ones that share each by samples."""
 
 import json
 import shutil
@@ -6,14 +7,22 @@ import shutil
 import pytest
 from test_balanced_run import assert_epoch
 from test_failure import PATIENCE_S, Interrupted
+from test_multiplexed_run import tiny_model
 from tiny_run import curve, save_rows
 
+import raymm as public
 from raymm.monitor.metrics import read_metrics
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 
 ROWS = 160
 EVERY = 8
+# Both modules on both GPUs, one after the other.
+MAPPING = Mapping(2, 10, (
+    MultiplexStage((Placement("vision", (0, 1), 10),), 1.0),
+    MultiplexStage((Placement("llm", (0, 1), 10),), 1.0),
+))
 
 
 @pytest.fixture
@@ -42,16 +51,31 @@ def rebalanced(make_config, tmp_path):
     return make
 
 
+def parts_of(row):
+    """Samples of every copy of the encoder in a step."""
+    parts = row["microbatches"]
+    if len(parts) > 1:
+        return parts
+    half = len(parts[0]) // 2  # they share it
+    return [parts[0][:half], parts[0][half:]]
+
+
 def images(row):
-    """Images of every microbatch of a step; a row in four has none."""
-    return [sum(int(one.split("-")[1]) % 4 > 0 for one in part) for part in row["microbatches"]]
+    """Images of every copy; a row in four has none."""
+    return [sum(int(one.split("-")[1]) % 4 > 0 for one in part) for part in parts_of(row)]
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("split", ["microbatches", "samples"])
 def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
-    rebalanced, raymm, tmp_path, ray_cluster
+    rebalanced, raymm, tmp_path, ray_cluster, split
 ):
-    run = Interrupted(rebalanced({"run.steps": 60}), tmp_path)
+    changes = {}
+    if split == "samples":
+        plan = public.plan_of_mapping(tiny_model(), MAPPING)
+        (tmp_path / "mapped.json").write_text(plan.to_json())
+        changes = {"parallel": {"plan": str(tmp_path / "mapped.json")}, "data.microbatches": 1}
+    run = Interrupted(rebalanced({**changes, "run.steps": 60}), tmp_path)
     with run.running(more_steps=EVERY + 5) as driver:
         driver.kill()
         driver.wait(PATIENCE_S)
@@ -69,8 +93,12 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
     curve_before = curve(run.run)
     of = [images(row) for row in before]
     earlier, later = of[: decision["step"]], of[decision["step"] :]
-    assert all(abs(parts[slow] - parts[fast]) <= 1 for parts in earlier)
-    assert later and all(parts[slow] < parts[fast] - 1 for parts in later)
+    if split == "microbatches":
+        assert all(abs(parts[slow] - parts[fast]) <= 1 for parts in earlier)
+        assert later and all(parts[slow] < parts[fast] - 1 for parts in later)
+    else:  # of as many samples, all that have no image
+        full = [len(parts_of(row)[fast]) == images(row)[fast] for row in before]
+        assert later and all(full[decision["step"] :]) and not all(full[: decision["step"]])
 
     # Going on from a checkpoint before that takes the same decision, whatever is slow now. How far
     # the run came meanwhile depends on the machine.
@@ -78,7 +106,7 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
         if read_manifest(checkpoint).step > decision["step"]:
             shutil.rmtree(checkpoint)
     assert EVERY <= run.last_step() <= decision["step"]
-    code, text = raymm("train", rebalanced({"run.steps": len(before) + EVERY + 4}))
+    code, text = raymm("train", rebalanced({**changes, "run.steps": len(before) + EVERY + 4}))
     assert code == 0 and "going on from" in text, text
     rows = read_metrics(run.run / "samples.jsonl")
     assert rows[: len(before)] == before

@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -16,14 +17,16 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,
     ModuleCost,
+    column_units,
     efficiency,
     group_units,
 )
 from raymm.scheduler.minibatch.problem import SampleSizes
+from raymm.scheduler.minibatch.step_forecast import StepForecast
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
-from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.simulate import simulate
 
 EVERY = 10
@@ -76,7 +79,7 @@ class SimulatedRun:
             seconds = costs.seconds(("vision", "text"), *group_units(sizes(), groups, True))
             noise = np.random.default_rng(self.step).lognormal(0, 0.02, seconds.shape)
             self.taken.append((groups, after))
-            self.real.append(efficiency(seconds[:, 1:]))
+            self.real.append(efficiency(seconds[:, 1:].T))
             self.rows.append(self.rebalancing.after_step(
                 self.step, after, len(groups), True, self._timeline(seconds * noise)
             ))  # fmt: skip
@@ -193,3 +196,44 @@ def test_where_it_is_asked_for(make_config, plan, tmp_path):
     arguments = (plan, True, tmp_path, 0, print)
     assert isinstance(rebalancing(given, sampler, *arguments), Rebalancing)
     assert rebalancing(given, None, *arguments) is None
+
+
+def test_a_slow_copy_of_shared_microbatches_gets_the_lighter_samples(tmp_path):
+    """Two copies of a language model have half of every microbatch; one gets slow."""
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)
+    )
+    plan = Plan(graph, (
+        Stage("vision", 0, (0, 1), 0, split="samples"),
+        *(Stage("llm", 0, (0, 1), 1 + k, replica=k, split="samples") for k in range(2)),
+    ), 1)  # fmt: skip
+    slow = MeasuredCosts(EVEN.modules, SLOW.replicas, frozenset({"text"}))
+    sampler = RebalancedSampler(sizes(), 1, 8)
+    lines = []
+    rebalancing = Rebalancing(
+        RebalanceConfig(every=EVERY), sampler, plan, True, tmp_path, 0, lines.append
+    )
+    forecast = StepForecast(plan, {"vision": "vision", "text": "llm"}, "text")
+    longest = []
+    for step, (groups, after) in enumerate(islice(sampler.batches(), 60), 1):
+        units = column_units(sizes(), groups, True, forecast.columns)
+        seconds = slow.column_seconds(forecast.columns, *units)
+        longest.append(seconds[0, 1:].max() / seconds[0, 1:].sum())
+        costs = {
+            (stage.id, op, 0): whole * part
+            for stage, whole in zip(plan.stages, seconds[0].tolist(), strict=True)
+            for op, part in ((Op.FORWARD, 1 / 3), (Op.BACKWARD, 2 / 3))
+        }
+        program = lower(plan, [["vision"]], samples=forecast.samples(sizes(), groups))
+        timeline = simulate(program, {}, microbatch_costs=costs)
+        row = rebalancing.after_step(step, after, 1, True, timeline)
+    log = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    decision = next(row["decision"] for row in log if row["decision"])
+    assert decision["costs"]["shared"] == ["text"]
+    assert decision["costs"]["copies"]["text"] == pytest.approx([0.7, 1.3], abs=0.02)
+    assert "copies of text take" in lines[0]
+    assert np.mean(longest[:EVERY]) > 0.6 and np.mean(longest[-8:]) < 0.53
+    assert row["costs"]["error"] < 0.01
+    assert row["costs"]["step_s"]["predicted"] == pytest.approx(
+        row["costs"]["step_s"]["measured"], rel=0.02
+    )

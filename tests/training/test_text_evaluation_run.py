@@ -120,6 +120,21 @@ def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config
     assert latest is not None and Path(latest).name == f"step-{last:08d}"
 
 
+def test_a_run_that_gets_no_better_ends_with_its_phase(
+    ray_cluster, raymm, changes, make_config, tmp_path
+):
+    """Where the evaluation that says so is the last of a phase, the next one is not begun."""
+    evaluate = {
+        "every": 1, "generate": {"max_tokens": 1}, "metrics": ["text_functions:always"],
+        "samples": 1, "best": "text_functions:always", "patience": 2,
+    }
+    values = {**changes, "run.evaluate": evaluate, "at": {2: {"vision": "frozen"}}}
+    code, text = raymm("train", make_config(values))
+    assert code == 0, text
+    assert "step     2  the run ends: the last 2 evaluations brought no better" in text
+    assert "after step 2" not in text and [row[0] for row in curve(tmp_path / "run")] == [1, 2]
+
+
 def test_what_cannot_be(raymm, changes, make_config):
     for evaluate, words in (
         ({"every": 1, "metrics": ["bleu"]}, "accepted: exact_match, anls, wer, perplexity"),

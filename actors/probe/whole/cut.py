@@ -49,17 +49,14 @@ def tower_source(
     return PartSource(source, tower.places, False, tower.call, tower.root, frozen)
 
 
-def language_source(
-    source: ModuleSource, towers: tuple[Tower, ...], frozen: tuple[str, ...] = ()
-) -> PartSource:
+def language_source(source: ModuleSource, towers: tuple[Tower, ...]) -> PartSource:
     """Where ranks get all of a model but its towers from.
 
     Args:
-        source, frozen: as of :func:`tower_source`.
+        source: of the whole model.
         towers: all of them.
     """
-    places = tuple(place for tower in towers for place in tower.places)
-    return PartSource(source, places, True, frozen_places=frozen)
+    return PartSource(source, tuple(place for tower in towers for place in tower.places), True)
 
 
 def tower_spec(source: PartSource, tower: Tower, blocks: int) -> TowerSpec:

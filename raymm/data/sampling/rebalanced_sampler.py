@@ -1,7 +1,7 @@
 """Planned steps whose rest of an epoch is planned anew while a run goes on."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -37,19 +37,25 @@ class RebalancedSampler(GroupSampler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._replicas: Mapping[str, int] | None = None
+        self._shared: frozenset[str] = frozenset()
         self._decisions: tuple[Decision, ...] = ()
         self._live: Position | None = None
         self._handed: deque[tuple[GroupState, Groups]] = deque(maxlen=REMEMBERED)
 
-    def follow(self, replicas: Mapping[str, int], decisions: Sequence[Decision] = ()) -> None:
+    def follow(
+        self, replicas: Mapping[str, int], decisions: Sequence[Decision] = (),
+        shared: Collection[str] = (),
+    ) -> None:
         """Say, before the first step, what is known of the run.
 
         Args:
-            copies: of modules, by modality; what states and decisions say of another number of
+            replicas: of modules, by modality; what states and decisions say of another number of
                 copies is left out.
             decisions: taken earlier, in order; those before the state are not looked at.
+            shared: modalities of whose module the copies share every microbatch by samples.
         """
         self._replicas, self._decisions = dict(replicas), tuple(decisions)
+        self._shared = frozenset(shared)
 
     def batches(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
         """As of :class:`GroupSampler`. The last one started is the one that is steered."""
@@ -118,5 +124,5 @@ class RebalancedSampler(GroupSampler):
             return None
         measured = MeasuredCosts.from_dict(costs)
         if self._replicas is not None:
-            measured = measured.for_replicas(self._replicas)
+            measured = measured.for_replicas(self._replicas, self._shared)
         return measured.to_dict()

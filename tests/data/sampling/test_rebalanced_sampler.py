@@ -162,7 +162,7 @@ def test_planned_by_costs_microbatches_take_equally_long():
             costs.seconds(sampler.sizes.names, *group_units(sampler.sizes, groups, True))
             for groups in steps
         ]
-        found[name] = float(np.mean([efficiency(one[:, 1:]) for one in seconds]))
+        found[name] = float(np.mean([efficiency(one[:, 1:].T) for one in seconds]))
     assert found["units"] < 0.8 and found["trial"] > 0.93 and found["adopted"] > 0.93
 
 

@@ -19,7 +19,6 @@ from raymm.scheduler.costs.interference import (
     Interference,
     colocations_to_json,
     fit_interference,
-    predict,
     report,
 )
 from raymm.scheduler.graph.strict_json import MultiplexError
@@ -36,8 +35,9 @@ def test_delay_by_hand() -> None:
     assert Interference(-1.0).delay(0.5, [0.5]) == 0.0
     # Eq. 7: the worst GPU counts; seconds are added, or a share of the time alone.
     sample = Colocation(2.0, ((0.5,), (0.5, 0.4), (0.5, 0.1)), 3.0)
-    assert predict(law, sample) == pytest.approx(2.0 + 0.38)
-    assert predict(Interference(0.1, 0.2, 0.5), sample) == pytest.approx(2.0 * 1.38)
+    assert law.colocated(sample.alone, sample.bandwidths) == pytest.approx(2.0 + 0.38)
+    relative = Interference(0.1, 0.2, 0.5)
+    assert relative.colocated(sample.alone, sample.bandwidths) == pytest.approx(2.0 * 1.38)
 
 
 # These are missed by fits that begin with the largest sums alone: one goes round in circles, the
@@ -56,12 +56,14 @@ def test_fit_finds_the_coefficients(seed, unit, coupling, coefficients) -> None:
         groups = tuple(
             (own, *rng.uniform(0.1, 0.9, rng.integers(1, 4))) for _ in range(rng.integers(1, 4))
         )
-        sample = Colocation(float(rng.uniform(0.1, 1.0)), groups, 1.0)
-        samples.append(Colocation(sample.alone, groups, predict(law, sample)))
+        alone = float(rng.uniform(0.1, 1.0))
+        samples.append(Colocation(alone, groups, law.colocated(alone, groups)))
     fit = fit_interference(samples, "full", unit, coupling)
     # Which GPU of several is worst depends on the coefficients; with one there is no question.
-    single = [Colocation(s.alone, s.bandwidths[:1], 0.5) for s in samples]
-    single = [Colocation(s.alone, s.bandwidths, predict(law, s)) for s in single]
+    single = []
+    for sample in samples:
+        alone, worst = sample.alone, sample.bandwidths[:1]
+        single.append(Colocation(alone, worst, law.colocated(alone, worst)))
     exact = fit_interference(single, "full", unit, coupling)
     assert exact.error < 1e-9 and exact.r2 == pytest.approx(1.0)
     assert fit.error < 1e-6
@@ -120,7 +122,7 @@ def test_noise_averages_out_where_the_law_is_right() -> None:
         law, rng = Interference(0.05, 0.1, 0.6, unit, coupling), np.random.default_rng(1)
         noisy, true = [], []
         for one in [s for n in (2, 4) for s in random_colocations(3, 60, n, 0.0)[0]]:
-            seconds = predict(law, one)
+            seconds = law.colocated(one.alone, one.bandwidths)
             noise = 1 + 0.05 * rng.standard_normal()
             noisy.append(Colocation(one.alone, one.bandwidths, seconds * noise))
             true.append(Colocation(one.alone, one.bandwidths, seconds))

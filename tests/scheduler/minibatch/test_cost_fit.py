@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.minibatch.cost_fit import LEAST_MICROBATCHES, PREFERENCE, CostFit, non_negative
-from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, ModuleCost
+from raymm.scheduler.minibatch.measured_costs import Column, MeasuredCosts, ModuleCost
 
 NAMES = ("vision", "text")
 TRUE = MeasuredCosts({
@@ -90,6 +90,26 @@ def test_copies_that_are_slower_are_told_apart_from_costs():
     blind, more = fitted(steps_of(SLOW, 100, noise=0.05))
     assert np.mean(more[-50:]) > 1.5 * np.mean(errors[-50:])
     assert "text" not in blind.costs().replicas
+
+
+def test_copies_that_share_microbatches_are_told_apart():
+    """Each has its own part of every microbatch; what is fixed is of each of them."""
+    shared = MeasuredCosts(TRUE.modules, {"text": (0.8, 1.2)}, frozenset({"text"}))
+    columns = (Column("vision"), Column("text", 0, 2), Column("text", 1, 2))
+    fit = CostFit(NAMES, {"text": 2}, columns=columns)
+    rng = np.random.default_rng(2)
+    for units, squares, _ in steps_of(TRUE, 100):
+        part = rng.uniform(0.1, 0.9, (len(units), 1))
+        units, squares = (
+            np.concatenate([v[:, :1], v[:, 1:] * part, v[:, 1:] * (1 - part)], 1)
+            for v in (units, squares)
+        )
+        exact = shared.column_seconds(columns, units, squares)
+        fit.observe(units, squares, exact * rng.lognormal(0, 0.05, exact.shape))
+    costs = fit.costs()
+    assert costs.shared == {"text"}
+    np.testing.assert_allclose(costs.replicas["text"], (0.8, 1.2), atol=0.02)
+    np.testing.assert_allclose(costs.column_seconds(columns, units, squares), exact, rtol=0.1)
 
 
 def test_drift_is_followed():

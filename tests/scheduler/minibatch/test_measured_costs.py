@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.scheduler.graph.sample_ranges import share
 from raymm.scheduler.minibatch.measured_costs import (
     PARTS,
+    Column,
     MeasuredCosts,
     ModuleCost,
+    column_units,
     efficiency,
     group_units,
+    of_modules,
 )
 from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
 
@@ -40,13 +44,49 @@ def test_seconds_by_hand():
         [4.5, 0.5 * (1 + 1.4 + 1.16)],
     ]
     np.testing.assert_allclose(COSTS.seconds(NAMES, units, squares), expected)
-    assert efficiency(np.array(expected)) == pytest.approx(
+    assert efficiency(np.array(expected).T) == pytest.approx(
         (11 / 3 + sum(row[1] for row in expected) / 3) / (6.5 + expected[1][1])
     )
     assert efficiency(np.zeros((3, 2))) == 1.0
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5))
+groups_of_samples = st.lists(
+    st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5
+)
+
+
+@given(groups_of_samples, st.integers(1, 3), st.booleans())
+def test_shares_of_copies_are_consecutive_samples(groups, copies, packed):
+    """What a copy has is a microbatch of its own, but padded to the longest of all."""
+    columns = (Column("vision"), *(Column("text", k, copies) for k in range(copies)))
+    found = column_units(SIZES, groups, packed, columns)
+    for row, group in enumerate(groups):
+        text = SIZES.values[group, 1]
+        text = text if packed else np.full(len(group), text.max())
+        for power, of_power in enumerate(found, 1):
+            assert of_power[row, 0] == (SIZES.values[group, 0] ** power).sum()
+            for k in range(copies):
+                own = share(len(group), k, copies)
+                assert of_power[row, 1 + k] == (text[own.lo : own.hi] ** power).sum()
+
+
+def test_seconds_of_shares_by_hand():
+    shared = MeasuredCosts(COSTS.modules, COSTS.replicas, frozenset({"text"}))
+    columns = (Column("vision"), Column("text", 0, 2), Column("text", 1, 2))
+    units = column_units(SIZES, [[0, 1], [2]], True, columns)
+    expected = np.array([
+        [4.5, 0.5 * (1 + 1 + 1), 1.5 * (1 + 0.4 + 0.16)], [6.5, 0.0, 1.5 * (1 + 0.6 + 0.36)],
+    ])  # fmt: skip
+    np.testing.assert_allclose(shared.column_seconds(columns, *units), expected)
+    np.testing.assert_allclose(
+        shared.even.column_seconds(columns, *units), expected / [1.0, 0.5, 1.5]
+    )
+    rows = of_modules(columns, expected)
+    assert rows["vision"].tolist() == [4.5, 6.5]
+    assert rows["text"].tolist() == expected[:, 1:].ravel().tolist()
+
+
+@given(groups_of_samples)
 def test_a_microbatch_costs_what_its_samples_add(groups):
     """And what it costs by itself, once."""
     of_samples = COSTS.of_samples(NAMES, SIZES.values)
@@ -82,6 +122,11 @@ def test_json_gives_the_same_bits_and_other_copies_are_forgotten():
     assert odd.for_replicas({"text": 2}) == odd
     assert odd.for_replicas({"text": 3}) == MeasuredCosts(odd.modules)
     assert odd.for_replicas({}) == MeasuredCosts(odd.modules)
+    assert odd.for_replicas({"text": 2}, {"text"}) == MeasuredCosts(odd.modules)
+    shared = MeasuredCosts(odd.modules, odd.replicas, frozenset({"text"}))
+    assert MeasuredCosts.from_dict(json.loads(json.dumps(shared.to_dict()))) == shared
+    assert shared.for_replicas({"text": 2}, {"text"}) == shared
+    assert shared.for_replicas({"text": 2}) == MeasuredCosts(odd.modules)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +136,7 @@ def test_json_gives_the_same_bits_and_other_copies_are_forgotten():
         {"modules": {"text": [1, 2, 3, 4]}, "copies": {}},
         {"modules": {"text": [-1, 0, 0]}, "copies": {}},
         {"modules": {"text": [float("nan"), 0, 0]}, "copies": {}},
+        {"modules": {}, "copies": {}, "shared": ["text"]},
         {"modules": {}, "copies": {"text": [0.0, 2.0]}}, {"modules": {}, "copies": {"text": []}},
     ],
 )

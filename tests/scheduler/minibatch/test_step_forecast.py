@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.minibatch.measured_costs import Column, column_units
+from raymm.scheduler.minibatch.problem import SampleSizes
 from raymm.scheduler.minibatch.step_forecast import StepForecast
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.program.program import Op
+from raymm.scheduler.program.stage_samples import filled_samples
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 
@@ -67,3 +70,38 @@ def test_other_shares_are_learnt(plan):
     for _ in range(12):
         forecast.observe(now, 4)
     assert forecast.timeline(seconds).makespan == pytest.approx(now.makespan, rel=0.01)
+
+
+def test_copies_that_share_microbatches_are_predicted_exactly():
+    """An encoder on one rank, then two copies of a language model that have half of each
+    microbatch; images are in the first half alone, in the second, in none."""
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)
+    )
+    plan = Plan(graph, (
+        Stage("vision", 0, (0, 1), 0, split="samples"),
+        *(Stage("llm", 0, (0, 1), 1 + k, replica=k, split="samples") for k in range(2)),
+    ), 3)  # fmt: skip
+    forecast = StepForecast(plan, MODULES, "text")
+    assert forecast.columns == (Column("vision"), Column("text", 0, 2), Column("text", 1, 2))
+    sizes = SampleSizes(("vision", "text"), np.array([[1, 9], [0, 5], [0, 7], [2, 8]]))
+    groups = [[0, 1, 2], [1, 2, 3], [1, 2]]
+    offsets = [(0, 1, 1, 1), (0, 0, 0, 2)]
+    samples = [filled_samples(plan, 3, {"vision": of}) for of in offsets]
+    samples.append(filled_samples(plan, 2, {}))
+    rng = np.random.default_rng(0)
+    units, _ = column_units(sizes, groups, True, forecast.columns)
+    for _ in range(2):
+        seconds = np.where(units > 0, rng.uniform(0.1, 1.0, (3, 3)), 0.0)
+        costs = {
+            (stage.id, op, m): seconds[m, column] * part
+            for column, stage in enumerate(plan.stages) for m in range(3)
+            for op, part in ((Op.FORWARD, 0.25), (Op.BACKWARD, 0.75))
+        }
+        real = simulate(
+            lower(plan, [["vision"], ["vision"], []], samples=samples), {}, microbatch_costs=costs
+        )
+        np.testing.assert_allclose(forecast.observe(real, 3), seconds)
+    predicted = forecast.timeline(seconds, forecast.samples(sizes, groups))
+    assert [s[:4] for s in predicted.compute()] == [s[:4] for s in real.compute()]
+    assert predicted.makespan == pytest.approx(real.makespan)

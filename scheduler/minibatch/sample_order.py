@@ -1,0 +1,125 @@
+"""The order of a microbatch's samples, where copies of modules have consecutive shares of it.
+
+Shares are equally many samples, so a slow copy cannot get fewer of them, but lighter ones; where
+all copies are equally fast, each gets its part of the heavy ones. Which samples are in a
+microbatch stays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from raymm.scheduler.minibatch.measured_costs import MeasuredCosts
+from raymm.scheduler.minibatch.problem import SampleSizes
+
+# Rounds of looking for a better place for every sample of a microbatch.
+ROUNDS = 8
+
+
+def order_for_shares(
+    samples: np.ndarray, offsets: np.ndarray, sizes: SampleSizes, measured: MeasuredCosts
+) -> np.ndarray:
+    """The same samples group after group, in each in an order in which the shares of copies take
+    about equally long.
+
+    Per group the sum over modules and copies of squared seconds (on a copy of mean speed) times
+    the relative seconds of the copy is lowered, by placing samples one by one, largest first,
+    and then exchanging them. For one module it is least where all copies take equally long.
+
+    Args:
+        samples, offsets: groups of a plan.
+        sizes: of all samples, in units.
+        measured: what units cost, and how copies that share microbatches differ.
+    """
+    names = sorted(measured.shared & set(sizes.names))
+    counts = np.array([len(measured.replicas[name]) for name in names], np.int64)
+    if not names:
+        return samples
+    seconds = measured.of_samples(sizes.names, sizes.values)
+    seconds = np.ascontiguousarray(seconds[:, [sizes.column(name) for name in names]])
+    factors = np.ones((len(names), int(counts.max())))
+    for row, name in enumerate(names):
+        factors[row, : counts[row]] = measured.replicas[name]
+    return _ordered(samples, offsets, seconds, counts, factors)
+
+
+@njit(cache=True)
+def _ordered(samples, offsets, seconds, counts, factors):
+    """(len(samples),) samples in their new order.
+
+    Args:
+        seconds: (N, C) of every sample in every module whose copies share microbatches.
+        counts: (C,) copies.
+        factors: (C, most copies) their relative seconds.
+    """
+    result = samples.copy()
+    columns = counts.shape[0]
+    for g in range(offsets.shape[0] - 1):
+        mine = samples[offsets[g] : offsets[g + 1]]
+        n = mine.shape[0]
+        copy_of = np.empty((n, columns), np.int64)  # by place
+        for place in range(n):
+            for c in range(columns):
+                copy_of[place, c] = ((place + 1) * counts[c] - 1) // n
+        loads = np.zeros(factors.shape)
+        sample_at = _placed(seconds[mine], copy_of, loads, factors)
+        for _ in range(ROUNDS):
+            if not _exchanged(seconds[mine], copy_of, loads, factors, sample_at):
+                break
+        for place in range(n):
+            result[offsets[g] + place] = mine[sample_at[place]]
+    return result
+
+
+@njit(cache=True)
+def _placed(seconds, copy_of, loads, factors):
+    """(n,) sample at every place: largest first, each where the sum grows least."""
+    n, columns = seconds.shape
+    sample_at = np.full(n, -1, np.int64)
+    total = np.zeros(n)
+    for i in range(n):
+        total[i] = -seconds[i].sum()
+    for i in np.argsort(total, kind="mergesort"):
+        to, best = -1, np.inf
+        for place in range(n):
+            if sample_at[place] >= 0:
+                continue
+            score = 0.0
+            for c in range(columns):
+                k, s = copy_of[place, c], seconds[i, c]
+                score += factors[c, k] * s * (loads[c, k] + 0.5 * s)
+            if score < best:
+                to, best = place, score
+        sample_at[to] = i
+        for c in range(columns):
+            loads[c, copy_of[to, c]] += seconds[i, c]
+    return sample_at
+
+
+@njit(cache=True)
+def _exchanged(seconds, copy_of, loads, factors, sample_at):
+    """Exchange the sample of every place for the best of all others; False if all stay."""
+    n, columns = seconds.shape
+    least = -1e-9 * (factors * loads**2).sum()
+    changed = False
+    for a in range(n):
+        best, to = least, -1
+        for b in range(n):
+            change = 0.0
+            for c in range(columns):
+                of, other = copy_of[a, c], copy_of[b, c]
+                if of != other:
+                    s = seconds[sample_at[b], c] - seconds[sample_at[a], c]
+                    change += factors[c, of] * s * (2.0 * loads[c, of] + s)
+                    change -= factors[c, other] * s * (2.0 * loads[c, other] - s)
+            if change < best:
+                best, to = change, b
+        if to >= 0:
+            changed = True
+            for c in range(columns):
+                s = seconds[sample_at[to], c] - seconds[sample_at[a], c]
+                loads[c, copy_of[a, c]] += s
+                loads[c, copy_of[to, c]] -= s
+            sample_at[a], sample_at[to] = sample_at[to], sample_at[a]
+    return changed
