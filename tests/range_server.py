@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import ipaddress
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +13,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 
 class RangeServer:
@@ -20,9 +26,13 @@ class RangeServer:
             redirect to, or None.
         ranges: (path, first byte, last byte) of all requests that were served.
         whole: do not serve ranges, but whole files.
+
+    Args:
+        folder: what is served.
+        certificate: file with a certificate and its key, for TLS.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, certificate: Path | None = None) -> None:
         self.folder, self.ranges, self.whole = folder, [], False
         self.before: Callable[[str], int | str | None] = lambda path: None
         owner = self
@@ -38,8 +48,13 @@ class RangeServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.root = f"http://127.0.0.1:{self._server.server_port}"
+        scheme = "http" if certificate is None else "https"
+        self.root = f"{scheme}://127.0.0.1:{self._server.server_port}"
 
     def _serve(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(request.path).lstrip("/")
@@ -85,3 +100,40 @@ def web(tmp_path):
     server = RangeServer(tmp_path / "served")
     yield server
     server.end()
+
+
+def write_certificates(folder: Path, name: str = "127.0.0.1") -> tuple[Path, Path]:
+    """An authority's certificate, and a file with a server's certificate that it has signed, and
+    the key.
+
+    Args:
+        folder: for both.
+        name: address of the server.
+    """
+    encoding = serialization.Encoding.PEM
+    now = datetime.datetime.now(datetime.UTC)
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    subjects = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+                for text in ("authority of a test", name)]
+
+    def signed(subject: int) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder().subject_name(subjects[subject]).issuer_name(subjects[0])
+            .public_key(keys[subject].public_key()).serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(hours=1))
+            .add_extension(x509.BasicConstraints(ca=not subject, path_length=None), critical=True)
+        )
+
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(name))])
+    certificates = [
+        signed(0).sign(keys[0], hashes.SHA256()),
+        signed(1).add_extension(address, critical=False).sign(keys[0], hashes.SHA256()),
+    ]
+    authority, server = folder / "authority.pem", folder / "server.pem"
+    authority.write_bytes(certificates[0].public_bytes(encoding))
+    key = keys[1].private_bytes(
+        encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    server.write_bytes(certificates[1].public_bytes(encoding) + key)
+    return authority, server

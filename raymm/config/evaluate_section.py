@@ -9,8 +9,12 @@ from pydantic import AfterValidator, Field, model_validator
 from raymm.files.section import Count, Section, Text
 
 PERPLEXITY = "perplexity"
-METRICS = ("exact_match", "anls", "wer", PERPLEXITY)
-LOWER_IS_BETTER = ("wer", PERPLEXITY)
+PAIR_LOSS = "preference_loss"
+OF_PAIRS = (
+    PAIR_LOSS, "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
+)  # fmt: skip
+METRICS = ("exact_match", "anls", "wer", PERPLEXITY, *OF_PAIRS)
+LOWER_IS_BETTER = ("wer", PERPLEXITY, PAIR_LOSS)
 
 
 def _metric(name: str) -> str:
@@ -42,7 +46,10 @@ class EvaluateSection(Section):
             ``"exact_match"``, ``"anls"`` (average normalised Levenshtein similarity, 0 below 0.5),
             ``"wer"`` (word errors over words), of which all but the last are better the higher
             they are; ``"perplexity"`` of the right answers; or ``"pkg.mod:fn"``, a function of
-            text and answer to a number, which are averaged.
+            text and answer to a number, which are averaged. Of pairs of answers, the chosen one is
+            the right one, and instead of perplexity there is the mean over pairs of the
+            ``"preference_loss"``, ``"rewards/accuracies"``, ``"rewards/margins"``,
+            ``"rewards/chosen"`` or ``"rewards/rejected"``.
         samples: held-out samples, the first ones; None for all.
         best: the metric by which the best checkpoint is kept, too, and named in ``best.json``.
         lower_is_better: whether the best has the smallest; None: as of raymm's own metrics.

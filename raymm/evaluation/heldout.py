@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from raymm.data import Skipped
 from raymm.data.loading.loader import Step
-from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
+from raymm.runtime.parallel_module import PendingOutput, StepOutput
 
 HELDOUT = "heldout_"  # of what a row of the metrics has of them
 
@@ -32,13 +32,14 @@ class HeldoutLoss:
 
     @classmethod
     def of(
-        cls, parallel: ParallelModule, steps: Iterable[Step], in_flight: int,
+        cls, submit: Callable[..., PendingOutput], steps: Iterable[Step], in_flight: int,
         names: Sequence[str],
     ) -> HeldoutLoss:
         """Of all steps.
 
         Args:
-            parallel: the model.
+            submit: of the model, as of
+                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
             steps: of the held-out data.
             in_flight: how many may be under way.
             names: of the data's sources.
@@ -47,7 +48,7 @@ class HeldoutLoss:
         pending: deque[PendingOutput] = deque()
         for step in steps:
             sums.skipped += step.skipped
-            pending.append(parallel.submit(
+            pending.append(submit(
                 (step.microbatches, step.meta), forward_only=True, keep=step
             ))
             if len(pending) >= in_flight:
@@ -71,13 +72,17 @@ class HeldoutLoss:
         return self._total / max(self._tokens, 1)
 
     @property
+    def rewards(self) -> dict[str, float]:
+        """Of pairs of answers, means over them."""
+        return {name: total / max(self._tokens, 1) for name, total in self._rewards.items()}
+
+    @property
     def row(self) -> dict[str, Any]:
         """What a row of the metrics has of it."""
         row: dict[str, Any] = {
             f"{HELDOUT}loss": self.loss, f"{HELDOUT}skipped": len(self.skipped),
         }
-        for name, total in self._rewards.items():
-            row[HELDOUT + name] = total / max(self._tokens, 1)
+        row |= {HELDOUT + name: mean for name, mean in self.rewards.items()}
         if self._sources:
             row[f"{HELDOUT}source_losses"] = {
                 name: total / count for name, (total, count) in self._sources.items()

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from raymm.actors.weights.source import import_object
-from raymm.config.evaluate_section import METRICS, PERPLEXITY, EvaluateSection
+from raymm.config.evaluate_section import METRICS, OF_PAIRS, PAIR_LOSS, PERPLEXITY, EvaluateSection
 from raymm.data import (
     IGNORE_INDEX,
     DataConfig,
@@ -29,6 +29,7 @@ from raymm.data import (
 )
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.samples.text import special_ids
+from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.table import WrittenText, write_table
 from raymm.evaluation.text_metrics import measured
 from raymm.files.run_files import write_whole
@@ -71,7 +72,10 @@ class TextEvaluation:
     ) -> None:
         check_generates(parallel)
         self.asked, self._parallel, self._folder = asked, parallel, folder
-        self._data = data.model_copy(update={"batch_size": 1, "microbatches": 1})
+        self._pairs = data.model_copy(update={"batch_size": 1, "microbatches": 1})
+        self._data = self._pairs
+        if data.preferences is True:  # the right answer is the chosen one
+            self._data = self._pairs.model_copy(update={"preferences": "chosen"})
         self._places, self._features = places, features
         self._functions = {
             name: None if name in METRICS else import_object(name) for name in asked.metrics
@@ -94,6 +98,8 @@ class TextEvaluation:
         Args:
             step: number of steps taken.
         """
+        # First: samples keep the data workers that others would have the places of.
+        compared = self._compared() if set(OF_PAIRS) & set(self._functions) else {}
         samples: list[_Asked] = []
         written = list(generate(
             self._parallel, self._prompts(samples), self.asked.generate.max_tokens, self._ends,
@@ -108,6 +114,7 @@ class TextEvaluation:
         pairs = [(text.text, text.answer) for text in texts]
         metrics = {
             name: self._perplexity(samples) if name == PERPLEXITY
+            else compared[name] if name in OF_PAIRS
             else measured(name, function, pairs)
             for name, function in self._functions.items()
         }
@@ -192,6 +199,15 @@ class TextEvaluation:
     def _perplexity(self, samples: Sequence[_Asked]) -> float:
         tokens = sum(len(sample.answer) for sample in samples)
         return math.exp(sum(sample.loss for sample in samples) / max(tokens, 1))
+
+    def _compared(self) -> Mapping[str, float]:
+        """What pairs of answers tell."""
+        with StepLoader(
+            self._pairs, "heldout", steps=self.asked.samples,
+            check=self._parallel.sample_check(), places=self._places, features=self._features,
+        ) as loader:
+            sums = HeldoutLoss.of(self._parallel.submit, loader, 2, loader.names)
+        return {PAIR_LOSS: sums.loss, **sums.rewards}
 
     @cached_property
     def _ends(self) -> frozenset[int]:

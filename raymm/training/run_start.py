@@ -7,6 +7,7 @@ from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.actors.placement.placement import PlacementOptions
+from raymm.config.evaluate_section import METRICS, OF_PAIRS, PERPLEXITY
 from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, open_split
 from raymm.data.readers import Dataset
@@ -51,9 +52,13 @@ def check_updates(
             :func:`raymm.layout.preference_check.check_preference`.
     """
     if run.evaluate is not None:
-        if isinstance(model, MultimodalModule) and model.preference is not None:
+        pairs = isinstance(model, MultimodalModule) and model.preference is not None
+        wrong = {PERPLEXITY} if pairs else set(OF_PAIRS)
+        if asked := wrong.intersection(run.evaluate.metrics):
             raise ConfigError(
-                "run.evaluate is given, and data are pairs of answers; accepted: run.eval_every"
+                f"run.evaluate.metrics has {min(asked)!r}, and the model's loss is "
+                f"{'of pairs of answers' if pairs else 'cross entropy'}; accepted: "
+                f"{', '.join(name for name in METRICS if name not in wrong)}"
             )
     if isinstance(model, MultimodalModule):
         check_preference(model, plan if isinstance(plan, Plan) else None)
@@ -97,7 +102,7 @@ def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
             )
         return data
     pairs = preference is not None
-    if pairs != data.preferences:
+    if pairs != (data.preferences is True):
         raise ConfigError(
             f"data.preferences is {data.preferences}, and the model's loss is "
             f"{'of pairs of answers' if pairs else 'cross entropy'}"

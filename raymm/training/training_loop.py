@@ -382,6 +382,6 @@ class TrainingLoop:
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> HeldoutLoss:
         with self._batches.heldout(self._run.eval_steps, shuffled) as loader:
             return HeldoutLoss.of(
-                self._parallel, self._stop.until_asked(loader), self._run.steps_in_flight,
-                loader.names,
+                self._parallel.submit, self._stop.until_asked(loader),
+                self._run.steps_in_flight, loader.names,
             )

@@ -80,9 +80,33 @@ def test_a_run_that_trains_all_goes_on(ray_cluster, raymm, changes, make_config,
     assert curve(run) == whole
 
 
+def test_what_is_written_of_pairs(ray_cluster, raymm, changes, make_config, tmp_path):
+    """Evaluations say of the same pairs what the held-out loss does, and the best is kept."""
+    asked = {
+        "every": 3, "generate": {"max_tokens": 4}, "best": "rewards/margins",
+        "metrics": ["anls", "preference_loss", "rewards/margins", "rewards/accuracies"],
+    }
+    code, text = raymm("train", make_config({**changes, "run.evaluate": asked}))
+    assert code == 0, text
+    run = tmp_path / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = {row["step"]: row for row in rows if "texts" in row}
+    losses = {row["step"]: row for row in rows if "heldout_loss" in row}
+    assert sorted(told) == sorted(losses) == [0, 3, 6]
+    for step, row in told.items():
+        assert row["texts"] == 6 and 0 <= row["heldout_anls"] <= 1
+        due = losses[step]
+        assert row["heldout_preference_loss"] == pytest.approx(due["heldout_loss"], rel=1e-5)
+        for name in ("heldout_rewards/margins", "heldout_rewards/accuracies"):
+            assert row[name] == pytest.approx(due[name], rel=1e-4, abs=1e-6)
+    best = json.loads((run / "best.json").read_text())
+    margins = {step: row["heldout_rewards/margins"] for step, row in told.items()}
+    assert best["step"] == max(margins, key=lambda step: margins[step]) > 0
+
+
 @pytest.mark.parametrize(("more", "says"), [
     ({"model.language_model.train": "full"}, "no adapters"),
-    ({"run.evaluate": {"every": 1}}, "data are pairs of answers"),
+    ({"run.evaluate": {"every": 1, "metrics": ["perplexity"]}}, "'perplexity', and the model's"),
     ({"data.preferences": False}, "data.preferences is False"),
 ])  # fmt: skip
 def test_what_cannot_be(raymm, changes, make_config, more, says):

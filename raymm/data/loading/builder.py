@@ -235,7 +235,8 @@ class StepBuilder:
             )
             for microbatch, group in zip(microbatches, groups, strict=True)
         ]
-        telling = getattr(self.dataset, "tells_sources", False) and not self.config.preferences
+        pairs = self.config.preferences is True
+        telling = getattr(self.dataset, "tells_sources", False) and not pairs
         sources = [[sample.source for sample in group] for group in groups] if telling else []
         return BuiltStep(microbatches, meta, skipped, sources)
 
@@ -298,7 +299,7 @@ class StepBuilder:
         # A prompt is of no data set.
         source = 0 if self.dataset is None else int(self.dataset.sources[sample.index])
         encoded = EncodedSample(sample.id, *texts[0], media, keys, source=source)
-        if sample.preference is not None:
+        if sample.preference is not None and self.config.preferences is True:
             rejected = EncodedSample(f"{sample.id}:rejected", *texts[1], media, keys)
             encoded = replace(encoded, id=f"{sample.id}:chosen", rejected=rejected)
         if self._check is not None:
@@ -310,7 +311,7 @@ class StepBuilder:
         Raises:
             SampleError: it has two answers, or not, and the loss is another's.
         """
-        if (sample.preference is not None) != self.config.preferences:
+        if (sample.preference is not None) != bool(self.config.preferences):
             accepted = "messages or text" if sample.preference else "prompt, chosen and rejected"
             raise SampleError(
                 sample.id, None, f"data.preferences is {self.config.preferences}; accepted: rows "

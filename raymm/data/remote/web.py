@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import ssl
 from collections.abc import Callable
 from threading import local
 from typing import Any, TypeVar
@@ -26,6 +28,8 @@ _PASSING = {408, 425, 429, 500, 502, 503, 504}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 _BLOCK = 2**18
+# Certificates of authorities that are trusted instead of the usual ones, as OpenSSL has it.
+CERTIFICATES = "SSL_CERT_FILE"
 Value = TypeVar("Value")
 
 
@@ -101,12 +105,21 @@ class WebStore(Store):
         """A server's answer, of whose body nothing has been read."""
         place = str(url)
         for _ in range(MOST_REDIRECTS + 1):
-            answer = self._session().get(
-                place, stream=True, allow_redirects=False,
-                timeout=(CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S),
-                headers={"Range": f"bytes={start}-{start + size - 1}",
-                         "Accept-Encoding": "identity"},
-            )
+            try:
+                answer = self._session().get(
+                    place, stream=True, allow_redirects=False,
+                    timeout=(CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S),
+                    headers={"Range": f"bytes={start}-{start + size - 1}",
+                             "Accept-Encoding": "identity"},
+                )
+            except OSError as error:
+                if (untrusted := _certificate_error(error)) is None:
+                    raise
+                raise RemoteError(
+                    f"{url}: the server's certificate is not trusted: {untrusted.verify_message}; "
+                    f"of an authority of one's own, {CERTIFICATES} names the certificates' file, "
+                    "on every node"
+                ) from None
             if answer.status_code not in _REDIRECTS:
                 return answer
             target = urljoin(place, answer.headers.get("Location", ""))
@@ -123,6 +136,8 @@ class WebStore(Store):
             import requests
 
             self._threads.session = requests.Session()
+        # requests itself reads REQUESTS_CA_BUNDLE alone, which goes before.
+        self._threads.session.verify = os.environ.get(CERTIFICATES) or True
         return self._threads.session
 
     def _tried(self, url: DataUrl, operation: Callable[[], Value], retry_for_s: float) -> Value:
@@ -132,6 +147,15 @@ class WebStore(Store):
             raise
         except OSError as error:  # requests' errors are, too
             raise RemoteError(f"{url}: {error} (tried for {retry_for_s:g} s)") from None
+
+
+def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:
+    """What is behind an error of a request, if it is a certificate."""
+    while True:
+        following = error.__cause__ or error.__context__
+        if following is None or isinstance(error, ssl.SSLCertVerificationError):
+            return error if isinstance(error, ssl.SSLCertVerificationError) else None
+        error = following
 
 
 def _body(answer: Any, size: int) -> bytes:

@@ -189,7 +189,8 @@ class DataConfig(Section):
         microbatches: microbatches per step; divides ``batch_size``.
         max_length: text tokens kept per sample.
         preferences: rows are prompts with a chosen and a rejected answer, each of which becomes two
-            rows of its microbatch; in a configuration, ``model.loss`` says so.
+            rows of its microbatch; in a configuration, ``model.loss`` says so. ``"chosen"``: of
+            each the chosen answer alone, as of a row with one answer.
         shuffle: a new seeded permutation each epoch; else file order.
         batching: which samples share a step: a method, or a :class:`BatchingConfig`. Held-out
             data is one pass in a fixed order whatever it says.
@@ -224,7 +225,7 @@ class DataConfig(Section):
     batch_size: Count
     microbatches: Count
     max_length: int = Field(default=512, ge=2, le=MOST_COUNT)
-    preferences: bool = False
+    preferences: bool | Literal["chosen"] = False
     shuffle: bool = True
     batching: BatchingConfig = Field(default_factory=BatchingConfig)
     seed: Seed = 0

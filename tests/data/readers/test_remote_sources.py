@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
+from range_server import RangeServer, write_certificates
 from same_rows import write_parquet, write_shards
 from sample_files import write_image, write_rows
 
@@ -187,6 +188,49 @@ def test_servers_that_refuse_are_named_before_anything_starts(s3, web):
     web.before, web.whole = lambda path: None, True
     with pytest.raises(DataError, match="range of bytes with status 200 OK; accepted: .* 206"):
         open_source(f"{web.root}/a.jsonl")
+
+
+@pytest.fixture
+def no_bundles(monkeypatch):
+    """No authorities but those that a test names."""
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_bundles")
+def test_https_with_an_authority_of_ones_own(make_config, tmp_path, monkeypatch):
+    """The same samples as from the folder, where the certificate is trusted; else an error."""
+    write_rows(tmp_path, 6)
+    authority, certificate = write_certificates(tmp_path)
+    server = RangeServer(tmp_path, certificate)
+    try:
+        url = f"{server.root}/train.jsonl"
+        with pytest.raises(DataError, match="certificate is not trusted: .*SSL_CERT_FILE"):
+            open_source(url)
+        assert not server.ranges  # nothing was asked of it
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+        for got, want in zip(
+            local_steps(make_config(train=[{"path": url}]), steps=1),
+            local_steps(make_config(), steps=1), strict=True,
+        ):
+            assert got.meta == want.meta
+            torch.testing.assert_close(got.microbatches, want.microbatches, rtol=0, atol=0)
+        assert any(path.endswith(".png") for path, *_ in server.ranges)
+    finally:
+        server.end()
+
+
+@pytest.mark.usefixtures("no_bundles")
+def test_a_certificate_of_another_server_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    authority, certificate = write_certificates(tmp_path, "127.0.0.9")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+    server = RangeServer(tmp_path, certificate)
+    try:
+        with pytest.raises(DataError, match="not trusted: IP address mismatch"):
+            open_source(f"{server.root}/a.jsonl")
+    finally:
+        server.end()
 
 
 def failing(times: int):
