@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --dura
 EXPLORE_TIMEOUT_S := 3600
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
-.PHONY: train test test-system test-fast explore prepare ruff lint docs gpu clean
+.PHONY: train train-vlm test test-system test-fast explore prepare ruff lint docs gpu clean
 
 # torch first and alone: the constraint picks a build without several GB of CUDA packages where
 # one is at hand, and everything else then finds torch installed.
@@ -39,6 +39,19 @@ train: prepare
 	$(BIN)/raymm train examples/alignment/$(DATA).yaml \
 	    --set run.storage_path=$(RUN_DIR) $(if $(STEPS),--set run.steps=$(STEPS)) \
 	    $(addprefix --set ,$(SET))
+
+# A whole vision-language model of real weights: assembled, trained, exported and checked.
+train-vlm: RUN_DIR = runs/vlm
+train-vlm: $(VENV)/.installed
+	$(BIN)/python -m examples.vlm.real --to $(RAYMM_CACHE)/vlm
+	$(BIN)/raymm train $(VLM) $(VLM_SET)
+	rm -rf $(RUN_DIR)/exported
+	$(BIN)/raymm export $(VLM) $(VLM_SET) --out $(RUN_DIR)/exported
+	$(BIN)/python -m examples.vlm.check_run $(VLM) $(VLM_SET) --exported $(RUN_DIR)/exported
+
+VLM := examples/vlm/real.yaml
+VLM_SET = --set run.storage_path=$(RUN_DIR) $(if $(STEPS),--set run.steps=$(STEPS)) \
+    $(addprefix --set ,$(SET))
 
 ruff: $(VENV)/.installed
 	$(BIN)/python -m ruff check .

@@ -22,7 +22,7 @@ from examples.vlm.drawn import draw, words
 from examples.vlm.kinds import ID, KINDS, Kind
 
 _CHATML = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-_TEMPLATE = (
+TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"
@@ -49,7 +49,7 @@ def make(kind: str, out: Path, samples: int = 48, seed: int = 0) -> tuple[Path, 
     tokenizer = make_tokenizer(spec)
     processor = getattr(transformers, spec.processor)(
         **{name: part() for name, part in spec.parts.items()}, tokenizer=tokenizer,
-        chat_template=_TEMPLATE.replace("ITEM", repr(spec.item)[1:-1]), **spec.options,
+        chat_template=TEMPLATE.replace("ITEM", repr(spec.item)[1:-1]), **spec.options,
     )
     model_class = getattr(transformers, spec.model)
     config = model_class.config_class(**_with_ids(_with_text(spec.config, tokenizer), tokenizer))

@@ -23,7 +23,7 @@ from raymm.actors.modules.merge import Prepend
 from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
-from raymm.actors.probe.whole.relays import read_outputs
+from raymm.actors.probe.whole.relays import output_shapes, read_outputs
 from raymm.actors.probe.whole.towers import Tower, as_copied
 from raymm.actors.probe.whole.trials import LanguageTrial, TowerTrial
 from raymm.actors.stages.tower import TowerSpec
@@ -170,13 +170,26 @@ def _relaying(cut: CutInfo, spec: TowerSpec, run: Callable[[nn.Module], torch.Te
     """The cut of a tower in its own sizes: blocks are numbered as in the tower itself."""
     if not cut.relayed:
         return cut
-    model = of_zeros(cast(PartSource, spec.source))
-    return replace(cut, relayed=read_outputs(model, cut.blocks, cut.tuple_length, run))
+    source = cast(PartSource, spec.source)
+    return replace(cut, relayed=_read_in_own_size(source, cut.blocks, cut.tuple_length, run))
+
+
+def _read_in_own_size(
+    source: PartSource, blocks: str, tuple_length: int, run: Callable[[nn.Module], torch.Tensor]
+) -> tuple[int, ...]:
+    """As :func:`read_outputs`, of a part in its own sizes. Its blocks run only where it does not
+    run without: where some return another shape than they are called with (convolutions, patches
+    that are merged)."""
+    try:
+        return read_outputs(of_zeros(source), blocks, tuple_length, run)
+    except USER_CODE_RAISES:  # whatever a model may raise
+        shapes = output_shapes(of_zeros(source), blocks, run)
+        return read_outputs(of_zeros(source), blocks, tuple_length, run, shapes)
 
 
 def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
     """The tower, with the form that its features have in the model itself, of which the copies
-    that are tried may have fewer blocks. Blocks do not run for that.
+    that are tried may have fewer blocks.
 
     Args:
         source: of the whole model.
@@ -201,11 +214,10 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
         return tower
     try:
         blocks, length = of_one_that_runs(own, tuple_length)
-        model = of_zeros(own)
         if blocks is None:
-            run(model)
+            run(of_zeros(own))
         else:
-            read_outputs(model, blocks, length, run)
+            _read_in_own_size(own, blocks, length, run)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
             f"{tower.call} of {type(own.skeleton()).__name__} does not run on the example without "

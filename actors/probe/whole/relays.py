@@ -55,6 +55,30 @@ def read_outputs(
     return tuple(sorted(read))
 
 
+def output_shapes(
+    model: nn.Module, blocks: str, run: Callable[[nn.Module], torch.Tensor]
+) -> dict[int, torch.Size]:
+    """What :func:`read_outputs` is told of blocks that are not as wide as the one before: they run.
+
+    Args:
+        model: as made, of no use afterwards.
+        blocks: dotted name of its list of blocks.
+        run: calls it.
+    """
+    shapes: dict[int, torch.Size] = {}
+
+    def note(index: int, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(hidden, torch.Tensor):
+            shapes[index] = hidden.shape
+
+    for index, block in enumerate(block_list(model, blocks)):
+        block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
+    with torch.no_grad():
+        run(model)
+    return shapes
+
+
 def _reached(output: torch.Tensor, leaves: dict[int, torch.Tensor]) -> list[int]:
     if not output.requires_grad or not leaves:
         return []
