@@ -187,9 +187,11 @@ def test_it_is_trained_gone_on_with_exported_and_checked(
     ]
 
 
-def test_a_step_is_that_of_one_process(cache, tmp_path, monkeypatch, capsys, ray_cluster):
+@pytest.mark.parametrize("vision", ["{ranks: [0]}", "{ranks: [0, 1], pp: 2}"])
+def test_a_step_is_that_of_one_process(vision, cache, tmp_path, monkeypatch, capsys, ray_cluster):
     monkeypatch.setenv("RAYMM_CACHE", str(cache))
-    assert check_step.main([CONFIG, *settings(tmp_path, 1)]) == 0
+    own = settings(tmp_path, 1, **{"parallel.encoders.vision": vision})
+    assert check_step.main([CONFIG, *own]) == 0
     assert "gradients, the worst differs by" in capsys.readouterr().out
 
 

@@ -66,6 +66,45 @@ def test_a_frozen_tower_is_in_evaluation_mode_though_its_projector_is_trained():
     assert torch.equal(*losses)
 
 
+TEXT = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+CONVOLUTIONS = {
+    "model_type": "efficientnet", "width_coefficient": 0.25, "depth_coefficient": 0.5,
+    "hidden_dim": 320, "hidden_size": 320, "image_size": 64, "drop_connect_rate": 0.0,
+}  # fmt: skip
+MERGED_PATCHES = {
+    "model_type": "swin", "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1],
+    "num_heads": [1, 2], "window_size": 4, "hidden_size": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, vision, image, tokens",
+    [("FastVlm", CONVOLUTIONS, 64, 4), ("Llava", MERGED_PATCHES, 32, 16)],
+)
+def test_a_tower_whose_blocks_return_other_shapes_is_taken(name, vision, image, tokens):
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=vision, text_config=TEXT, image_token_index=60,
+        vision_feature_layer=-1, vision_feature_select_strategy="full",
+    )
+    config.architectures = [f"{name}ForConditionalGeneration"]
+    ids = torch.tensor([[1, *[60] * tokens, 5, 6]])
+    batch = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(1, 3, image, image),
+    }  # fmt: skip
+    split = from_pretrained(config, batch, {"vision": "frozen"}, seed=1)
+    spec, whole = split.tower_spec("vision"), split.materialize().eval()
+    stage = TowerStage.build(spec, 0, spec.num_blocks)
+    message = stage.run(split.tower("vision").inputs(batch), {}, MicrobatchContext(1))
+    due = whole.model.get_image_features(batch["pixel_values"]).pooler_output
+    parts = [due] if isinstance(due, torch.Tensor) else due  # of each image
+    assert len(parts) == 1
+    assert any(torch.equal(tensor, parts[0]) for tensor in message.tensors)
+
+
 def test_nothing_asks_for_a_model_by_its_name():
     names = {"".join(filter(str.isalnum, name)) for name in transformers.CONFIG_MAPPING}
     asked = re.compile(r"(?:if|==|in) .*[\"']([a-z0-9_.-]{4,})[\"']")
