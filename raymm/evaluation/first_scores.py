@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from raymm.data import StepLoader
+import ray
+
+from raymm.data import MicrobatchMeta, StepLoader
 from raymm.files.config_error import ConfigError
 from raymm.files.run_files import write_whole
 from raymm.runtime.pipelined import MultimodalParallelModule
 
 REFERENCES = "references.json"
 # Of a row that is in the data several times: what padding does to its log-probability, in bf16,
-# too. Another row under the same id is told by it unless it happens to be as likely.
+# too. Where its tokens are the same, by this alone another picture is told.
 _ROUNDING = 1e-2
 
 
@@ -47,13 +51,17 @@ def keep_references(
             ) from None
         return
     scores_of: dict[str, float] = {}
+    texts: dict[str, bytes] = {}
     for loader in loaders:
         with loader:
             for step in loader:
                 scores = parallel.scores((step.microbatches, step.meta))
-                for microbatch, own in zip(step.meta, scores, strict=True):
-                    for row, score in zip(microbatch.sample_ids, own.tolist(), strict=True):
-                        if _is_other(score, scores_of.setdefault(row, score)):
+                for parts, meta, own in zip(step.microbatches, step.meta, scores, strict=True):
+                    rows = zip(meta.sample_ids, own.tolist(), _texts(parts, meta), strict=True)
+                    for row, score, text in rows:
+                        if texts.setdefault(row, text) != text or _is_other(
+                            score, scores_of.setdefault(row, score)
+                        ):
                             raise ConfigError(
                                 f"two rows are named {row!r}, and model.loss.dpo.reference is "
                                 f"{loss.reference!r}; accepted: rows with an id of their own"
@@ -61,6 +69,16 @@ def keep_references(
     write_whole(file, json.dumps(scores_of) + "\n")
     say(f"references     {file}: {len(scores_of)} answers")
     parallel.references = scores_of
+
+
+def _texts(parts: Mapping[str, Any], meta: MicrobatchMeta) -> Iterator[bytes]:
+    """Of every row a digest of its tokens and labels, without padding."""
+    text: Any = ray.get(parts["text"])
+    for row, length in enumerate(meta.lengths):
+        digest = hashlib.blake2b(digest_size=16)
+        for name in ("input_ids", "labels"):
+            digest.update(text[name][row, :length].contiguous().numpy().tobytes())
+        yield digest.digest()
 
 
 def _is_other(score: float, first: float) -> bool:
