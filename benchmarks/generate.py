@@ -3,20 +3,20 @@
 A Llama with random weights, fp32, greedy, no end token: every way writes the same tokens of every
 prompt, and `tokens_equal` says that it did. Ways take turns, round by round:
 
-- `pipelined`: two ranks of one thread each, four of the prompts under way at once
-  (:func:`raymm.runtime.generation.generate`'s default of two per stage);
+- `pipelined`: two ranks of one thread each, all prompts under way at once, in two steps
+  (:func:`raymm.runtime.generation.generate`'s default);
 - `one_at_a_time`: the same ranks with one prompt under way: what keeping several under way brings;
 - `one_process`: transformers' `generate` with its cache of keys and values, a prompt after the
   other, with both cores as threads;
 - `one_process_one_core`: the same with one thread;
 - `one_process_batch`: the same with both cores and all prompts as one batch, padded on the left,
-  which reads the weights once for all of them: raymm does not batch prompts.
+  which reads the weights once for all of them.
 
 `tokens_per_second_ratio` is `pipelined` over the faster of `one_process` and
 `one_process_one_core` (on a busy machine two threads that wait for each other are slower than one),
 median over rounds. What bounds it is printed beside it. Every token of a prompt waits for the one
-before, through both stages; several prompts hide that wait, so at best the slower rank computes
-without a pause. `busy_share` is the part of the time in which it did, `bound_tokens_per_second`
+before, through both stages; several steps under way hide that wait, so at best the slower rank
+computes without a pause. `busy_share` is the part of the time in which it did, `bound_tokens_per_second`
 what it would write if that were all, `bound_ratio` that over the same process. `chain_ms` is what a
 token takes with nothing else under way: both stages' compute (`chain_compute_ms`), and messages,
 calls and replies between them.
@@ -116,14 +116,14 @@ class Ranks:
 
     def _noted(self, *args: Any, **kwargs: Any) -> Any:
         pending = self._submit(*args, **kwargs)
-        result = pending.result
+        scores = pending.scores
 
         def noted() -> Any:
-            output = result()
-            self.steps.append([output.timeline.busy(rank) for rank in range(STAGES)])
-            return output
+            timeline = pending.result().timeline
+            self.steps.append([timeline.busy(rank) for rank in range(STAGES)])
+            return scores()
 
-        pending.result = noted  # type: ignore[method-assign]
+        pending.scores = noted  # type: ignore[method-assign]
         return pending
 
     def write(

@@ -52,7 +52,7 @@ class StepMeta(NamedTuple):
             divided by the count of its own over the whole step.
         offsets: per microbatch, by module whose outputs have not one row of each sample, each
             sample's first row, and behind the last one the number of rows.
-        decode: of a step that writes text, which; its loss is then the next token.
+        decode: of a step that writes texts, which; its scores are then their next tokens.
         first_samples: where samples have noise, each microbatch's first one's number in the batch.
         reference: adapters are left out, and what there is of every row is the log-probability of
             its labels.
@@ -101,7 +101,8 @@ class StepResult:
         losses: by stage that computes one, and microbatch, its share of the loss.
         by_source: the same by number of a source: its sum of cross entropies, and over how many
             labels; of microbatches whose samples say which source they are of.
-        scores: of pairs of answers, the same of their rows' log-probabilities.
+        scores: of pairs of answers, the same of their rows' log-probabilities; of texts, of
+            their next tokens.
         labels: of the tasks that ran (:func:`pack_labels`), the same in every step of a program.
         times: when they began, all of them, and when they ended: seconds on this host's wall
             clock, float64.

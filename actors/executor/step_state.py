@@ -34,7 +34,8 @@ class StepState:
         losses: by stage and microbatch.
         routed: by stage and microbatch, of mixtures of experts.
         by_source: as ``losses``, of microbatches whose samples say which source they are of.
-        scores: of pairs of answers, the same of their rows' log-probabilities.
+        scores: of pairs of answers, the same of their rows' log-probabilities; of texts, of
+            their next tokens.
         result: of the step, as far as it is known.
     """
 

@@ -74,16 +74,16 @@ class Message(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """What every stage of a language model is told of a step that gives the next token of a text.
+    """What every stage of a language model is told of a step that gives the next token of texts.
 
     Attributes:
-        text: its number.
-        first: whether the microbatch is its beginning (a prompt); else it is the token that came
-            last.
+        texts: number of the text of each of the microbatch's rows.
+        first: whether the microbatch is the beginning of one (a prompt); else each row is the token
+            that came last.
         ended: numbers of texts whose keys and values nobody needs any more.
     """
 
-    text: int
+    texts: tuple[int, ...]
     first: bool
     ended: tuple[int, ...] = ()
 
@@ -101,7 +101,7 @@ class MicrobatchContext(NamedTuple):
         samples: that the stage works on; without any, all of the microbatch.
         offsets: by module that has any number of rows of a sample, each sample's first row, and
             behind the last one the number of rows.
-        decode: of a step that writes text, which.
+        decode: of a step that writes texts, which.
         seeds: that noise of samples follows from; None where none is drawn.
         reference: the log-probabilities of the rows' labels are asked for, without adapters.
         router_loss: whether the loss is to have what the model adds to it for its routers.

@@ -58,7 +58,7 @@ class Labelled:
         targets: (B, T) int64 on the host: per token the label that it is to predict, perhaps
             :func:`with_sources`.
         device: where the stage is.
-        only_last: it is the last position that counts, whatever labels there are.
+        only_last: it is every row's last position that counts, whatever labels there are.
 
     Attributes:
         shape: (B, T).
@@ -71,7 +71,7 @@ class Labelled:
         self.shape, flat = targets.shape, targets.flatten()
         rows = (flat != IGNORE_INDEX).nonzero()[:, 0]
         if only_last:
-            rows = torch.tensor([len(flat) - 1])
+            rows = torch.arange(1, self.shape[0] + 1) * self.shape[1] - 1
         labels, self._sources = flat[rows], torch.zeros(0, dtype=torch.int64)
         if not only_last:
             self._sources, labels = labels >> _SOURCE_BITS, labels & ((1 << _SOURCE_BITS) - 1)

@@ -33,10 +33,11 @@ from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, own_visual_tokens
 from raymm.actors.stages.attention_arguments import MaskedAttention, attention_arguments
-from raymm.actors.stages.decoding import KeyValueCaches, likeliest
 from raymm.actors.stages.labels import PAIR, Labelled, compared, pair_shares, with_sources
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
+from raymm.actors.stages.texts.decoding import KeyValueCaches, likeliest
+from raymm.actors.stages.texts.joined_texts import apart_if_need_be
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.collectives.p2p import Exchange
@@ -94,9 +95,8 @@ class LanguageSpec:
 class LanguageStage(StageModule):
     """Blocks [lo, hi) of a language model; the last stage returns the loss.
 
-    The loss is the sum of cross entropies over label tokens divided by the number of
-    label tokens of the whole step (``context.label_tokens``). The head runs only on
-    positions that have a label.
+    The loss is the sum of cross entropies over label tokens divided by the number of label tokens
+    of the whole step (``context.label_tokens``). The head runs only on positions that have one.
 
     Args:
         spec: of the whole language model.
@@ -119,7 +119,7 @@ class LanguageStage(StageModule):
         self._routing = Routing(module, spec.mixture)
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
         self._labelled: Labelled | None = None
-        self._caches = KeyValueCaches(getattr(self.module, "config", None), lo, hi)
+        self._caches = KeyValueCaches(module, lo, hi)
         if self.last:
             head = self.module.get_output_embeddings()
             if head is None:
@@ -139,9 +139,8 @@ class LanguageStage(StageModule):
             self._use_masks()
 
     def _use_masks(self) -> None:
-        self._masked = MaskedAttention(
-            self.module, self._forward.blocks, self.spec.mixers, self._has_cross_layers
-        )
+        blocks, mixers = self._forward.blocks, self.spec.mixers
+        self._masked = MaskedAttention(self.module, blocks, mixers, self._has_cross_layers)
 
     def share_tokens(self, exchange: Exchange) -> None:
         """Work on a part of every sample's tokens, together with the processes of a group."""
@@ -216,6 +215,7 @@ class LanguageStage(StageModule):
             return None  # ProphetNet's head has several predictions of each row
         return (self._labelled.of(args[0])[None],)
 
+    @apart_if_need_be
     def run(
         self,
         inputs: dict[str, Any] | None,
@@ -233,7 +233,7 @@ class LanguageStage(StageModule):
         Returns:
             Hidden state with what later stages need as side tensors (the merged mask or token
             layout, and per token the label that it is to predict), or, from the last stage,
-            the loss; of a step that writes text, its next token; of one of references, (B,).
+            the loss; of a step that writes texts, their next tokens; of one of references, (B,).
         """
         hidden: torch.Tensor | None = None
         inputs = with_sources(inputs or {}, rows=self.spec.preference is not None)
@@ -303,7 +303,7 @@ class LanguageStage(StageModule):
         """The loss, the next token, or the rows' log-probabilities."""
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         if context.decode is not None:
-            return Message((), {}, loss=likeliest(rows[-1], *(self._vocabulary or (0, None))))
+            return Message((), {}, scores=likeliest(rows, *(self._vocabulary or (0, None))))
         entropy, sums, scores = self._cross_entropy_sum, {}, None
         if (loss := self.spec.preference) is None:
             total = entropy(rows, labelled.targets)

@@ -23,10 +23,11 @@ from raymm.actors.sharding.context_method import attend_over
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.whole.text_entry import TextEntry
 from raymm.actors.sharding.whole.token_share import TokenShare, packed_tokens, zigzag
-from raymm.actors.stages.decoding import PreparedInputs
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.language import Labelled, LanguageSpec, LanguageStage
 from raymm.actors.stages.stage_inputs import from_side, to_side
+from raymm.actors.stages.texts.decoding import PreparedInputs
+from raymm.actors.stages.texts.joined_texts import apart_if_need_be
 from raymm.actors.weights.model_part import Call
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
@@ -161,6 +162,7 @@ class WholeLanguageStage(LanguageStage):
             own = torch.full_like(own, none)
         return own
 
+    @apart_if_need_be
     def run(
         self,
         inputs: dict[str, Any] | None,
@@ -176,7 +178,7 @@ class WholeLanguageStage(LanguageStage):
 
         Returns:
             Hidden state and features that later stages read, with what the forward is given as
-            side tensors; from the last stage, the loss; of a step that writes text, its next token.
+            side tensors; from the last stage, the loss; of a step that writes texts, their tokens.
         """
         hidden, relays = None, []
         if self.first:

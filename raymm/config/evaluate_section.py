@@ -28,7 +28,8 @@ class GenerateSection(Section):
 
     Attributes:
         max_tokens: of a text, at most.
-        under_way: texts at once; by default two per stage of the language model.
+        under_way: texts at once, by default eight for each stage of the language model (sixteen if
+            it has one).
     """
 
     max_tokens: Count = 64

@@ -1,8 +1,9 @@
 """Greedy decoding on the ranks of a model that runs: nobody moves a weight.
 
-The next token of a text is a step of one microbatch, forward only: its prompt, then the token that
-came last, whose keys and values stages keep. Steps of several texts are under way at once, so that
-all stages are busy while each text waits for its own.
+A step is forward only, of one microbatch: the prompt of a text, or the tokens that came last of
+several, whose keys and values stages keep. What a step takes is to read the weights, for one text
+as for eight. Several steps are under way at once, so that all stages are busy while texts wait for
+their tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from raymm.model.whole_model import WholeModel
 from raymm.runtime.pending_step import PendingStep
 from raymm.scheduler.plan.plan import Plan
 
-# Texts under way per stage of the language model: one that it works on, and one that waits.
-TEXTS_PER_STAGE = 2
+# Texts of a step, at most.
+TEXTS_PER_STEP = 8
 
 
 class GenerationError(InputError, ValueError):
@@ -52,7 +53,7 @@ class WritingModule(Protocol):
         Args:
             prepared, update, forward_only, keep: as of
                 :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
-            decode: which text the step is of.
+            decode: which texts the step is of.
         """
         ...
 
@@ -90,7 +91,6 @@ class _Text:
     number: int
     prompt: Prompt
     tokens: list[int] = field(default_factory=list)
-    pending: PendingStep | None = None
 
 
 def check_generates(parallel: WritingModule) -> None:
@@ -145,62 +145,101 @@ def generate(
         prompts: read as they are needed.
         max_tokens: of a text, at most.
         ends: tokens that end a text; they are not part of it.
-        under_way: texts at once; by default two for each stage of the language model.
+        under_way: texts at once, shared out evenly over the steps under way, of which there are as
+            many as the language model has stages, and two of one stage; by default eight for each.
 
     Raises:
         GenerationError: the model cannot write text under its plan.
         RankFailedError: a process died or raised.
     """
     check_generates(parallel)
-    stages = len(parallel.plan.replicas(LANGUAGE_MODEL)[0])
-    most = under_way or TEXTS_PER_STAGE * stages
-    source = enumerate(prompts)
-    waiting: deque[_Text] = deque()
+    writing = _Writing(parallel, prompts, under_way)
     done: dict[int, list[int]] = {}
-    ended: list[int] = []
-    given_out, exhausted = 0, False
-    while True:
-        while not exhausted and len(waiting) < most:
-            following = next(source, None)
-            if following is None:
-                exhausted = True
-                break
-            waiting.append(_submitted(parallel, _Text(*following), ended))
-        if not waiting:
-            return
-        text = waiting.popleft()
-        assert text.pending is not None
-        token = int(text.pending.result().loss)
-        if token not in ends:
-            text.tokens.append(token)
-        if token in ends or len(text.tokens) >= max_tokens:
-            done[text.number] = text.tokens
-            ended.append(text.number)
-            while given_out in done:
-                yield done.pop(given_out)
-                given_out += 1
-        else:
-            waiting.append(_submitted(parallel, text, ended))
+    given_out = 0
+    while (step := writing.next_step()) is not None:
+        for text, token in step:
+            if token not in ends:
+                text.tokens.append(token)
+            if token in ends or len(text.tokens) >= max_tokens:
+                done[text.number] = text.tokens
+                writing.end(text)
+            else:
+                writing.go_on(text)
+        while given_out in done:
+            yield done.pop(given_out)
+            given_out += 1
 
 
-def _submitted(parallel: WritingModule, text: _Text, ended: list[int]) -> _Text:
-    """A text whose next token is on its way."""
-    first = not text.tokens
-    decode = Decode(text.number, first, tuple(ended))
-    ended.clear()
-    if first:
-        parts, meta = text.prompt.parts, text.prompt.meta
-    else:
-        parts = {"text": _text(torch.tensor([text.tokens[-1:]]))}
-        meta = describe(dict(parts["text"]), text.prompt.meta.sample_ids)
-    text.pending = parallel.submit(
-        ([parts], [meta]), forward_only=True, keep=text.prompt.keep, decode=decode
-    )
-    return text
+class _Writing:
+    """Steps of texts under way. Which texts a step is of follows from the texts alone: tokens do
+    not depend on who was faster.
+
+    Args:
+        parallel, prompts, under_way: as of :func:`generate`.
+    """
+
+    def __init__(
+        self, parallel: WritingModule, prompts: Iterable[Prompt], under_way: int | None
+    ) -> None:
+        self._parallel, self._source = parallel, enumerate(prompts)
+        # What one stage computes while another computes, or while tokens come and go.
+        self._steps = max(len(parallel.plan.replicas(LANGUAGE_MODEL)[0]), 2)
+        self._most = under_way or TEXTS_PER_STEP * self._steps
+        self._alive, self._exhausted = 0, False
+        self._waiting: deque[_Text] = deque()
+        self._pending: deque[tuple[list[_Text], PendingStep]] = deque()
+        self._ended: list[int] = []
+
+    def next_step(self) -> list[tuple[_Text, int]] | None:
+        """The texts of the step that was submitted first, each with its next token; None if all
+        have ended."""
+        self._fill()
+        if not self._pending:
+            return None
+        texts, pending = self._pending.popleft()
+        return list(zip(texts, map(int, pending.scores()[0]), strict=True))
+
+    def go_on(self, text: _Text) -> None:
+        """It waits for a step."""
+        self._waiting.append(text)
+
+    def end(self, text: _Text) -> None:
+        """Its keys and values are forgotten with the next step."""
+        self._alive -= 1
+        self._ended.append(text.number)
+
+    def _fill(self) -> None:
+        while len(self._pending) < self._steps:
+            if self._alive < self._most and not self._exhausted:
+                begun = next(self._source, None)
+                self._exhausted = begun is None
+                if begun is not None:
+                    self._alive += 1
+                    self._submit([_Text(*begun)])
+            elif self._waiting:
+                share = -(-self._alive // self._steps)
+                number = min(len(self._waiting), max(share, 1))
+                self._submit([self._waiting.popleft() for _ in range(number)])
+            else:
+                return
+
+    def _submit(self, texts: list[_Text]) -> None:
+        first = not texts[0].tokens
+        decode = Decode(tuple(text.number for text in texts), first, tuple(self._ended))
+        self._ended.clear()
+        prompt = texts[0].prompt
+        parts, meta, keep = prompt.parts, prompt.meta, prompt.keep
+        if not first:
+            parts = {"text": _text(torch.tensor([text.tokens[-1:] for text in texts]))}
+            ids = [name for text in texts for name in text.prompt.meta.sample_ids]
+            meta, keep = describe(dict(parts["text"]), ids), None
+        self._pending.append((texts, self._parallel.submit(
+            ([parts], [meta]), forward_only=True, keep=keep, decode=decode
+        )))
 
 
 def _text(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Text inputs of a row, (1, T) int64, without labels."""
+    """Text inputs of rows, (B, T) int64, without labels."""
     return {
         "input_ids": ids, "attention_mask": torch.ones_like(ids),
         "labels": torch.full_like(ids, -100),

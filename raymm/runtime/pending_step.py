@@ -49,8 +49,8 @@ class PendingStep:
         self._handle.forget()
 
     def scores(self) -> dict[int, list[float]]:
-        """Of pairs of answers: by microbatch, its rows' log-probabilities. Raises as
-        :meth:`result`."""
+        """By microbatch, of pairs of answers its rows' log-probabilities, of texts their next
+        tokens. Raises as :meth:`result`."""
         return self._scores(self._handle.result())
 
     def _scores(self, results: Sequence[StepResult]) -> dict[int, list[float]]:

@@ -1,0 +1,1 @@
+"""Stages of a language model that write texts."""

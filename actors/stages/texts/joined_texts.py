@@ -1,0 +1,219 @@
+"""Several texts as the rows of one batch, of which each has keys and values of its own.
+
+Shorter texts have padding before them, as in a batch of transformers' ``generate``, which no token
+sees. It is made anew for every step: what a cache of transformers copies in every step anyway, as
+it grows, is copied to where it is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from raymm.actors.modules.message import Decode, Message, MicrobatchContext
+
+_JOINED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+CACHE, SEEN, POSITIONS = "past_key_values", "attention_mask", "position_ids"
+
+
+class TextsApartError(Exception):
+    """A model cannot go on with several texts at once."""
+
+
+class JoinedLayer(DynamicLayer):
+    """Keys and values of a block, of texts as rows.
+
+    Args:
+        layers: of each text.
+    """
+
+    def __init__(self, layers: Sequence[DynamicLayer]) -> None:
+        super().__init__()
+        self._layers = layers
+        self._longest = max(layers, key=lambda layer: layer.get_seq_length())
+        self.is_initialized, self.is_sliding = True, layers[0].is_sliding
+        self.dtype, self.device = layers[0].dtype, layers[0].device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of any layer: (texts, heads, 1, width) each, which every text keeps its own of.
+
+        Returns:
+            (texts, heads, T, width) each.
+        """
+        rows = zip(self._layers, key_states.split(1), value_states.split(1), strict=True)
+        both = [layer.update(key, value, *args, **kwargs) for layer, key, value in rows]
+        self.keys, self.values = (_behind_padding(own, 2) for own in zip(*both, strict=True))
+        return self.keys, self.values
+
+    def get_seq_length(self, *args: Any) -> int:
+        """As of any layer, with padding."""
+        return self._longest.get_seq_length(*args)
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        """As of any layer, with padding."""
+        return self._longest.get_mask_sizes(*args)
+
+
+class JoinedCache(Cache):
+    """Keys and values of texts as rows.
+
+    Args:
+        of_texts: of each text.
+    """
+
+    def __init__(self, of_texts: Sequence[DynamicCache]) -> None:
+        self.of_texts = of_texts
+        layers = zip(*(cache.layers for cache in of_texts), strict=True)
+        super().__init__(layers=[JoinedLayer(of_block) for of_block in layers])
+
+
+def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
+    """
+    Args:
+        caches: of texts.
+        module: the model, or a part of it.
+
+    Raises:
+        TextsApartError: what blocks keep of a text is something else than keys and values of its
+            tokens, or the model cannot be told which positions these have: where they are not
+            rotary, each model counts them in its own way.
+    """
+    for cache in caches:
+        length = cache.get_seq_length()
+        for layer in cache.layers:
+            if type(layer) not in _JOINED_LAYERS or layer.get_seq_length() != length:
+                raise TextsApartError
+    told = {SEEN, POSITIONS} <= set(inspect.signature(module.forward).parameters)
+    if not told or not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
+        raise TextsApartError
+
+
+def seen_tokens(
+    caches: Sequence[DynamicCache], tokens: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """What the forward is told of texts that are not of one length.
+
+    Args:
+        caches: of texts.
+        tokens: of the forward, in each row.
+        device: of the model.
+
+    Returns:
+        Which tokens there are (texts, T) int64, and the new ones' positions (texts, tokens) int64;
+        nothing if all are as long.
+    """
+    lengths = torch.tensor([cache.get_seq_length() for cache in caches])
+    if bool((lengths == lengths[0]).all()):
+        return {}
+    total = int(lengths.max()) + tokens
+    seen = torch.arange(total) >= (total - tokens - lengths)[:, None]
+    positions = lengths[:, None] + torch.arange(tokens)
+    return {SEEN: seen.long().to(device), POSITIONS: positions.to(device)}
+
+
+def joined_arguments(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arguments of a forward of all texts, as a batch of transformers' ``generate`` has them:
+    tensors of rows and of items behind one another, of tokens behind padding.
+
+    Args:
+        rows: of each text alone, as its model prepares them; caches are left out.
+
+    Raises:
+        TextsApartError: there are some of which nobody knows what they would be of all.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _joined(name, rows) for name in names if name != CACHE}
+
+
+def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if not values:
+        return None
+    first = values[0]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        if len(values) == len(rows) and isinstance(first, int) and set(values) == {first}:
+            return first
+        raise TextsApartError
+    if name == POSITIONS and all(value.shape[1:] == (1, 1) for value in values):
+        return torch.cat(values, 1)  # positions in several dimensions
+    widths = [row[SEEN].shape for row in rows if row.get(SEEN) is not None]
+    if [value.shape for value in values] == widths:
+        return _behind_padding(values, 1)
+    if any(value.shape[1:] != first.shape[1:] for value in values):
+        raise TextsApartError
+    return torch.cat(values)
+
+
+def _behind_padding(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Tensors (1, ...) one after the other, as long as the longest of them.
+
+    Args:
+        values: alike in all but ``dim``.
+        dim: of tokens.
+    """
+    longest = max(value.shape[dim] for value in values)
+    after = values[0].dim() - 1 - dim
+    return torch.cat([
+        F.pad(value, (0, 0) * after + (longest - value.shape[dim], 0)) for value in values
+    ])
+
+
+def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
+    """A stage that runs texts one after the other where they cannot be joined.
+
+    Args:
+        run: of the stage, which raises :class:`TextsApartError` before any block has run.
+    """
+
+    @wraps(run)
+    def runs(
+        stage: Any, inputs: dict[str, Any] | None, received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        try:
+            return run(stage, inputs, received, context)
+        except TextsApartError:
+            decode = context.decode
+        assert decode is not None  # there are texts
+        messages = []
+        for row, text in enumerate(decode.texts):
+            own = {
+                name: message._replace(
+                    tensors=tuple(tensor[row : row + 1] for tensor in message.tensors),
+                    side=_row(message.side, row),
+                )
+                for name, message in received.items()
+            }
+            alone = context._replace(decode=Decode((text,), False))
+            messages.append(run(stage, inputs and _row(inputs, row), own, alone))
+        return _of_rows(messages)
+
+    return runs
+
+
+def _row(values: Mapping[str, Any], row: int) -> dict[str, Any]:
+    return {
+        name: value[row : row + 1] if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+
+
+def _of_rows(messages: Sequence[Message]) -> Message:
+    """Of a text each, of all: hidden states and next tokens."""
+    sides = [message.side for message in messages]
+    scores = [message.scores for message in messages if message.scores is not None]
+    return messages[0]._replace(
+        tensors=tuple(torch.cat(own) for own in zip(*(m.tensors for m in messages), strict=True)),
+        side={name: torch.cat([side[name] for side in sides]) for name in sides[0]},
+        scores=torch.cat(scores) if scores else None,
+    )
