@@ -16,10 +16,10 @@ prompt, and `tokens_equal` says that it did. Ways take turns, round by round:
 `one_process_one_core` (on a busy machine two threads that wait for each other are slower than one),
 median over rounds. What bounds it is printed beside it. Every token of a prompt waits for the one
 before, through both stages; several steps under way hide that wait, so at best the slower rank
-computes without a pause. `busy_share` is the part of the time in which it did, `bound_tokens_per_second`
-what it would write if that were all, `bound_ratio` that over the same process. `chain_ms` is what a
-token takes with nothing else under way: both stages' compute (`chain_compute_ms`), and messages,
-calls and replies between them.
+computes without a pause. `busy_share` is the part of the time in which it did,
+`bound_tokens_per_second` what it would write if that were all, `bound_ratio` that over the same
+process. `chain_ms` is what a token takes with nothing else under way: both stages' compute
+(`chain_compute_ms`), and messages, calls and replies between them.
 
     python -m benchmarks.generate --json
 """

@@ -19,9 +19,9 @@ VOCABULARY = 60
 def lfm2() -> hf.PretrainedConfig:
     """Layers of convolutions, whose states are no keys and values."""
     return hf.Lfm2Config(
-        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"],
-        pad_token_id=0, block_auto_adjust_ff_dim=False,
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention", "conv"],
     )
 
 
