@@ -101,8 +101,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/stages": (
         "kernels", "scheduler/graph", "actors/experts", "actors/features", "actors/modules",
-        "actors/weights", "actors/sharding", "actors/sharding/whole",
+        "actors/weights", "actors/sharding", "actors/sharding/whole", "actors/stages/texts",
     ),
+    "actors/stages/texts": ("kernels", "actors/modules"),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
         "actors/adapters", "actors/optimizer",
