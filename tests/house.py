@@ -99,11 +99,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/optimizer": (
         "kernels", "scheduler", "actors/modules", "actors/storage", "actors/sharding",
     ),
+    "actors/stages/texts": ("kernels", "actors/modules"),
     "actors/stages": (
         "kernels", "scheduler/graph", "actors/experts", "actors/features", "actors/modules",
         "actors/weights", "actors/sharding", "actors/sharding/whole", "actors/stages/texts",
     ),
-    "actors/stages/texts": ("kernels", "actors/modules"),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
         "actors/adapters", "actors/optimizer",
