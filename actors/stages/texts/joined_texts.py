@@ -95,8 +95,8 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
                 raise TextsApartError
             if cast(DynamicLayer, layer).get_seq_length() != length:
                 raise TextsApartError
-    told = {SEEN, POSITIONS} <= set(inspect.signature(module.forward).parameters)
-    if not told or not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
+    takes_both = {SEEN, POSITIONS} <= set(inspect.signature(module.forward).parameters)
+    if not takes_both or not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
         raise TextsApartError
 
 
