@@ -44,7 +44,11 @@ class JoinedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of any layer: (texts, heads, 1, width) each, which every text keeps its own of.
+        """As of any layer; every text keeps its own.
+
+        Args:
+            key_states, value_states: of the new tokens, (texts, heads, 1, width).
+            args, kwargs: for the layers of texts.
 
         Returns:
             (texts, heads, T, width) each.
