@@ -10,7 +10,7 @@ from tests import house
 # They leave a computation, or end a process as signals do: nothing is wrong.
 NO_ERRORS = {
     "CutReached", "Interrupted", "RunInterruptedError", "RunTerminatedError", "SaveAbandoned",
-    "TooManyStages", "TooManyTransitions", "_Projected",
+    "TextsApart", "TooManyStages", "TooManyTransitions", "_Projected",
 }
 
 

@@ -24,7 +24,7 @@ from transformers.utils.generic import ModelOutput
 from raymm.actors.modules.message import Decode
 from raymm.actors.stages.texts.joined_texts import (
     JoinedCache,
-    TextsApartError,
+    TextsApart,
     check_joins,
     joined_arguments,
     seen_tokens,
@@ -56,7 +56,7 @@ class KeyValueCaches:
             tokens: of the forward, in each row.
 
         Raises:
-            TextsApartError: the model cannot go on with several texts at once.
+            TextsApart: the model cannot go on with several texts at once.
         """
         first = decode is not None and decode.first
         if torch.is_grad_enabled() or decode is not None and first and decode.texts == (0,):
@@ -79,7 +79,7 @@ class KeyValueCaches:
         ran = True
         try:
             yield {"use_cache": True, **arguments}
-        except TextsApartError:
+        except TextsApart:
             ran = False
             raise
         finally:
@@ -120,7 +120,7 @@ class PreparedInputs:
             caching: of :meth:`KeyValueCaches.arguments`.
 
         Raises:
-            TextsApartError: the model is not to be given several texts at once.
+            TextsApart: the model is not to be given several texts at once.
         """
         for text in decode.ended:
             self._of_text.pop(text, None)
@@ -135,7 +135,7 @@ class PreparedInputs:
         ]
         try:
             return {**joined_arguments(rows), "past_key_values": cache}
-        except TextsApartError:
+        except TextsApart:
             self._of_text = before
             raise
 

@@ -23,7 +23,7 @@ from raymm.actors.modules.message import Decode, Message, MicrobatchContext
 CACHE, SEEN, POSITIONS = "past_key_values", "attention_mask", "position_ids"
 
 
-class TextsApartError(Exception):
+class TextsApart(Exception):  # noqa: N818  not an error: texts take their turns
     """A model cannot go on with several texts at once."""
 
 
@@ -87,7 +87,7 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
         module: the model, or a part of it.
 
     Raises:
-        TextsApartError: what blocks keep of a text is something else than keys and values of its
+        TextsApart: what blocks keep of a text is something else than keys and values of its
             tokens, or the model cannot be told which positions these have: where they are not
             rotary, each model counts them in its own way.
     """
@@ -96,12 +96,12 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
         for layer in cache.layers:
             # Of exactly these: what inherits from them keeps more.
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                raise TextsApartError
+                raise TextsApart
             if cast(DynamicLayer, layer).get_seq_length() != length:
-                raise TextsApartError
+                raise TextsApart
     takes_both = {SEEN, POSITIONS} <= set(inspect.signature(module.forward).parameters)
     if not takes_both or not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
-        raise TextsApartError
+        raise TextsApart
 
 
 def seen_tokens(
@@ -135,7 +135,7 @@ def joined_arguments(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows: of each text alone, as its model prepares them; caches are left out.
 
     Raises:
-        TextsApartError: there are some of which nobody knows what they would be of all.
+        TextsApart: there are some of which nobody knows what they would be of all.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: _joined(name, rows) for name in names if name != CACHE}
@@ -149,14 +149,14 @@ def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     if not all(isinstance(value, torch.Tensor) for value in values):
         if len(values) == len(rows) and isinstance(first, int) and set(values) == {first}:
             return first
-        raise TextsApartError
+        raise TextsApart
     if name == POSITIONS and all(value.shape[1:] == (1, 1) for value in values):
         return torch.cat(values, 1)  # positions in several dimensions
     widths = [row[SEEN].shape for row in rows if row.get(SEEN) is not None]
     if [value.shape for value in values] == widths:
         return _behind_padding(values, 1)
     if any(value.shape[1:] != first.shape[1:] for value in values):
-        raise TextsApartError
+        raise TextsApart
     return torch.cat(values)
 
 
@@ -178,7 +178,7 @@ def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
     """A stage that runs texts one after the other where they cannot be joined.
 
     Args:
-        run: of the stage, which raises :class:`TextsApartError` before any block has run.
+        run: of the stage, which raises :class:`TextsApart` before any block has run.
     """
 
     @wraps(run)
@@ -188,7 +188,7 @@ def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
     ) -> Message:
         try:
             return run(stage, inputs, received, context)
-        except TextsApartError:
+        except TextsApart:
             decode = context.decode
         assert decode is not None  # there are texts
         messages = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Decode, MicrobatchContext
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.texts.joined_texts import TextsApartError, joined_arguments
+from raymm.actors.stages.texts.joined_texts import TextsApart, joined_arguments
 
 VOCABULARY = 60
 
@@ -120,7 +120,7 @@ def test_arguments_of_whole_models_are_those_of_a_batch():
     assert joined["position_ids"].tolist() == [[[1], [9]]] * 3
     assert joined["use_cache"] is True and joined["pixel_values"] is None
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 4, 4]]
-    with pytest.raises(TextsApartError):
+    with pytest.raises(TextsApart):
         joined_arguments([{**short, "use_cache": False}, long])
-    with pytest.raises(TextsApartError):
+    with pytest.raises(TextsApart):
         joined_arguments([{**short, "mask": torch.ones(1, 2)}, {**long, "mask": torch.ones(1, 3)}])
