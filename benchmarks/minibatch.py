@@ -41,8 +41,8 @@ from rich.table import Table
 
 from benchmarks import _common
 from benchmarks._drawn_sizes import DISTRIBUTIONS, NAMES, drawn_sizes
+from benchmarks._isf import plan_isf, search_budgets
 from benchmarks._transformer_cost import transformer_cost
-from raymm.scheduler.baselines.isf import plan_isf, search_budgets
 from raymm.scheduler.minibatch.balanced import plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
 from raymm.scheduler.minibatch.costs import CostModel

@@ -30,10 +30,10 @@ from rich.table import Table
 
 from benchmarks import _common
 from benchmarks._exact_distribution import exact_distribution
+from benchmarks._token_policies import POLICIES
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
-from raymm.scheduler.baselines.token_policies import POLICIES
 from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
 from raymm.scheduler.context_parallel.equal_counts import balanced
 from raymm.scheduler.context_parallel.workload import active_key_blocks

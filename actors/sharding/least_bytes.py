@@ -1,5 +1,5 @@
 """The attention method that sends the fewest bytes, chosen when a layer attends: what
-``kernels.shared_batch.SharedBatch`` takes for a method, as the choice is the scheduler's.
+``kernels.hf.shared_batch.CrossAttention`` takes for a method, as the choice is the scheduler's.
 """
 
 from __future__ import annotations

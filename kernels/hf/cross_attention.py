@@ -1,8 +1,8 @@
 """Cross attention of Hugging Face models whose text and visual tokens processes share.
 
     share_cross_attention(model)      # once: MllamaForConditionalGeneration, Idefics, ...
-    share = SharedBatch(...)          # per batch: who has which tokens, who sees what
-    model(**part_of_inputs, **share.arguments())
+    told = CrossAttention(...)        # per batch: who has which tokens, who sees what
+    model(**part_of_inputs, **{CROSS_ARGUMENT: told, MASK_ARGUMENT: ..., ATTEND_ARGUMENT: ...})
 
 The model's classes and forwards stay as they are. Self attention finds its mask and whom to call
 in the keyword arguments (``kernels/hf/self_attention.py``). A cross-attention layer gets those of
@@ -52,8 +52,9 @@ class CrossAttentionError(InputError, ValueError):
 
 
 def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
-    """Make a model's cross attention understand :class:`raymm.kernels.hf.shared_batch.SharedBatch`,
-    and all attention of its text model raymm's; may be called again.
+    """Make a model's cross attention understand
+    :data:`raymm.kernels.hf.shared_batch.CROSS_ARGUMENT`, and all attention of its text model
+    raymm's; may be called again.
 
     Returns:
         Names of the layers.

@@ -53,31 +53,6 @@ def cross_masks(
     return tuple(masks)
 
 
-def padded_causal_masks(attention_mask: torch.Tensor) -> tuple[AttentionMask, ...]:
-    """Causal masks that hide padding: one per sequence.
-
-    Args:
-        attention_mask: (B, T), 0 for padding, which is at the ends of a sequence only.
-
-    Returns:
-        B masks of T rows and keys. Padding before the first token sees nothing.
-
-    Raises:
-        MaskError: not (B, T), or padding between tokens.
-    """
-    if attention_mask.dim() != 2:
-        raise MaskError(f"attention_mask is (B, T), got {tuple(attention_mask.shape)}")
-    distinct: dict[tuple[int, int], AttentionMask] = {}
-    masks = []
-    for number, row in enumerate((attention_mask != 0).cpu().numpy()):
-        tokens = np.flatnonzero(row)
-        first, stop = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
-        if len(tokens) != stop - first:
-            raise MaskError(f"attention_mask of sequence {number} has padding between tokens")
-        masks.append(distinct.setdefault((first, stop), _causal_within(len(row), first, stop)))
-    return tuple(masks)
-
-
 def _of_items(sees: np.ndarray, tokens: int) -> AttentionMask:
     """Of (T, I) bool: a mask of items for rows that differ from the row before them, then every
     bound times the tokens of an item."""
@@ -90,10 +65,3 @@ def _of_items(sees: np.ndarray, tokens: int) -> AttentionMask:
     table = query_rows(starts, lo=lo, hi=hi, lo2=lo2, hi2=hi2, attend=attend)
     keys = small.key_table * np.array([tokens, 1])
     return AttentionMask(table, keys, length, items * tokens)
-
-
-def _causal_within(length: int, first: int, stop: int) -> AttentionMask:
-    """Tokens [first, stop) see themselves and what is before; later rows see all of them."""
-    starts = np.array([0, first, stop])
-    table = query_rows(starts, lo=[0, first, first], hi=[0, 1, stop], hi_slope=[0, 1, 0])
-    return AttentionMask(table, np.array([[0, 1]]), length, length)

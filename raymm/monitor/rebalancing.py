@@ -22,8 +22,8 @@ from raymm.monitor.decision_log import DecisionLog
 from raymm.scheduler.minibatch.cost_fit import CostFit
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,
-    column_units,
     efficiency,
+    group_units,
     of_modules,
 )
 from raymm.scheduler.minibatch.metrics import dist_ratio
@@ -110,7 +110,7 @@ class Rebalancing:
     ) -> dict[str, Any]:
         seconds = self._forecast.observe(timeline, microbatches)
         columns = self._forecast.columns
-        units, squares = column_units(self._sampler.sizes, groups, self._packed, columns)
+        units, squares = group_units(self._sampler.sizes, groups, self._packed, columns)
         costs = self._fit.costs()
         row = {}
         if costs is not None:
@@ -174,7 +174,7 @@ class Rebalancing:
         columns = self._forecast.columns
         whole, work = 0.0, 0.0
         for groups in steps:
-            units = column_units(self._sampler.sizes, groups, self._packed, columns)
+            units = group_units(self._sampler.sizes, groups, self._packed, columns)
             whole += self._seconds(groups, costs.column_seconds(columns, *units))
             work += float(costs.even.column_seconds(columns, *units).sum())
         return whole / work if work > 0 else 0.0

@@ -111,8 +111,7 @@ def distribute(
     Args:
         work: (blocks,) integers, work per block in any unit.
         ranks: size of the context-parallel group.
-        policy: who gets what; others than the default are in
-            :mod:`raymm.scheduler.baselines.token_policies`.
+        policy: who gets what; others than the default are what benchmarks compare with.
         n_tokens: tokens of the sequence. Default: every block is full.
         block: tokens per block.
         seed: of policies that draw.

@@ -107,7 +107,7 @@ class MeasuredCosts:
 
         Args:
             columns: C of them.
-            units, squares: (n, C), see :func:`column_units`.
+            units, squares: (n, C), see :func:`group_units`.
         """
         factors = [
             self.replicas[name][share] if of > 1 and name in self.shared else 1.0
@@ -197,33 +197,21 @@ class MeasuredCosts:
 
 
 def group_units(
-    sizes: SampleSizes, groups: Sequence[Sequence[int]], packed: bool
+    sizes: SampleSizes, groups: Sequence[Sequence[int]], packed: bool,
+    columns: Sequence[Column] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What microbatches are to every module.
+    """What microbatches, or copies' shares of them, are to modules.
 
     Args:
         sizes: of all samples.
         groups: samples of each microbatch, at least one.
         packed: if not, samples are padded to the longest in ``sizes.padded``.
-
-    Returns:
-        (n, M) float64 units, and the sums of the squares of every sample's units.
-    """
-    return column_units(sizes, groups, packed, tuple(map(Column, sizes.names)))
-
-
-def column_units(
-    sizes: SampleSizes, groups: Sequence[Sequence[int]], packed: bool, columns: Sequence[Column]
-) -> tuple[np.ndarray, np.ndarray]:
-    """What microbatches, or copies' shares of them, are to modules.
-
-    Args:
-        sizes, groups, packed: as of :func:`group_units`.
-        columns: C of them.
+        columns: C of them; by default one for each modality.
 
     Returns:
         (n, C) float64 units, and the sums of the squares of every sample's units.
     """
+    columns = columns or tuple(map(Column, sizes.names))
     counts = np.array([len(group) for group in groups])
     samples = np.concatenate([np.asarray(g, np.int64) for g in groups])
     starts = np.cumsum(counts) - counts

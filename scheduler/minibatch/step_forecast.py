@@ -13,7 +13,7 @@ from math import lcm
 
 import numpy as np
 
-from raymm.scheduler.minibatch.measured_costs import Column, column_units
+from raymm.scheduler.minibatch.measured_costs import Column, group_units
 from raymm.scheduler.minibatch.problem import SampleSizes
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
@@ -92,7 +92,7 @@ class StepForecast:
         parts = lcm(*(column.of for column in self.columns))
         names = [name for name in self.modules if name != self._text]
         columns = [Column(name, part, parts) for name in names for part in range(parts)]
-        units = column_units(sizes, groups, True, columns)[0] > 0
+        units = group_units(sizes, groups, True, columns)[0] > 0
         return tuple(
             filled_samples(self.plan, parts, {
                 self.modules[name]: tuple(accumulate(filled.tolist(), initial=0))

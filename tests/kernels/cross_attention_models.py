@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from shared_batch import SharedBatch, padded_causal_masks
 from torch import nn
 from transformers import (
     IdeficsConfig,
@@ -17,8 +18,7 @@ from transformers import (
 )
 
 from raymm.kernels.context_parallel.layout import ContextLayout
-from raymm.kernels.hf.shared_batch import SharedBatch
-from raymm.kernels.mask.cross_masks import cross_masks, padded_causal_masks
+from raymm.kernels.mask.cross_masks import cross_masks
 
 VOCABULARY, HIDDEN, HEADS, LENGTHS = 61, 32, 4, (23, 17)
 IGNORED = -100

@@ -17,7 +17,6 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,
     ModuleCost,
-    column_units,
     efficiency,
     group_units,
 )
@@ -216,7 +215,7 @@ def test_a_slow_copy_of_shared_microbatches_gets_the_lighter_samples(tmp_path):
     forecast = StepForecast(plan, {"vision": "vision", "text": "llm"}, "text")
     longest = []
     for step, (groups, after) in enumerate(islice(sampler.batches(), 60), 1):
-        units = column_units(sizes(), groups, True, forecast.columns)
+        units = group_units(sizes(), groups, True, forecast.columns)
         seconds = slow.column_seconds(forecast.columns, *units)
         longest.append(seconds[0, 1:].max() / seconds[0, 1:].sum())
         costs = {

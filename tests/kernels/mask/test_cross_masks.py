@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.kernels.mask.cross_masks import BLIND_ROWS, cross_masks, padded_causal_masks
+from raymm.kernels.mask.cross_masks import BLIND_ROWS, cross_masks
 from raymm.kernels.mask.mask import MaskError
 
 
@@ -30,26 +30,12 @@ def test_rows_see_the_items_that_they_are_shown(length, items, tokens, share, se
     assert masks[0] is masks[3]
 
 
-@given(length=st.integers(1, 20), first=st.integers(0, 20), tokens=st.integers(0, 20))
-def test_causal_rows_see_no_padding(length, first, tokens):
-    position = torch.arange(length)
-    real = (first <= position) & (position < first + tokens)
-    everything = torch.ones(length, dtype=torch.bool)
-    masks = padded_causal_masks(torch.stack([real, everything, real]).long())
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    assert torch.equal(masks[0].dense(), causal & real)
-    assert torch.equal(masks[1].dense(), causal)
-    assert masks[0] is masks[2]
-
-
 def test_what_cannot_be_a_mask_is_refused():
     shown = torch.ones(1, 4, 2)
     for wrong, said in (
         (lambda: cross_masks(shown[0], 5), r"are \(B, T, I\)"),
         (lambda: cross_masks(shown, 0), "tokens_per_item must be at least 1, got 0"),
         (lambda: cross_masks(shown, 5, blind="some"), "nothing, everything, got 'some'"),
-        (lambda: padded_causal_masks(shown), r"attention_mask is \(B, T\)"),
-        (lambda: padded_causal_masks(torch.tensor([[1, 0, 1]])), "sequence 0 has padding between"),
     ):
         with pytest.raises(MaskError, match=said):
             wrong()

@@ -13,7 +13,6 @@ from raymm.scheduler.minibatch.measured_costs import (
     Column,
     MeasuredCosts,
     ModuleCost,
-    column_units,
     efficiency,
     group_units,
     of_modules,
@@ -59,7 +58,7 @@ groups_of_samples = st.lists(
 def test_shares_of_copies_are_consecutive_samples(groups, copies, packed):
     """What a copy has is a microbatch of its own, but padded to the longest of all."""
     columns = (Column("vision"), *(Column("text", k, copies) for k in range(copies)))
-    found = column_units(SIZES, groups, packed, columns)
+    found = group_units(SIZES, groups, packed, columns)
     for row, group in enumerate(groups):
         text = SIZES.values[group, 1]
         text = text if packed else np.full(len(group), text.max())
@@ -73,7 +72,7 @@ def test_shares_of_copies_are_consecutive_samples(groups, copies, packed):
 def test_seconds_of_shares_by_hand():
     shared = MeasuredCosts(COSTS.modules, COSTS.replicas, frozenset({"text"}))
     columns = (Column("vision"), Column("text", 0, 2), Column("text", 1, 2))
-    units = column_units(SIZES, [[0, 1], [2]], True, columns)
+    units = group_units(SIZES, [[0, 1], [2]], True, columns)
     expected = np.array([
         [4.5, 0.5 * (1 + 1 + 1), 1.5 * (1 + 0.4 + 0.16)], [6.5, 0.0, 1.5 * (1 + 0.6 + 0.36)],
     ])  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._drawn_sizes import DISTRIBUTIONS, drawn_sizes
-from raymm.scheduler.baselines.isf import plan_isf
+from benchmarks._isf import plan_isf
 from raymm.scheduler.minibatch.balanced import WAVE_STEPS, _waves, plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
 from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.baselines.baseline import solutions
-from raymm.scheduler.baselines.isf import (
+from benchmarks._isf import (
     MINIBATCHES,
     isf_groups,
     plan_isf,
     search_budgets,
     statistical_budgets,
 )
+from raymm.scheduler.baselines.baseline import solutions
 from raymm.scheduler.minibatch.fixed_size import plan_random
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.graph.sample_ranges import share
 from raymm.scheduler.minibatch.balanced import plan_balanced
-from raymm.scheduler.minibatch.measured_costs import Column, MeasuredCosts, ModuleCost, column_units
+from raymm.scheduler.minibatch.measured_costs import Column, MeasuredCosts, ModuleCost, group_units
 from raymm.scheduler.minibatch.problem import SampleSizes
 from raymm.scheduler.minibatch.sample_order import order_for_shares
 
@@ -58,7 +58,7 @@ def test_plans_differ_in_the_order_within_microbatches_alone():
         assert [sorted(group) for group in groups] == [
             sorted(plans[0].group(step, rank)) for step in range(plan.steps) for rank in range(2)
         ]
-        seconds = SHARED.column_seconds(columns, *column_units(sizes, groups, True, columns))
+        seconds = SHARED.column_seconds(columns, *group_units(sizes, groups, True, columns))
         longest.append(float((seconds.max(1) / seconds.sum(1)).mean()))
     assert longest[0] > 0.7 and longest[1] < 0.62
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.minibatch.measured_costs import Column, column_units
+from raymm.scheduler.minibatch.measured_costs import Column, group_units
 from raymm.scheduler.minibatch.problem import SampleSizes
 from raymm.scheduler.minibatch.step_forecast import StepForecast
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -90,7 +90,7 @@ def test_copies_that_share_microbatches_are_predicted_exactly():
     samples = [filled_samples(plan, 3, {"vision": of}) for of in offsets]
     samples.append(filled_samples(plan, 2, {}))
     rng = np.random.default_rng(0)
-    units, _ = column_units(sizes, groups, True, forecast.columns)
+    units, _ = group_units(sizes, groups, True, forecast.columns)
     for _ in range(2):
         seconds = np.where(units > 0, rng.uniform(0.1, 1.0, (3, 3)), 0.0)
         costs = {
