@@ -32,6 +32,10 @@ from raymm.actors.probe.stage_comparison import Run, compare_stages, skips_block
 from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
 from raymm.errors import USER_CODE_RAISES
 
+# Of the largest logit: of two ways to compute the same.
+_ALIKE = 1e-4
+
+
 
 def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inputs that a small copy of an encoder was tried with: these, or guessed ones.
@@ -132,28 +136,46 @@ def _vocabulary(model: nn.Module) -> int:
 def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
     """
     Raises:
-        ProbeError: if the model cannot be fed embeddings.
+        ProbeError: if the model cannot be fed embeddings, or gives something else for them than for
+            the ids that they are of.
     """
     name, whole = type(model).__name__, copy.deepcopy(model)
-    failed: list[BaseException] = []
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if isinstance(padding, int):  # some have no position for it
+        ids = torch.where(ids == padding, (ids + ids.shape[1]) % _vocabulary(model), ids)
+
+    def tried(**inputs: torch.Tensor) -> torch.Tensor | Exception:
+        try:
+            return whole(**inputs, use_cache=False).logits.float()
+        except USER_CODE_RAISES as error:  # whatever a model may raise
+            return error
+
     with torch.no_grad():
-        for inputs in ({"inputs_embeds": input_embeddings(whole)(ids)}, {"input_ids": ids}):
-            try:
-                whole(**inputs, use_cache=False).logits  # noqa: B018
-            except USER_CODE_RAISES as error:  # whatever a model may raise
-                failed.append(error)
-            else:
-                break
-    if len(failed) == 1:
+        of_embeds = tried(inputs_embeds=input_embeddings(whole)(ids))
+        of_ids = tried(input_ids=ids)
+    if isinstance(of_embeds, torch.Tensor):
+        if isinstance(of_ids, torch.Tensor) and not _alike(of_embeds, of_ids):
+            raise ProbeError(
+                f"{name} gives other logits for inputs_embeds than for the input_ids that they are "
+                "of: it reads more of ids than their embeddings; tokens that are merged with those "
+                "of encoders have no ids; take another model, or the whole one (model: "
+                "{path: FOLDER, train: ...})"
+            )
+        return
+    if isinstance(of_ids, torch.Tensor):
         raise NotRunError(
-            f"{name} runs on input_ids only, not on inputs_embeds ({brief(failed[0])}); tokens "
+            f"{name} runs on input_ids only, not on inputs_embeds ({brief(of_embeds)}); tokens "
             "that are merged with those of encoders have no ids; take another model"
         )
-    if failed:
-        raise NotRunError(
-            f"{name} does not run on inputs_embeds and give logits, as a language model must: "
-            f"{brief(failed[0])}"
-        )
+    raise NotRunError(
+        f"{name} does not run on inputs_embeds and give logits, as a language model must: "
+        f"{brief(of_embeds)}"
+    )
+
+
+def _alike(values: torch.Tensor, others: torch.Tensor) -> bool:
+    limit = _ALIKE * float(others.abs().max())
+    return torch.allclose(values, others, rtol=0, atol=limit, equal_nan=True)
 
 
 def probe_encoder(

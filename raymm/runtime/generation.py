@@ -21,9 +21,10 @@ from raymm.actors.modules.token_layout import MASKS
 from raymm.data import MicrobatchMeta, describe
 from raymm.data.loading.builder import SampleCheck
 from raymm.errors import InputError
-from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.pending_step import PendingStep
+from raymm.runtime.writing_trial import why_not_written
 from raymm.scheduler.plan.plan import Plan
 
 # Texts of a step, at most.
@@ -117,6 +118,13 @@ def check_generates(parallel: WritingModule) -> None:
         raise GenerationError(
             "to generate, what a token of text sees must be all before it: accepted: no packing, "
             f"and no mask or one of {', '.join(MASKS)}"
+        )
+    if (reason := why_not_written(
+        model.language_model.source(ModuleKind.LANGUAGE_MODEL)
+    )) is not None:
+        raise GenerationError(
+            f"to generate, a language model of parts must go on from what it keeps: {reason}; "
+            "accepted: another one, or the whole model (model: {path: FOLDER, train: ...})"
         )
 
 

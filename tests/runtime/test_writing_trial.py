@@ -1,0 +1,42 @@
+"""Which language models go on with a text from what they keep of it: a trial says, not a list."""
+
+import pytest
+
+from benchmarks._family_check import runnable
+from benchmarks._family_classes import LANGUAGE, named
+from raymm.model.modality_module import ModalityModule
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.generation import GenerationError, check_generates
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.runtime.writing_trial import why_not_written
+
+
+def model_of(name):
+    family = named(LANGUAGE, name)
+    config, _ = runnable(family, False)
+    return ModalityModule(family.model_class(config))
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("LlamaForCausalLM", None), ("Gemma3ForCausalLM", None), ("OPTForCausalLM", None),
+    ("Lfm2ForCausalLM", None), ("BloomForCausalLM", None),
+    ("OpenAIGPTLMHeadModel", "takes no keys and values"),
+    ("RobertaForCausalLM", "gives other logits for token 7"),
+])
+def test_what_goes_on(name, reason):
+    answer = why_not_written(model_of(name).source(ModuleKind.LANGUAGE_MODEL))
+    assert answer is None if reason is None else name in answer and reason in answer
+
+
+def test_what_does_not_is_refused_before_it_writes():
+    model = MultimodalModule({}, model_of("RobertaForCausalLM"))
+    spec = MultimodalParallelSpec({}, ParallelSpec(), 1)
+
+    class Parallel:
+        plan = spec.plan(model)
+
+    Parallel.model = model
+    assert Parallel.plan.module_stages(LANGUAGE_MODEL)
+    with pytest.raises(GenerationError, match="must go on from what it keeps: RobertaForCausalLM"):
+        check_generates(Parallel())
