@@ -114,8 +114,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/recovery": ("actors/faults", "actors/placement", "actors/optimizer"),
     "actors/probe/whole": (
-        "kernels", "actors/modules", "actors/weights", "actors/sharding", "actors/sharding/whole",
-        "actors/stages", "actors/probe",
+        "kernels", "actors/features", "actors/modules", "actors/weights", "actors/sharding",
+        "actors/sharding/whole", "actors/stages", "actors/probe",
     ),
     "actors/probe/experts": (
         "actors/experts", "actors/modules", "actors/weights", "actors/probe", "actors/probe/whole",
@@ -163,7 +163,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/runtime/whole": (
         "scheduler/plan", "scheduler/program", "actors/executor", "actors/experts",
-        "actors/modules", "actors/probe", "raymm/model",
+        "actors/features", "actors/modules", "actors/probe", "raymm/model",
         "raymm/data/loading", "raymm/data", "raymm/layout", "raymm/runtime",
     ),
     "raymm/config": (

@@ -9,8 +9,9 @@ from tests import house
 
 # They leave a computation, or end a process as signals do: nothing is wrong.
 NO_ERRORS = {
-    "CutReached", "Interrupted", "RunInterruptedError", "RunTerminatedError", "SaveAbandoned",
-    "TextsApart", "TooManyStages", "TooManyTransitions", "_Projected",
+    "CutReached", "Interrupted", "RootReached", "RunInterruptedError", "RunTerminatedError",
+    "SaveAbandoned", "TextsApart", "TooManyStages", "TooManyTransitions", "_Projected",
+    "_Returned",
 }
 
 

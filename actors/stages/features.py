@@ -48,24 +48,28 @@ class Form:
         leaves: of it, in order.
         fields: of a model output, those that it is about, as the others are not read; None for
             all, or of anything else.
+        more: whether a model output has tensors that are no fields of its class, which travel
+            beside it.
     """
 
     tree: TreeSpec
     leaves: tuple[Leaf, ...]
     fields: tuple[str, ...] | None = None
+    more: bool = False
 
     @classmethod
     def of(cls, output: Any, fields: tuple[str, ...] | None = None) -> Form:
         """That of an output, all of which is read, or all of some fields."""
         leaves, tree = tree_flatten(_shown(output, fields), _is_leaf)
-        return cls(tree, tuple(_leaf(value) for value in leaves), fields)
+        more = bool(beside_fields(output))
+        return cls(tree, tuple(_leaf(value) for value in leaves), fields, more)
 
     def reading(self, read: Sequence[bool]) -> Form:
         """Of the same structure, of which this is read."""
         return Form(self.tree, tuple(
             Leaf(leaf.kind, leaf.value, is_read)
             for leaf, is_read in zip(self.leaves, read, strict=True)
-        ), self.fields)  # fmt: skip
+        ), self.fields, self.more)  # fmt: skip
 
     def like(self, output: Any) -> Form:
         """That of what a model of another depth returns, of which the same fields are read."""
@@ -126,7 +130,11 @@ class Form:
                 continue
             entries = tensor.split(on_host(side[f"{_ROWS}{n}"]).tolist())
             values.append(list(entries) if leaf.kind == "list" else tuple(entries))
-        return tree_unflatten(values, self.tree)
+        if not self.more:
+            return tree_unflatten(values, self.tree)
+        output, more = tree_unflatten(values, self.tree)
+        vars(output).update(more)
+        return output
 
     def parts(
         self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor],
@@ -202,10 +210,22 @@ class Form:
         }
 
 
+def beside_fields(output: Any) -> dict[str, Any]:
+    """Tensors of a model output that are attributes, and no fields of its class."""
+    if not isinstance(output, Mapping):
+        return {}
+    return {
+        name: value for name, value in getattr(output, "__dict__", {}).items()
+        if isinstance(value, torch.Tensor) and name not in output
+    }
+
+
 def _shown(output: Any, fields: tuple[str, ...] | None) -> Any:
-    if fields is None:
-        return output
-    return type(output)(**{name: output.get(name) for name in fields})
+    more = beside_fields(output)
+    if fields is not None:
+        output = type(output)(**{n: output.get(n) for n in fields if n not in more})
+    own = {name: value for name, value in more.items() if fields is None or name in fields}
+    return (output, own) if more else output
 
 
 def _is_leaf(value: Any) -> bool:

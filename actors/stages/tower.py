@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from raymm.actors.features.kept_features import KEYS, FeatureWriter
+from raymm.actors.features.root_features import FEATURE, RootCall, RootForm, RootReached
 from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.sharding.whole.item_rows import gather_parts, items_of_share
+from raymm.actors.sharding.whole.item_rows import each_item, gather_parts, items_of_share
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.features import Form
 from raymm.actors.stages.item_shares import ITEMS
 from raymm.actors.stages.stage_inputs import from_side, to_side
+from raymm.actors.weights.model_part import PartSource
+from raymm.errors import InternalError
 from raymm.kernels.collectives.gather_tokens import contribute_once
-from raymm.kernels.host_copies import on_host
+from raymm.kernels.host_copies import on_host, to_device
+
+_THERE, _OUTLINED = "there/", 2
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,14 @@ class TowerSpec(EncoderSpec):
             known where processes are to share items.
         zeros_left_out: whether nothing comes of items of nothing but zeros (padding of samples
             with fewer); known as ``layers``.
+        root: what its frozen part returns, where features of that are kept.
     """
 
     constants: tuple[tuple[str, Any], ...] = ()
     form: Form | None = None
     layers: frozenset[int] = frozenset()
     zeros_left_out: bool = False
+    root: RootForm | None = None
 
 
 class TowerStage(EncoderStage):
@@ -105,3 +115,146 @@ class TowerStage(EncoderStage):
             parts = [part[:0] for part in parts]
         whole = gather_parts(parts, self._items.exchange)
         return Message(*form.of_parts(whole, own, self.spec.layers))
+
+
+def features_of_items(
+    module: nn.Module, form: RootForm, name: str, inputs: Mapping[str, Any],
+    constants: Mapping[str, Any],
+) -> list[list[torch.Tensor]]:
+    """What a tower's frozen part makes of every item by itself.
+
+    Args:
+        module: the tower, whose part has a :class:`RootCall` that runs it.
+        form: of the part.
+        name: of the tower, for errors.
+        inputs: of the tower.
+        constants: arguments that are always the same.
+
+    Raises:
+        RootFormError: what comes of an item is not as when it was tried.
+    """
+    items = []
+    for item in each_item(name, inputs, form.zeros_left_out):
+        try:
+            with torch.no_grad():
+                module(**item, **constants)
+        except RootReached as reached:
+            items.append(form.features(reached.output))
+        else:
+            raise InternalError(f"{form.place} of {name!r} was not called")
+    return items
+
+
+class FeaturedTowerStage(TowerStage):
+    """A whole tower, whose frozen part runs on every item by itself, and not on items whose
+    features are known. Arguments as of :class:`TowerStage`.
+
+    Attributes:
+        writer: keeps features; None: nobody does.
+    """
+
+    writer: FeatureWriter | None = None
+
+    def __init__(
+        self, spec: TowerSpec, lo: int, hi: int, module: nn.Module | None,
+        projector: nn.Module | None,
+    ) -> None:
+        assert spec.root is not None and module is not None
+        self._root = RootCall(module, spec.root.place)
+        if isinstance(spec.source, PartSource) and spec.source.call is not None:
+            spec.source.called(module)  # the call may be the part's
+        super().__init__(spec, lo, hi, module, projector)
+
+    def run(
+        self, inputs: dict[str, Any] | None, received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:  # fmt: skip
+        """Run one microbatch.
+
+        Args:
+            inputs: arguments of the call, and under :data:`KEYS` what features of each item are to
+                be kept under; or what :func:`featured_inputs` returned.
+            received: nothing.
+            context: of the microbatch.
+        """
+        spec, module = self.spec, self.module
+        assert spec.root is not None and module is not None and self._forward is not None
+        shown = {k: v for k, v in (inputs or {}).items() if k not in (KEYS, "sample_index")}
+        features = [shown.pop(n) for n in sorted(shown, key=_number) if n.startswith(FEATURE)]
+        device = next(module.parameters()).device
+        if not features:
+            self._root.output = None
+            constants = dict(spec.constants)
+            items = features_of_items(module, spec.root, spec.name, shown, constants)
+            self._keep((inputs or {}).get(KEYS, ()), items)
+            features = spec.root.together(items)
+            shown = outlines(spec.name, shown)
+        self._root.output = spec.root.output([to_device(each, device) for each in features])
+        arguments = of_outlines(shown, device)
+        try:
+            output = self._forward(None, context, (), **arguments, **dict(spec.constants))
+        finally:
+            self._root.output = None
+        return self._features(output, {})
+
+    def _keep(self, keys: Sequence[str], items: Sequence[Sequence[torch.Tensor]]) -> None:
+        if self.writer is None or not keys:
+            return
+        for key, tensors in zip(keys, items, strict=True):
+            self.writer.keep([key], {str(n): tensor[None] for n, tensor in enumerate(tensors)})
+
+
+def _number(name: str) -> tuple[int, str]:
+    return int(name.removeprefix(FEATURE)) if name.startswith(FEATURE) else -1, name
+
+
+def featured_inputs(
+    name: str, inputs: Mapping[str, torch.Tensor], features: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a tower is given of items whose features are known: these, and :func:`outlines`.
+
+    Args:
+        name: of the tower.
+        inputs: of it.
+        features: of all items together.
+    """
+    own = {f"{FEATURE}{number}": tensor for number, tensor in enumerate(features)}
+    return {**outlines(name, inputs), **own}
+
+
+def outlines(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a tower's inputs what are no floats; of floats their shapes, and where along the first two
+    dimensions they are nothing but zeros, as what pads samples with fewer items is.
+
+    Args:
+        name: of the tower.
+        inputs: of it.
+    """
+    there = {
+        _THERE + entry: (value != 0).flatten(_OUTLINED).any(dim=-1)
+        for entry, value in inputs.items()
+        if value.is_floating_point() and value.dim() > _OUTLINED
+    }
+    return {**to_side(inputs, (), name), **there}
+
+
+def of_outlines(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
+    """Inputs as :func:`outlines` has them: ones of no memory, and zeros.
+
+    Args:
+        side: what that returned.
+        device: of the tower.
+    """
+    inputs = from_side({n: v for n, v in side.items() if not n.startswith(_THERE)}, device)
+    for name, value in side.items():
+        if name.startswith(_THERE):
+            entry = name.removeprefix(_THERE)
+            ghost = inputs[entry]
+            ones = to_device(value, device).to(ghost.dtype)
+            inputs[entry] = ones[(..., *[None] * (ghost.dim() - _OUTLINED))].expand(ghost.shape)
+    return inputs
+
+
+def is_featured(inputs: Mapping[str, Any]) -> bool:
+    """Whether a tower's inputs are what :func:`featured_inputs` returned."""
+    return any(name.startswith(FEATURE) for name in inputs)

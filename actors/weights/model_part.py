@@ -11,12 +11,17 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.blocks import SEARCHED
 from raymm.actors.weights.part import Part, keep_parameters
 from raymm.actors.weights.source import ModuleSource, set_mode
+from raymm.errors import InternalError
+
+# Of a text that a forward is given only to come to a call.
+_TOKENS = 2
 
 
 @dataclass(frozen=True, order=True)
@@ -38,9 +43,73 @@ class Call:
         return ".".join(filter(None, (self.owner, self.method)))
 
 
+class _Returned(Exception):  # noqa: N818  no error: it leaves a forward whose call has returned
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class UpToCall:
+    """A model's own forward, up to one of its calls, of which it returns what that does: of a text
+    of two tokens, which the call's arguments must not depend on.
+
+    Args:
+        model: whole; what is outside of the part may be without values.
+        call: of it.
+    """
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        self._model, self._call = model, call
+
+    def __call__(self, **inputs: Any) -> Any:
+        """What the call returns.
+
+        Args:
+            **inputs: of the model's forward, but for its text.
+
+        Raises:
+            InternalError: the forward does not come to the call.
+        """
+        model, call = self._model, self._call
+        function, own = call.of(model), vars(model.get_submodule(call.owner))
+        before = own.get(call.method)
+
+        def reached(*args: Any, **kwargs: Any) -> Any:
+            raise _Returned(function(*args, **kwargs))
+
+        call.replace(model, reached)
+        device = next(v.device for v in inputs.values() if isinstance(v, torch.Tensor))
+        try:
+            text = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
+            type(model).forward(model, input_ids=text, **inputs, use_cache=False)
+        except _Returned as returned:
+            return returned.output
+        finally:
+            if before is None:
+                own.pop(call.method)
+            else:
+                own[call.method] = before
+        raise InternalError(f"the forward of {type(model).__name__} does not come to {call}")
+
+
 def is_within(name: str, places: Collection[str]) -> bool:
     """Whether a parameter is one of these, or in one of these submodules."""
     return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def _place_with(child: PreTrainedModel, model: nn.Module) -> None:
+    """Let a model within the model that has no parameters any more, by which transformers says
+    where it is and of which dtype, say what the model would."""
+    def first(self: Any) -> torch.Tensor:
+        return next(p for p in self.placed_with[0].parameters() if p.is_floating_point())
+
+    base = type(child)
+    vars(child)["placed_with"] = (model,)  # in a tuple: no module of its own
+    child.__class__ = type(base.__name__, (base,), {
+        "device": property(lambda self: first(self).device),
+        "dtype": property(lambda self: first(self).dtype),
+        "__module__": base.__module__, "__qualname__": base.__qualname__,
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +123,7 @@ class PartSource(ModuleSource):
         call: what the part's forward is; None: the model's own.
         searched: name of the submodule whose list of blocks the part is cut between.
         frozen_places: of submodules and parameters that are not trained.
+        whole_forward: the forward is the model's own up to the call, not the call itself.
     """
 
     whole: ModuleSource
@@ -63,6 +133,7 @@ class PartSource(ModuleSource):
     searched: str | None = None
     frozen_places: tuple[str, ...] = ()
     frozen: bool | None = None
+    whole_forward: bool = False
 
     def names(self, model: nn.Module) -> frozenset[str]:
         """Of the part's parameters."""
@@ -80,6 +151,9 @@ class PartSource(ModuleSource):
 
     def as_made(self, model: nn.Module) -> nn.Module:
         model = keep_parameters(model, self.names(model))
+        for child in model.modules():
+            if isinstance(child, PreTrainedModel) and next(child.parameters(), None) is None:
+                _place_with(child, model)
         if self.call is not None:
             self.called(model)
         if self.searched is not None:
@@ -96,7 +170,9 @@ class PartSource(ModuleSource):
     def called(self, model: nn.Module) -> None:
         """Let the model's forward be what it calls of the part."""
         assert self.call is not None
-        if self.call != Call("", "forward"):
+        if self.whole_forward:
+            vars(model)["forward"] = UpToCall(model, self.call)
+        elif self.call != Call("", "forward"):
             vars(model)["forward"] = self.call.of(model)
 
     def build(self, part: Part | None = None) -> nn.Module:

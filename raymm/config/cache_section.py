@@ -21,8 +21,9 @@ class CacheSection(Section):
             to run; ``"host"``, in the memory of the hosts (``/dev/shm``) while the run lasts. From
             when all of a step's items are known, nobody decodes them, and the encoder's
             instructions are not in the step's program. Processors and callbacks must always make
-            the same of an item. ``"none"``: encoders compute every item by itself, as where
-            features are kept, and nothing is.
+            the same of an item. Of a whole model, what its frozen towers make of what its processor
+            makes of an item: the processor runs every time. ``"none"``: encoders compute every item
+            by itself, as where features are kept, and nothing is.
         folder: for ``"disk"``, one that all nodes can reach; by default ``features`` below
             ``~/.cache/raymm``.
         room_gib: that all features in the folder may take. What is beyond is computed every time.

@@ -225,8 +225,9 @@ class TrainConfig(Section):
 
     Attributes:
         at: by step, after which it holds: by module as plans name it (``llm``, an encoder's name,
-            and that with ``_projector``), ``"full"`` or ``"frozen"``: the run is planned anew
-            there, from the checkpoint that it writes.
+            and that with ``_projector``), or part of a whole model as ``model.train`` names it,
+            ``"full"`` or ``"frozen"``: the run is planned anew there, from the checkpoint that it
+            writes.
     """
 
     run: RunConfig

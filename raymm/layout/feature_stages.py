@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.probe.plain_torch import plain_torch
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.rank_quotas import SLOTS
 from raymm.scheduler.plan.stage_edges import SAMPLES
@@ -50,6 +53,40 @@ def featured_modules(
             kept[name] = blocks
             continue
         reasons.append(f"features of {name} are not kept: {reason}")
+    return kept, reasons
+
+
+@plain_torch()
+def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]]:
+    """Towers of a whole model whose features can be kept, and why others' cannot.
+
+    Args:
+        model: the description.
+        plan: of the run.
+    """
+    kept, reasons = [], []
+    for name in model.tower_names:
+        (first, *others) = plan.replicas(name)[0]
+        reason = None
+        if not model.is_frozen(name):
+            reason = "it is trained"
+        elif name in model.changing:
+            reason = "run.at changes what is frozen"
+        elif others:
+            reason = "its blocks are on several stages"
+        elif first.split == SAMPLES:
+            reason = "its plan deals out samples"
+        elif max(first.fsdp, first.cp, first.tp) > 1:
+            reason = "it is shared out among processes"
+        else:
+            try:
+                model.root_form(name)
+            except ProbeError as error:
+                reason = str(error)
+        if reason is None:
+            kept.append(name)
+        else:
+            reasons.append(f"features of {name} are not kept: {reason}")
     return kept, reasons
 
 

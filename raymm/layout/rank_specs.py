@@ -62,8 +62,8 @@ def rank_specs(
         PlanError: if the model's sizes do not fit the plan's degrees.
     """
     if isinstance(model, WholeModel):
-        builders = whole_stage_builders(model, plan)
-        reloadable = frozenset(node.name for node in plan.graph.nodes)
+        builders = whole_stage_builders(model, plan, features or ())
+        reloadable = frozenset(model.module_names) - model.changing
     elif isinstance(model, ModuleDag):
         builders, reloadable = dag_stage_builders(model, plan), model.reloadable()
     else:

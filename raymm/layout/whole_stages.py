@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.stages.encoder import EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.language import LanguageStage
 from raymm.actors.stages.language_parameters import language_stage_parameters
-from raymm.actors.stages.tower import TowerSpec, TowerStage
+from raymm.actors.stages.tower import FeaturedTowerStage, TowerSpec, TowerStage
 from raymm.actors.stages.whole_language import WholeLanguageSpec, WholeLanguageStage
 from raymm.layout.stage_builders import (
     LAYER_DROP,
@@ -45,8 +45,15 @@ AnySpec = TowerSpec | WholeLanguageSpec
 
 
 @plain_torch()
-def whole_stage_builders(model: WholeModel, plan: Plan) -> StageBuilders:
+def whole_stage_builders(
+    model: WholeModel, plan: Plan, kept: Collection[str] = ()
+) -> StageBuilders:
     """
+    Args:
+        model: the description.
+        plan: what runs where.
+        kept: towers whose features are kept.
+
     Raises:
         ProbeError: if a module cannot be cut, or its samples, tokens or parameters shared out, as
             planned.
@@ -61,6 +68,8 @@ def whole_stage_builders(model: WholeModel, plan: Plan) -> StageBuilders:
         if node.name == LANGUAGE_MODEL:
             builders.add(plan, node.name, spec, language_stage_parameters, _build_language)
             continue
+        if node.name in kept:
+            spec = replace(spec, root=model.root_form(node.name))
         builders.add(plan, node.name, spec, encoder_stage_parameters, _build_tower)
     return builders
 
@@ -156,7 +165,8 @@ def cut_module(model: WholeModel, name: str) -> TowerSpec | WholeLanguageSpec:
 def _build_tower(
     spec: TowerSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
 ) -> EncoderStage:
-    return recomputing(TowerStage.build(spec, lo, hi), spec, lo, layer_options)
+    kind = TowerStage if spec.root is None else FeaturedTowerStage
+    return recomputing(kind.build(spec, lo, hi), spec, lo, layer_options)
 
 
 def _build_language(

@@ -1,10 +1,15 @@
-"""Which layers of a module have something trainable."""
+"""Which layers of a module have something trainable; which parts of a whole model are frozen."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.probe.whole.towers import Tower
+
+PROJECTOR = "projector"
 
 
 def any_trainable(module: nn.Module) -> bool:
@@ -27,3 +32,21 @@ def trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
     if any(p.requires_grad for n, p in module.named_parameters() if not n.startswith(path + ".")):
         flags[0] = flags[-1] = True
     return tuple(flags)
+
+
+@dataclass(frozen=True)
+class FrozenParts:
+    """Which parts of a whole model are not trained.
+
+    Attributes:
+        names: of towers, the projector, the language model.
+    """
+
+    names: frozenset[str]
+
+    def places(self, tower: Tower) -> tuple[str, ...]:
+        """Of a tower, the places that are not."""
+        own = (tower.root,) if tower.name in self.names else ()
+        if PROJECTOR in self.names:
+            own += tuple(place for place in tower.places if place != tower.root)
+        return own

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.experts.routing import Routing
+from raymm.actors.features.root_features import RootForm
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.probe.cut import of_one_that_runs
@@ -33,6 +34,7 @@ from raymm.actors.probe.whole.cut import (
     tower_source,
     tower_spec,
 )
+from raymm.actors.probe.whole.kept_root import probe_root
 from raymm.actors.probe.whole.towers import Tower, as_copied, check_kind, find_towers
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
@@ -45,12 +47,12 @@ from raymm.model.batch_rules import LABELS
 from raymm.model.modality_module import ModelError, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.trainable_layers import any_trainable, trainable_blocks
+from raymm.model.trainable_layers import PROJECTOR, FrozenParts, any_trainable, trainable_blocks
 from raymm.model.whole_batch import WholeBatchCheck
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 FULL, FROZEN = "full", "frozen"
-PROJECTOR, LANGUAGE = "projector", "language_model"
+LANGUAGE = "language_model"
 Batch = Mapping[str, torch.Tensor]
 # How a part is trained: full, frozen, or by adapters.
 How = str | LoraConfig
@@ -117,20 +119,6 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-@dataclass(frozen=True)
-class _Frozen:
-    """Which parts are not trained."""
-
-    names: frozenset[str]
-
-    def places(self, tower: Tower) -> tuple[str, ...]:
-        """Of a tower, the places that are not."""
-        own = (tower.root,) if tower.name in self.names else ()
-        if PROJECTOR in self.names:
-            own += tuple(place for place in tower.places if place != tower.root)
-        return own
-
-
 class WholeModel:
     """A whole model, in towers and a language model.
 
@@ -142,6 +130,8 @@ class WholeModel:
         towers: as its forward calls them.
         train: by part, how it is trained; what is not there, in full.
         packing: whether a microbatch's rows go through the text model as one.
+        changing: modules whose parts a run freezes or trains as it goes: their weights, frozen or
+            not, are in every checkpoint.
 
     Raises:
         ProbeError, ModelError: as of :func:`from_pretrained`.
@@ -160,17 +150,18 @@ class WholeModel:
             in_own_depth(source, tower, tower.inputs(self.example) or {}) for tower in tried
         )
         self.train = dict(train or {})
-        parts = (*self.tower_names, PROJECTOR, LANGUAGE)
         for name, value in self.train.items():
             is_mode = isinstance(value, LoraConfig) or value in (FULL, FROZEN)
-            if name not in parts or not is_mode:
+            if name not in self.part_names or not is_mode:
                 raise ModelError(
                     f"train has {name!r}: {value!r}; accepted: {FULL!r}, {FROZEN!r} or a "
-                    f"LoraConfig, of {', '.join(parts)}"
+                    f"LoraConfig, of {', '.join(self.part_names)}"
                 )
-        self._frozen = _Frozen(frozenset(n for n, how in self.train.items() if how == FROZEN))
+        self.changing: frozenset[str] = frozenset()
+        self._frozen = FrozenParts(frozenset(n for n, how in self.train.items() if how == FROZEN))
         self._adapted = self._with_adapters(seed)
         self._whole: nn.Module | None = None
+        self._roots: dict[str, RootForm] = {}
 
     def _with_adapters(self, seed: int) -> ModuleSource:
         """The source, with the adapters of its parts.
@@ -228,6 +219,55 @@ class WholeModel:
         tower = self.tower(name)
         source = tower_source(self._adapted, tower, self._frozen.places(tower))
         return tower_spec(source, tower, num_blocks(source.skeleton()))
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """What is trained, frozen, or has adapters."""
+        return (*self.tower_names, PROJECTOR, LANGUAGE)
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether a part is; of a tower, all but its projector."""
+        return name in self._frozen.names
+
+    def set_frozen(self, name: str, frozen: bool) -> None:
+        """Freeze or train a part; of one with adapters these.
+
+        Args:
+            name: one of :attr:`part_names`.
+            frozen: which of both.
+        """
+        names = self._frozen.names
+        self._frozen = FrozenParts(names | {name} if frozen else names - {name})
+        if name not in self.adapters:
+            self.train[name] = FROZEN if frozen else FULL
+        self._whole = None
+        for cached in ("graph", "trained"):
+            vars(self).pop(cached, None)
+
+    def places_of(self, name: str) -> list[tuple[str, str]]:
+        """Where a part is: names of modules, and in each the beginning of its parameters' names.
+
+        Args:
+            name: one of :attr:`part_names`.
+        """
+        if name == LANGUAGE:
+            return [(LANGUAGE_MODEL, "")]
+        return [
+            (tower.name, place) for tower in self.towers for place in tower.places
+            if (tower.name == name if place == tower.root else name == PROJECTOR)
+        ]
+
+    def root_form(self, name: str) -> RootForm:
+        """What a tower's largest part returns, of which features of each item can be kept.
+
+        Raises:
+            ProbeError: they cannot.
+        """
+        if name not in self._roots:
+            tower = self.tower(name)
+            own = tower.inputs(self.example) or {}
+            self._roots[name] = probe_root(self.tower_spec(name), tower.root, own)
+        return self._roots[name]
 
     def spec(self, name: str) -> TowerSpec | WholeLanguageSpec:
         """A module as data for the ranks."""

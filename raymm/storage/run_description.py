@@ -94,7 +94,7 @@ def _of_whole(model: WholeModel) -> dict[str, Any]:
         fields |= {f"model.train.{name}.lora.{key}": value for key, value in own}
         fields |= {} if own else {f"model.train.{name}": how}
     skeleton = model.trained_skeleton()
-    fields |= _computes("model", model.source.origin, skeleton)
+    fields |= describe_source("model", model.source.origin, skeleton)
     return {**fields, "model.parameters": _parameters("model", skeleton)}
 
 
@@ -167,11 +167,17 @@ def describe_module(
         callback = getattr(part, f"{name}_callback")
         fields[f"{where}.{name}"] = _named(callback)
         fields |= _code(f"{where}.{name}", callback)
-    return fields | _computes(where, source.origin, skeleton)
+    return fields | describe_source(where, source.origin, skeleton)
 
 
-def _computes(where: str, source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:
-    """What a source's module computes, and which its frozen weights are."""
+def describe_source(where: str, source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:
+    """What a source's module computes, and which its frozen weights are.
+
+    Args:
+        where: what names of fields begin with.
+        source: of its weights.
+        skeleton: its structure.
+    """
     fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
     config: Any = source.config
     values = _computed(config.to_dict()) if hasattr(config, "to_dict") else {}

@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from raymm.actors.features.feature_folder import FeatureFolder, make_room
 from raymm.actors.weights.source import LiveSource
 from raymm.config.cache_section import CacheSection
 from raymm.data import DataConfig, default_cache
 from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.layout.feature_stages import featured_modules, with_feature_stages
+from raymm.data.loading.tower_lookup import TowerLookup
+from raymm.layout.feature_stages import featured_modules, featured_towers, with_feature_stages
 from raymm.layout.frozen_blocks import what_changes
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel, of_parts
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.run_description import describe_modality, describe_module
+from raymm.storage.run_description import describe_modality, describe_module, describe_source
 
 GIB = 2**30
 _MEMORY = Path("/dev/shm")
@@ -64,36 +66,35 @@ class KeptFeatures:
         """
         if cache is None or not isinstance(data, DataConfig):
             return cls(plan, {})
-        model = of_parts(model, "cache is given")
-        blocks, reasons = featured_modules(model, plan, data.modalities)
-        for name in list(blocks):
-            if blocks[name] == plan.graph.node(name).num_blocks:
-                continue
-            encoder = model.encoders[name]
-            spec = model.encoder_spec(name)
-            if reason := what_changes(spec, blocks[name], encoder.example_inputs):
-                reasons.append(f"features of {name}'s first blocks are not kept: {reason}")
-                del blocks[name]
+        if isinstance(model, WholeModel):
+            names, reasons = featured_towers(model, plan)
+            digests = {name: _tower_digest(name, model, computed) for name in names}
+            said = names
+        else:
+            blocks, reasons = _first_blocks(model, plan, data)
+            digests = {
+                name: _digest(name, model.encoders[name], first, data, computed)
+                for name, first in blocks.items()
+            }
+            said = [
+                n if first == plan.graph.node(n).num_blocks else f"{n}'s first {first} blocks"
+                for n, first in blocks.items()
+            ]
+            plan = with_feature_stages(plan, blocks)
         memory = _MEMORY / f"raymm-features-{os.getpid()}" if cache.features == "host" else None
         root = memory or Path(cache.folder or default_cache().parent / "features").expanduser()
         room = 0 if cache.features == "none" else int(cache.room_gib * GIB)
-        digests = {
-            name: _digest(name, model.encoders[name], first, data, computed)
-            for name, first in blocks.items()
-        }
         paths = {name: root / f"{name}-{digest}" for name, digest in digests.items()}
         folders = {n: FeatureFolder(path, room // len(paths)) for n, path in paths.items()}
-        plan = with_feature_stages(plan, blocks)
-        if not blocks or not room:
+        if not paths or not room:
             return cls(plan, folders, None, tuple(reasons))
         removed = make_room(root, paths.values(), room)
         lines = [f"removed {path}: features of another encoder" for path in removed]
-        said = ", ".join(
-            name if first == plan.graph.node(name).num_blocks else f"{name}'s first {first} blocks"
-            for name, first in blocks.items()
-        )
-        lines.append(f"features of {said} are kept in {root}")
-        return cls(plan, folders, FeatureLookup(folders), (*lines, *reasons), memory)
+        lines.append(f"features of {', '.join(said)} are kept in {root}")
+        lookup = FeatureLookup(folders)
+        if isinstance(model, WholeModel):
+            lookup = TowerLookup(folders, {name: model.root_form(name) for name in paths})
+        return cls(plan, folders, lookup, (*lines, *reasons), memory)
 
     @contextmanager
     def while_it_runs(self) -> Iterator[None]:
@@ -103,6 +104,37 @@ class KeptFeatures:
         finally:
             if self.memory is not None:
                 shutil.rmtree(self.memory, ignore_errors=True)
+
+
+def _first_blocks(
+    model: MultimodalModule, plan: Plan, data: DataConfig
+) -> tuple[dict[str, int], list[str]]:
+    """As :func:`featured_modules`, of those whose first blocks make the same by themselves."""
+    blocks, reasons = featured_modules(model, plan, data.modalities)
+    for name in list(blocks):
+        if blocks[name] == plan.graph.node(name).num_blocks:
+            continue
+        encoder = model.encoders[name]
+        spec = model.encoder_spec(name)
+        if reason := what_changes(spec, blocks[name], encoder.example_inputs):
+            reasons.append(f"features of {name}'s first blocks are not kept: {reason}")
+            del blocks[name]
+    return blocks, reasons
+
+
+def _tower_digest(name: str, model: WholeModel, computed: str) -> str:
+    """Of all that features of an item follow from, beside what the tower is given of it."""
+    spec, form = model.tower_spec(name), model.root_form(name)
+    skeleton = spec.source.skeleton()
+    described = {
+        **describe_source("tower", model.source.origin, skeleton),
+        "part": form.place, "kept": form.kept, "structure": str(form.tree), "dim": form.dim,
+        "arguments": model.tower_inputs[name], "constants": dict(spec.constants),
+        "computed": computed, "torch": torch.__version__, "transformers": transformers.__version__,
+        "parameters": {n: str(tuple(p.shape)) for n, p in skeleton.named_parameters()},
+    }
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
 
 
 def _digest(

@@ -5,18 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from raymm.actors.adapters.lora import is_adapter
-from raymm.actors.optimizer.optimizer_config import PROJECTOR
-from raymm.config.sections import ConfigError
+from raymm.layout.changing_parts import changing_parts
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel, of_parts
+from raymm.model.whole_model import FROZEN, FULL, WholeModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint
 from raymm.training.result import Result
-
-FULL, FROZEN = "full", "frozen"
 
 
 class Phases:
@@ -25,11 +20,12 @@ class Phases:
     Args:
         model: the description.
         at: by step, after which it holds: by module as plans name it, or that with ``_projector``,
-            ``"full"`` or ``"frozen"``; of a module with adapters these are.
+            of a whole model by part as ``model.train`` names it, ``"full"`` or ``"frozen"``; of
+            one with adapters these are.
         steps: of the run.
 
     Raises:
-        ConfigError: a module that is none, or is trained in part.
+        ModelError: a module that is none, or is trained in part.
     """
 
     def __init__(
@@ -40,36 +36,10 @@ class Phases:
         self._steps = steps
         if not at:
             return
-        self._model: MultimodalModule = of_parts(model, "at is given")
+        self._parts = changing_parts(model)
         names = sorted({name for changes in at.values() for name in changes})
-        self._first = {name: self._mode(name) for name in names}
-        self._model.changing = frozenset(name.removesuffix(PROJECTOR) for name in names)
-
-    def _mode(self, name: str) -> str:
-        model = self._model
-        accepted = [*model.module_names]
-        accepted += [f"{n}{PROJECTOR}" for n, e in model.encoders.items() if e.projector]
-        if name not in accepted:
-            raise ConfigError(f"at names {name!r}; the model's are {', '.join(accepted)}")
-        parameters = dict(self._skeleton(name).named_parameters())
-        adapters = [p for parameter, p in parameters.items() if is_adapter(parameter)]
-        flags = {p.requires_grad for p in adapters or parameters.values()}
-        if len(flags) > 1:
-            raise ConfigError(
-                f"at names {name!r}, which is trained in part; accepted: modules that are frozen "
-                "or trained as a whole"
-            )
-        return FULL if True in flags else FROZEN
-
-    def _part(self, name: str) -> tuple[Any, bool]:
-        projector = name.endswith(PROJECTOR)
-        module = name.removesuffix(PROJECTOR)
-        return self._model.encoders.get(module, self._model.language_model), projector
-
-    def _skeleton(self, name: str) -> Any:
-        part, projector = self._part(name)
-        spec: Any = self._model.spec(name.removesuffix(PROJECTOR))
-        return part.projector if projector else spec.source.skeleton()
+        self._first = {name: self._parts.mode(name) for name in names}
+        self._parts.change(names)
 
     def enter(self, step: int) -> None:
         """The model as the step after so many has it.
@@ -83,8 +53,7 @@ class Phases:
         for start, changes in self._at.items():
             modes |= changes if start <= step else {}
         for name, mode in modes.items():
-            part, projector = self._part(name)
-            part.set_frozen(mode == FROZEN, projector)
+            self._parts.set_frozen(name, mode == FROZEN)
 
     def enter_before(self, checkpoint: Checkpoint | None) -> None:
         """The model as the last step before a checkpoint had it.
@@ -117,7 +86,7 @@ class Phases:
 
     def plan(self, plan: Plan | None) -> Plan | None:
         """A plan that was given, of the model as it is now."""
-        return plan if plan is None or not self._at else replace(plan, graph=self._model.graph)
+        return plan if plan is None or not self._at else replace(plan, graph=self._parts.graph)
 
     def changes(self, step: int) -> str:
         """What changes after so many steps, in words; nothing: empty."""
@@ -143,7 +112,7 @@ class Phases:
     def dropped(self, step: int) -> tuple[str, ...]:
         """How names of what the optimizer keeps, and no longer needs after so many steps, begin."""
         return tuple(
-            f"optimizer/{name.removesuffix(PROJECTOR)}/"
-            + ("projector." if name.endswith(PROJECTOR) else "module.")
+            f"optimizer/{prefix}"
             for name, mode in self._at.get(step, {}).items() if mode == FROZEN
+            for prefix in self._parts.prefixes(name)
         )

@@ -8,11 +8,12 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import brief
@@ -21,6 +22,7 @@ from raymm.actors.weights.model_part import Call, is_within
 from raymm.errors import USER_CODE_RAISES
 
 _FEATURES = re.compile(r"^get_(\w+)_features$")
+_CONFIG = re.compile(r"(_encoder|_model|_tower)?_config$")
 _MODALITIES = ("image", "video", "audio")
 Inputs = Mapping[str, Any]
 
@@ -67,7 +69,8 @@ def calls_of(model: nn.Module, inputs: Inputs) -> list[Called]:
 
 def tower_calls(model: nn.Module, inputs: Inputs) -> list[Called]:
     """Outermost calls of functions that make features, in order; where there are none of a
-    modality, of its encoder.
+    modality, of its encoder; where there are none at all, of models that have a part of the
+    configuration to themselves.
 
     Args:
         model: comes back as it was.
@@ -84,6 +87,8 @@ def tower_calls(model: nn.Module, inputs: Inputs) -> list[Called]:
     }
     if encoders:
         calls = _observed_run(model, inputs, dict(_functions(model)) | encoders)
+    if not calls and (configured := dict(_configured(model))):
+        calls = _observed_run(model, inputs, configured)
     return calls
 
 
@@ -105,6 +110,21 @@ def _encoders(model: nn.Module) -> Iterator[tuple[Call, str]]:
         encoder = method_of(model, "get_encoder")(modality)
         if isinstance(encoder, nn.Module) and names.get(id(encoder)):
             yield Call(names[id(encoder)], "forward"), modality
+
+
+def _configured(model: nn.Module) -> Iterator[tuple[Call, str]]:
+    """Models of parts of a configuration, by what the parts are called; not that of the text."""
+    config: Any = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return
+    text = config.get_text_config()
+    parts = {
+        type(part): _CONFIG.sub("", name) for name, part in vars(config).items()
+        if isinstance(part, PretrainedConfig) and type(part) not in (type(text), type(config))
+    }
+    for name, child in model.named_modules():
+        if isinstance(child, PreTrainedModel) and type(child.config) in parts:
+            yield Call(name, "forward"), parts[type(child.config)]
 
 
 def _observed_run(
@@ -133,6 +153,22 @@ def _observed_run(
     return calls
 
 
+def arguments_of(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments by name, in the order of its function's.
+
+    Args:
+        signature: of the function.
+        args, kwargs: of the call.
+    """
+    arguments: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        arguments |= value if variable else {name: value}
+    return arguments
+
+
 def _observing(
     call: Call, modality: str, function: Callable[..., Any], calls: list[Called],
     open_calls: list[Call],
@@ -143,10 +179,7 @@ def _observing(
     def observed(*args: Any, **kwargs: Any) -> Any:
         if open_calls:
             return function(*args, **kwargs)
-        bound, arguments = signature.bind(*args, **kwargs).arguments, {}
-        for name, value in bound.items():
-            variable = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            arguments |= value if variable else {name: value}
+        arguments = arguments_of(signature, args, kwargs)
         calls.append(Called(call, modality, arguments, None, set()))
         open_calls.append(call)
         try:

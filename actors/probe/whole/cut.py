@@ -46,7 +46,10 @@ def tower_source(
         tower: which.
         frozen: names of submodules and parameters that are not trained.
     """
-    return PartSource(source, tower.places, False, tower.call, tower.root, frozen)
+    return PartSource(
+        source, tower.places, False, tower.call, tower.root, frozen,
+        whole_forward=tower.whole_forward,
+    )
 
 
 def language_source(source: ModuleSource, towers: tuple[Tower, ...]) -> PartSource:
@@ -204,26 +207,37 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
         form = tower.form.like(outputs[-1])
         return torch.cat([t.flatten() for t in form.packed(outputs[-1])[0]])
 
-    def tuple_length(model: nn.Module) -> tuple[str | None, int]:
-        blocks = find_blocks(model)
-        if blocks is None:
-            return None, 0
-        return blocks, uncut_forward(model, blocks, lambda part, _: run(part), 0).tuple_length
-
     if tower.form.fields is None:
         return tower
     try:
-        blocks, length = of_one_that_runs(own, tuple_length)
-        if blocks is None:
-            run(of_zeros(own))
-        else:
-            _read_in_own_size(own, blocks, length, run)
+        run_without_values(own, run)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
             f"{tower.call} of {type(own.skeleton()).__name__} does not run on the example without "
             f"values: {brief(error)}"
         ) from error
     return replace(tower, form=tower.form.like(outputs[-1]))
+
+
+def run_without_values(source: PartSource, run: Callable[[nn.Module], torch.Tensor]) -> None:
+    """Run a part in its own sizes and depth, with parameters of zeros, and without its blocks,
+    unless it does not run without.
+
+    Args:
+        source: of the part.
+        run: calls it, and returns all that is read of its output; small copies first.
+    """
+    def tuple_length(model: nn.Module) -> tuple[str | None, int]:
+        blocks = find_blocks(model)
+        if blocks is None:
+            return None, 0
+        return blocks, uncut_forward(model, blocks, lambda part, _: run(part), 0).tuple_length
+
+    blocks, length = of_one_that_runs(source, tuple_length)
+    if blocks is None:
+        run(of_zeros(source))
+    else:
+        _read_in_own_size(source, blocks, length, run)
 
 
 def of_zeros(source: PartSource) -> nn.Module:

@@ -244,7 +244,7 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
     Raises:
         ProbeError: items by themselves give other features than among others.
     """
-    several = {name: _doubled(value, 0) for name, value in inputs.items()}
+    several = {name: twice_along(value, 0) for name, value in inputs.items()}
 
     def probe(model: nn.Module) -> frozenset[int]:
         trial = TowerTrial(spec, model, several)
@@ -318,13 +318,18 @@ def twice(inputs: Inputs, towers: tuple[Tower, ...]) -> dict[str, Any]:
         if name not in entries:
             pairs = range(value.dim() - 1)
             dim = next((d for d in pairs if value.shape[d : d + 2] == (rows, length)), None)
-        doubled[name] = value if dim is None else _doubled(value, dim)
+        doubled[name] = value if dim is None else twice_along(value, dim)
     return doubled
 
 
-def _doubled(value: Any, dim: int) -> Any:
+def twice_along(value: Any, dim: int) -> Any:
     """Twice along a dimension, numbers of the second a little different: an average over all of
-    two copies alike, or attention to all of them, would be that of either. Zeros stay such."""
+    two copies alike, or attention to all of them, would be that of either. Zeros stay such.
+
+    Args:
+        value: a tensor; anything else is returned as it is.
+        dim: the dimension.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     other = value

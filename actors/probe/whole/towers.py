@@ -10,6 +10,7 @@ from the model's output, which part of it is read.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -20,14 +21,21 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from raymm.actors.probe.error import ProbeError
+from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.small_model import small_ids
-from raymm.actors.probe.whole.calls import Called, has_towers, run_model, tower_calls
-from raymm.actors.stages.features import Form
-from raymm.actors.weights.model_part import Call, is_within
+from raymm.actors.probe.whole.calls import (
+    Called,
+    arguments_of,
+    has_towers,
+    run_model,
+    tower_calls,
+)
+from raymm.actors.stages.features import Form, beside_fields
+from raymm.actors.weights.model_part import Call, UpToCall, is_within
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import USER_CODE_RAISES
 
-_NAMES = {"image": "vision", "video": "vision"}
+_NAMES = {"image": "vision", "img": "vision", "video": "vision"}
 _PLAIN = (bool, int, float, str, type(None))
 Inputs = Mapping[str, Any]
 
@@ -44,6 +52,8 @@ class Tower:
         places: names of the submodules and parameters that the features come from.
         root: name of the encoder itself among them, within which are the blocks.
         form: structure of what the call returns.
+        whole_forward: the call is given what the model's forward makes of the inputs, so its ranks
+            run that up to the call; arguments are the model's own, then.
     """
 
     name: str
@@ -53,6 +63,17 @@ class Tower:
     places: tuple[str, ...]
     root: str
     form: Form
+    whole_forward: bool = False
+
+    def output(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """What the call returns.
+
+        Args:
+            model: whole; it is left as it is.
+            inputs: of the tower.
+        """
+        call = UpToCall(model, self.call) if self.whole_forward else self.call.of(model)
+        return call(**inputs, **dict(self.constants))
 
     def inputs(self, batch: Inputs) -> dict[str, Any] | None:
         """What the call is given of a model's inputs; None if there is nothing for it."""
@@ -132,22 +153,69 @@ def check_kind(model: nn.Module) -> None:
 
 def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower:
     arguments, constants = [], []
+    places, root = _places(model, called)
+    form = Form.of(called.output)
     for argument, value in called.arguments.items():
         if isinstance(value, _PLAIN) or not _tensors(value):
             constants.append((argument, value))
             continue
         entries = [entry for entry, stored in inputs.items() if _same(stored, value)]
         if not entries:
-            raise ProbeError(
-                f"{type(model).__name__} calls {called.call} with {argument!r}, which is not as it "
-                "is in the batch; the tower's ranks cannot be given it"
-            )
+            own = _read_before(model, called, places, inputs)
+            if own is None:
+                raise ProbeError(
+                    f"{type(model).__name__} calls {called.call} with {argument!r}, which is not "
+                    "as it is in the batch, and follows from the text or from other parameters "
+                    "than the tower's; the tower's ranks cannot be given it"
+                )
+            pairs = tuple((entry, entry) for entry in own)
+            return Tower(name, called.call, pairs, (), places, root, form, whole_forward=True)
         arguments.append((argument, entries[0]))
-    places, root = _places(model, called)
-    return Tower(
-        name, called.call, tuple(arguments), tuple(constants), places, root,
-        Form.of(called.output),
-    )
+    return Tower(name, called.call, tuple(arguments), tuple(constants), places, root, form)
+
+
+def _read_before(
+    model: nn.Module, called: Called, places: Collection[str], inputs: Inputs
+) -> list[str] | None:
+    """Entries of items that the forward makes a call's arguments of; None if these follow from
+    more."""
+    shape = inputs["input_ids"].shape[:2]
+    own = {
+        name: value for name, value in inputs.items()
+        if isinstance(value, torch.Tensor) and value.shape[:2] != shape
+    }  # fmt: skip
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            if not is_within(name, places):
+                parameter.zero_()
+
+    def is_enough(entries: Inputs) -> bool:
+        seen: list[dict[str, Any]] = []
+        noted = copy.deepcopy(copied)
+        signature = inspect.signature(called.call.of(noted))
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            seen.append(arguments_of(signature, args, kwargs))
+            raise NotRunError("the call is reached")
+
+        called.call.replace(noted, note)
+        try:
+            UpToCall(noted, called.call)(**entries)
+        except USER_CODE_RAISES:  # whatever a model may raise
+            pass
+        due = called.arguments
+        return len(seen) == 1 and seen[0].keys() == due.keys() and all(
+            _same(seen[0][name], value) for name, value in due.items()
+        )
+
+    if not is_enough(own):
+        return None
+    for name in list(own):
+        rest = {other: value for other, value in own.items() if other != name}
+        if rest and is_enough(rest):
+            own = rest
+    return list(own)
 
 
 def _is_text(inputs: Inputs) -> bool:
@@ -162,7 +230,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _same(ours: Any, value: Any) -> bool:
     if not isinstance(ours, torch.Tensor) or not isinstance(value, torch.Tensor):
-        return ours is value
+        return ours is value or (isinstance(value, _PLAIN) and ours == value)
     return ours is value or (ours.shape == value.shape and torch.equal(ours, value))
 
 
@@ -221,9 +289,8 @@ def _apart(
     """
     handed = copy.deepcopy(model)
     outputs = {
-        tower.call: tower.call.of(handed)(
-            **copy.deepcopy(tower.inputs(inputs) or {}), **dict(tower.constants)
-        ) for tower in towers
+        tower.call: tower.output(handed, copy.deepcopy(tower.inputs(inputs) or {}))
+        for tower in towers
     }  # fmt: skip
     leaves: dict[str, list[torch.Tensor | None]] = {}
     for tower in towers:
@@ -264,10 +331,11 @@ def _read(form: Form, output: Any, leaves: list[torch.Tensor | None]) -> Form:
         for leaf in leaves
     ]
     if isinstance(output, Mapping):
-        counts = [len(Form.of(output, (name,)).leaves) for name in output]
+        names = (*output, *beside_fields(output))
+        counts = [len(Form.of(output, (name,)).leaves) for name in names]
         parts = iter(flags)
         read = [
-            name for name, count in zip(output, counts, strict=True)
+            name for name, count in zip(names, counts, strict=True)
             if any(list(itertools.islice(parts, count)))
         ]  # fmt: skip
         return Form.of(output, tuple(read))

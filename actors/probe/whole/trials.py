@@ -117,7 +117,7 @@ def _features(
     model = copy.deepcopy(whole)
     try:
         with torch.no_grad():
-            output = tower.call.of(model)(**(tower.inputs(inputs) or {}), **dict(tower.constants))
+            output = tower.output(model, tower.inputs(inputs) or {})
         form = tower.form.like(output)
         if len(form.leaves) != len(tower.form.leaves):
             raise ValueError("its features are of fewer blocks than the model's")

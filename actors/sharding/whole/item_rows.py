@@ -88,15 +88,35 @@ def items_of_share(
     Raises:
         SplitSamplesError: rows that do not add up.
     """
-    hosts = {key: on_host(value) if value.dim() <= 2 and not value.is_floating_point() else value
-             for key, value in entries.items()}  # fmt: skip
     count = min(map(len, entries.values()))
     items = _not_zero(entries, count) if zeros_left_out else list(range(count))
     share = shares(len(items), processes)[place]
-    own = torch.zeros(count, dtype=torch.bool)
-    own[[items[n] for n in share or range(1)]] = True
+    return _taken(name, entries, [items[n] for n in share or range(1)]), len(share)
+
+
+def each_item(
+    name: str, entries: Entries, zeros_left_out: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """Every item by itself, but padding.
+
+    Args:
+        name, entries, zeros_left_out: as of :func:`items_of_share`.
+
+    Raises:
+        SplitSamplesError: rows that do not add up.
+    """
+    count = min(map(len, entries.values()))
+    items = _not_zero(entries, count) if zeros_left_out else range(count)
+    return [_taken(name, entries, [item]) for item in items]
+
+
+def _taken(name: str, entries: Entries, items: Sequence[int]) -> dict[str, torch.Tensor]:
+    hosts = {key: on_host(value) if value.dim() <= 2 and not value.is_floating_point() else value
+             for key, value in entries.items()}  # fmt: skip
+    own = torch.zeros(min(map(len, entries.values())), dtype=torch.bool)
+    own[list(items)] = True
     taken = take_items(name, hosts, own)
-    return {key: value.to(entries[key].device) for key, value in taken.items()}, len(share)
+    return {key: value.to(entries[key].device) for key, value in taken.items()}
 
 
 def _not_zero(entries: Entries, count: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from raymm.actors.stages.tower import is_featured
 from raymm.data.conversations.messages import part_messages
 from raymm.data.conversations.processor import IDS, MASK, ModelProcessor
 from raymm.data.conversations.replies import Conversation, Media, conversation, plain
@@ -23,6 +24,7 @@ from raymm.data.loading.builder import (
     none_usable,
 )
 from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
 from raymm.data.samples.config import DataConfig
@@ -55,6 +57,11 @@ class ProcessedBuilder(StepBuilder):
     checked as parts of their microbatch, and one by one to say which is at fault."""
 
     @cached_property
+    def _of_microbatches(self) -> list[tuple[Microbatch, tuple[Any, Any]]]:
+        """Of microbatches of this step, what modules get."""
+        return []
+
+    @cached_property
     def processor(self) -> ModelProcessor:
         """Of the model."""
         assert self.config.processor is not None  # see step_builder
@@ -75,7 +82,20 @@ class ProcessedBuilder(StepBuilder):
         return self.parts(microbatch), self._described(microbatch, [encoded])
 
     def parts(self, microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
-        return text_parts(self.config.towers, microbatch)
+        return self._kept_parts(microbatch)[0]
+
+    def _kept_parts(
+        self, microbatch: Microbatch
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, tuple[str, ...]]]:
+        """As :meth:`TowerLookup.parts`; the same whenever it is asked for."""
+        if not isinstance(self._lookup, TowerLookup):
+            return text_parts(self.config.towers, microbatch), {}
+        for earlier, parts in self._of_microbatches:
+            if earlier is microbatch:
+                return parts
+        parts = self._lookup.parts(text_parts(self.config.towers, microbatch))
+        self._of_microbatches.append((microbatch, parts))
+        return parts
 
     def build(
         self,
@@ -91,6 +111,7 @@ class ProcessedBuilder(StepBuilder):
             shuffled: kinds whose items other samples get that have as many.
             stack: not used: the processor makes the tensors.
         """
+        self._of_microbatches.clear()
         encoded, skipped = self._groups(indices)
         groups = cast(list[list[Conversation]], encoded)
         seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
@@ -256,15 +277,22 @@ class ProcessedBuilder(StepBuilder):
     def _described(
         self, microbatch: Microbatch, group: Sequence[Conversation]
     ) -> MicrobatchMeta:
-        parts = self.parts(microbatch)
+        parts, keys = self._kept_parts(microbatch)
         rows: dict[str, list[int]] = {}
         for row, sample in enumerate(group):
             for kind, items in sample.media.items():
                 rows.setdefault(TOWER_OF[kind], []).extend([row] * len(items))
-        return describe_whole(
+        meta = describe_whole(
             microbatch, parts, [sample.id for sample in group],
             {name: rows.get(name, [0]) for name in parts if name != "text"},
         )
+        # Shapes of inputs that are not there, in place of the inputs themselves.
+        shapes = {
+            f"{name}/{entry}": _digest(value)
+            for name, own in parts.items() if name != "text" and is_featured(own)
+            for entry, value in own.items() if not value.is_floating_point()
+        }
+        return replace(meta, digests=meta.digests | shapes, feature_keys=keys)
 
 
 def measure_of(config: DataConfig) -> Measure | None:

@@ -10,6 +10,7 @@ import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.actors.experts.router_loss import Mixture
+from raymm.actors.features.kept_features import KEYS
 from raymm.actors.modules.message import Decode
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
@@ -95,7 +96,7 @@ class WholeParallelModule(PlannedModule):
         return self.model.mixture
 
     def reloadable(self) -> frozenset[str]:
-        return frozenset((*self.model.tower_names, LANGUAGE_MODEL))
+        return frozenset(self.model.module_names) - self.model.changing
 
     def sample_check(self) -> SampleCheck:
         """What data workers ask of every microbatch: errors that :meth:`execute` would raise."""
@@ -160,6 +161,12 @@ class WholeParallelModule(PlannedModule):
             for index, of_modules in enumerate(parts)
             for name, own in of_modules.items()
             for stage in self._readers(LANGUAGE_MODEL if name == TEXT else name, index)
+        ]
+        inputs += [
+            (stage.id, index, {KEYS: keys})
+            for index, each in enumerate(meta)
+            for name, keys in each.feature_keys.items() if name in self.options.features
+            for stage in self._readers(name, index)
         ]
         step = StepMeta(
             step=self._step, label_tokens=sum(each.label_tokens for each in meta),

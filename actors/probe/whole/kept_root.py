@@ -1,0 +1,229 @@
+"""Whether features of a tower's frozen part can be kept, and which of what it returns is read.
+
+Tried on a small copy: its items one by one, then their features in place of the part, beside the
+tower as it is. What is read of the part's output is seen by gradients, in the tower's own depth,
+on which the number of its outputs may depend.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from raymm.actors.features.root_features import RootCall, RootForm, RootFormError, RootReached
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.whole.cut import run_without_values
+from raymm.actors.probe.whole.shares import twice_along
+from raymm.actors.probe.whole.trials import TowerTrial
+from raymm.actors.probe.whole.zero_items import leaves_out_zeros
+from raymm.actors.sharding.sample_rows import SplitSamplesError
+from raymm.actors.stages.tower import TowerSpec, features_of_items, of_outlines, outlines
+from raymm.actors.weights.model_part import PartSource
+from raymm.errors import USER_CODE_RAISES
+
+# Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
+_NOISE = 1e-5
+_DIMENSIONS = 2  # along which features of items may lie one after another
+Inputs = Mapping[str, Any]
+_CPU = torch.device("cpu")
+
+
+def probe_root(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
+    """What a tower's frozen part returns, of which features of each item can be kept.
+
+    Args:
+        spec: of the whole tower.
+        place: dotted name of the part.
+        inputs: of the tower.
+
+    Raises:
+        ProbeError: features of an item follow from others, or what comes after the part reads
+            more than them.
+    """
+    zeros = leaves_out_zeros(spec, inputs)
+    several = {name: twice_along(value, 0) for name, value in inputs.items()}
+
+    def probe(model: nn.Module) -> int:
+        return _Trial(spec, place, model, several, zeros).dim()
+
+    dim = of_one_that_runs(spec.source, probe)
+    return replace(_in_own_depth(spec, place, inputs), dim=dim, zeros_left_out=zeros)
+
+
+class _Trial:
+    """A small copy of a tower, and several items."""
+
+    def __init__(
+        self, spec: TowerSpec, place: str, model: nn.Module, inputs: Inputs, zeros: bool
+    ) -> None:
+        self._trial = TowerTrial(spec, model, inputs)
+        self._spec, self._place, self._model = spec, place, model
+        self._constants, self._zeros = dict(spec.constants), zeros
+
+    def dim(self) -> int:
+        """Along which features of several items lie one after another.
+
+        Raises:
+            ProbeError: see :func:`probe_root`.
+            NotRunError: the copy does not run.
+        """
+        inputs, name = self._trial.inputs, type(self._model).__name__
+        try:
+            with torch.no_grad():
+                due = self._trial.read(copy.deepcopy(self._model), inputs)
+            whole = _root_output(self._model, self._spec, self._place, inputs)
+            form = _read_form(self._model, self._spec, self._place, inputs, whole)
+        except USER_CODE_RAISES as error:  # whatever a model may raise
+            raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
+        form = replace(form, zeros_left_out=self._zeros)
+        try:
+            items = features_of_items(
+                self._of(form)[0], form, self._spec.name, inputs, self._constants
+            )
+            expected = form.features(whole)
+        except (RootFormError, SplitSamplesError) as error:
+            raise ProbeError(str(error)) from error
+        except USER_CODE_RAISES as error:  # whatever a model may raise
+            raise ProbeError(f"{name} does not run on one item: {brief(error)}") from error
+        for dim in range(_DIMENSIONS):
+            form = replace(form, dim=dim)
+            if self._is_of(form, items, expected):
+                self._check(form, items, due)
+                return dim
+        raise ProbeError(f"items by themselves give other features of {self._place} than together")
+
+    def _of(self, form: RootForm) -> tuple[nn.Module, RootCall]:
+        model = copy.deepcopy(self._model)
+        call = RootCall(model, form.place)
+        cast(PartSource, self._spec.source).called(model)
+        return model, call
+
+    def _is_of(
+        self, form: RootForm, items: Sequence[Sequence[torch.Tensor]],
+        expected: Sequence[torch.Tensor],
+    ) -> bool:  # fmt: skip
+        try:
+            together = form.together(items)
+        except (RootFormError, IndexError):
+            return False
+        return all(_alike(a, b) for a, b in zip(together, expected, strict=True))
+
+    def _check(
+        self, form: RootForm, items: Sequence[Sequence[torch.Tensor]], due: torch.Tensor
+    ) -> None:
+        """
+        Raises:
+            ProbeError: what comes after the part gives another result of features and shapes.
+        """
+        model, call = self._of(form)
+        call.output = form.output(form.together(items))
+        shown = of_outlines(outlines(self._spec.name, self._trial.inputs), _CPU)
+        try:
+            with torch.no_grad():
+                features = self._trial.read(model, shown)
+        except USER_CODE_RAISES as error:  # whatever a model may raise
+            raise ProbeError(
+                f"what comes after {form.place} reads more than its features: {brief(error)}"
+            ) from error
+        if not _alike(features, due):
+            raise ProbeError(
+                f"what comes after {form.place} reads more than its features: it gives others"
+            )
+
+
+def _alike(own: torch.Tensor, due: torch.Tensor) -> bool:
+    if own.shape != due.shape:
+        return False
+    if not due.is_floating_point():
+        return torch.equal(own, due)
+    return bool((own - due).norm() <= _NOISE * due.norm())
+
+
+def _root_output(model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs) -> Any:
+    """What the part returns within the tower's forward.
+
+    Raises:
+        ProbeError: it is not called.
+    """
+    model = copy.deepcopy(model)
+    RootCall(model, place)
+    cast(PartSource, spec.source).called(model)
+    try:
+        with torch.no_grad():
+            model(**inputs, **dict(spec.constants))
+    except RootReached as reached:
+        return reached.output
+    raise ProbeError(f"{place} is not called")
+
+
+def _read_form(
+    model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs, output: Any
+) -> RootForm:
+    """The form of an output, of which that is read to which a gradient comes; and all that is no
+    float."""
+    model = copy.deepcopy(model)
+    call = RootCall(model, place)
+    cast(PartSource, spec.source).called(model)
+    leaves, tree = tree_flatten(output)
+    shown = [_leaf(leaf) for leaf in leaves]
+    call.output = tree_unflatten(
+        [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in shown], tree
+    )
+    read = TowerTrial(spec, model, inputs).read(model, inputs)
+    return _form_of(place, tree, shown, read)
+
+
+def _leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.detach().clone()
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def _form_of(place: str, tree: Any, leaves: Sequence[Any], read: torch.Tensor) -> RootForm:
+    floats = [
+        n for n, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    gradients = torch.autograd.grad(read.sum(), [leaves[n] for n in floats], allow_unused=True)
+    unread = {n for n, gradient in zip(floats, gradients, strict=True) if gradient is None}
+    kept = tuple(
+        n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and n not in unread
+    )
+    values = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return RootForm(place, tree, values, kept)
+
+
+def _in_own_depth(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
+    """The form of what the part returns in the tower's own sizes. Blocks do not run for that."""
+    forms: list[RootForm] = []
+
+    def run(model: nn.Module) -> torch.Tensor:
+        trial = TowerTrial(spec, model, inputs)
+        part = model.get_submodule(place)
+        own, leaves, trees = part.forward, [], []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            values, tree = tree_flatten(own(*args, **kwargs))
+            leaves.extend(map(_leaf, values))
+            trees.append(tree)
+            return tree_unflatten(
+                [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves], tree
+            )
+
+        vars(part)["forward"] = forward
+        cast(PartSource, spec.source).called(model)
+        read = trial.read(model, trial.inputs)
+        forms.append(_form_of(place, trees[0], leaves, read))
+        return read.detach()
+
+    run_without_values(cast(PartSource, spec.source), run)
+    return forms[-1]

@@ -1,0 +1,84 @@
+"""Which items of a whole model's microbatch have features that were kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from raymm.actors.features.root_features import RootForm, RootFormError
+from raymm.actors.sharding.whole.item_rows import each_item
+from raymm.actors.stages.tower import featured_inputs
+from raymm.data.loading.feature_lookup import FeatureLookup
+
+_KEY_BYTES = 20
+
+
+@dataclass(frozen=True)
+class TowerLookup(FeatureLookup):
+    """Looks for features of items of towers, by what these are given of each.
+
+    Attributes:
+        forms: by tower, of what is kept.
+    """
+
+    forms: Mapping[str, RootForm] = field(default_factory=dict)
+
+    def parts(
+        self, parts: Mapping[str, dict[str, torch.Tensor]]
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, tuple[str, ...]]]:
+        """What each module gets of a microbatch, towers the features of their items where all are
+        known; and what those of others are to be kept under.
+
+        Args:
+            parts: what each module gets without.
+        """
+        featured, unknown = dict(parts), {}
+        for name in parts.keys() & self.forms.keys():
+            keys = self.keys(name, parts[name])
+            if (features := self.features(name, keys)) is None:
+                unknown[name] = keys
+            else:
+                featured[name] = featured_inputs(name, parts[name], features)
+        return featured, unknown
+
+    def keys(self, name: str, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        """What features of a microbatch's items are kept under.
+
+        Args:
+            name: of the tower.
+            inputs: of it.
+
+        Raises:
+            SplitSamplesError: rows of items that do not add up.
+        """
+        items = each_item(name, inputs, self.forms[name].zeros_left_out)
+        return tuple(map(_key, items))
+
+    def features(self, name: str, keys: tuple[str, ...]) -> list[torch.Tensor] | None:
+        """Features of all items together; None if one has none, or they do not go together.
+
+        Args:
+            name: of the tower.
+            keys: of the items.
+        """
+        folder, form = self.folders[name], self.forms[name]
+        items = []
+        for key in keys:
+            if (own := folder.read(key)) is None or len(own) != len(form.kept):
+                return None
+            items.append([own[str(number)] for number in range(len(form.kept))])
+        try:
+            return form.together(items)
+        except RootFormError:
+            return None  # the tower says it of what it computes
+
+
+def _key(item: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for name, value in sorted(item.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,123 @@
+"""Parts of a model that a run freezes and trains as it goes: modules and projectors of a model by
+parts, and parts of a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from raymm.actors.adapters.lora import is_adapter
+from raymm.actors.optimizer.optimizer_config import PROJECTOR
+from raymm.model.modality_module import ModelError
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import FROZEN, FULL, WholeModel
+from raymm.scheduler.graph.module_graph import ModuleGraph
+
+
+class ChangingParts(Protocol):
+    """Of a model."""
+
+    def mode(self, name: str) -> str:
+        """``"full"`` or ``"frozen"``, of a part as it is.
+
+        Raises:
+            ModelError: the model has none of that name, or it is trained in part.
+        """
+        ...
+
+    def change(self, names: Collection[str]) -> None:
+        """Weights of these are in every checkpoint, trained or not."""
+
+    def set_frozen(self, name: str, frozen: bool) -> None:
+        """Freeze or train a part."""
+
+    def prefixes(self, name: str) -> tuple[str, ...]:
+        """How names of what the optimizer keeps of it begin, after ``optimizer/``."""
+        ...
+
+    @property
+    def graph(self) -> ModuleGraph:
+        """Of the model as it is."""
+        ...
+
+
+def changing_parts(model: MultimodalModule | WholeModel) -> ChangingParts:
+    """Those of a model."""
+    return WholeParts(model) if isinstance(model, WholeModel) else ModuleParts(model)
+
+
+class ModuleParts:
+    """Modules as plans name them, or that with ``_projector``."""
+
+    def __init__(self, model: MultimodalModule) -> None:
+        self._model = model
+
+    @property
+    def graph(self) -> ModuleGraph:
+        return self._model.graph
+
+    def mode(self, name: str) -> str:
+        model = self._model
+        accepted = [*model.module_names]
+        accepted += [f"{n}{PROJECTOR}" for n, e in model.encoders.items() if e.projector]
+        if name not in accepted:
+            raise ModelError(f"at names {name!r}; the model's are {', '.join(accepted)}")
+        parameters = dict(self._skeleton(name).named_parameters())
+        adapters = [p for parameter, p in parameters.items() if is_adapter(parameter)]
+        flags = {p.requires_grad for p in adapters or parameters.values()}
+        if len(flags) > 1:
+            raise ModelError(
+                f"at names {name!r}, which is trained in part; accepted: modules that are frozen "
+                "or trained as a whole"
+            )
+        return FULL if True in flags else FROZEN
+
+    def change(self, names: Collection[str]) -> None:
+        self._model.changing = frozenset(name.removesuffix(PROJECTOR) for name in names)
+
+    def set_frozen(self, name: str, frozen: bool) -> None:
+        part, projector = self._part(name)
+        part.set_frozen(frozen, projector)
+
+    def prefixes(self, name: str) -> tuple[str, ...]:
+        inner = "projector." if name.endswith(PROJECTOR) else "module."
+        return (f"{name.removesuffix(PROJECTOR)}/{inner}",)
+
+    def _part(self, name: str) -> tuple[Any, bool]:
+        projector = name.endswith(PROJECTOR)
+        module = name.removesuffix(PROJECTOR)
+        return self._model.encoders.get(module, self._model.language_model), projector
+
+    def _skeleton(self, name: str) -> Any:
+        part, projector = self._part(name)
+        spec: Any = self._model.spec(name.removesuffix(PROJECTOR))
+        return part.projector if projector else spec.source.skeleton()
+
+
+class WholeParts:
+    """Parts as ``model.train`` names them."""
+
+    def __init__(self, model: WholeModel) -> None:
+        self._model = model
+
+    @property
+    def graph(self) -> ModuleGraph:
+        return self._model.graph
+
+    def mode(self, name: str) -> str:
+        if name not in self._model.part_names:
+            accepted = ", ".join(self._model.part_names)
+            raise ModelError(f"at names {name!r}; the model's are {accepted}")
+        return FROZEN if self._model.is_frozen(name) else FULL
+
+    def change(self, names: Collection[str]) -> None:
+        modules = {module for name in names for module, _ in self._model.places_of(name)}
+        self._model.changing = frozenset(modules)
+
+    def set_frozen(self, name: str, frozen: bool) -> None:
+        self._model.set_frozen(name, frozen)
+
+    def prefixes(self, name: str) -> tuple[str, ...]:
+        return tuple(
+            f"{module}/module.{place}" for module, place in self._model.places_of(name)
+        )

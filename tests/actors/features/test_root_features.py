@@ -1,0 +1,102 @@
+"""Features of a tower's frozen part: what the tower hands over is the same of features that were
+kept as of its items, bit for bit, in any company; and all but rounding what the tower makes of them
+together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from benchmarks._family_classes import Family
+from benchmarks._vlm_check import noisy, runnable
+from raymm.actors.features.feature_folder import FeatureFolder
+from raymm.actors.features.kept_features import KEYS, FeatureWriter
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.stages.tower import FeaturedTowerStage, TowerStage, featured_inputs
+from raymm.data.loading.tower_lookup import TowerLookup
+from raymm.model.whole_model import from_pretrained
+
+CONTEXT = MicrobatchContext(1)
+
+
+def described(name, train=None):
+    model_class = getattr(transformers, name)
+    config, microbatches = runnable(Family("whole model", model_class, model_class.config_class))
+    config.architectures = [name]
+    (tower,) = from_pretrained(config, microbatches[0]).tower_names
+    return from_pretrained(config, microbatches[0], {tower: "frozen"}, seed=4), microbatches
+
+
+def handed_over(stage, inputs):
+    """What the language model is handed, and gradients of what is trained of the tower."""
+    stage.zero_grad()
+    message = stage.run(dict(inputs), {}, CONTEXT)
+    total = sum((tensor.float() ** 2).sum() for tensor in message.tensors)
+    if total.requires_grad:
+        total.backward()
+    grads = {n: p.grad.clone() for n, p in stage.named_parameters() if p.grad is not None}
+    return [t.detach() for t in message.tensors], dict(message.side), grads
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("LlavaForConditionalGeneration", 0),  # the last but one of its blocks' outputs is read
+        ("Mistral3ForConditionalGeneration", 1),  # images one after another, of any size
+        ("Idefics3ForConditionalGeneration", 0),  # rows of images, padded with zeros
+        ("Qwen3VLForConditionalGeneration", 0),  # patches in one tensor; features of three layers
+        ("VoxtralForConditionalGeneration", 0),
+    ],
+)
+def test_features_stand_for_items(tmp_path, monkeypatch, name, dim):
+    model, microbatches = described(name)
+    (tower,) = model.tower_names
+    form = model.root_form(tower)
+    assert form.dim == dim
+    spec = model.tower_spec(tower)
+    plain = noisy(TowerStage.build(spec, 0, spec.num_blocks))
+    featured = replace(spec, root=form)
+    stage = noisy(FeaturedTowerStage.build(featured, 0, spec.num_blocks))
+    folder = FeatureFolder(tmp_path, 10**8)
+    stage.writer = FeatureWriter(folder)
+    lookup = TowerLookup({tower: folder}, {tower: form})
+    for batch in microbatches:
+        inputs = model.tower(tower).inputs(batch)
+        if inputs is None:
+            continue
+        tensors, side, grads = handed_over(plain, inputs)
+        keys = lookup.keys(tower, inputs)
+        computed = handed_over(stage, {**inputs, KEYS: keys})
+        for own, due in zip(computed[0], tensors, strict=True):
+            assert (own - due).norm() <= 1e-5 * due.norm()
+        assert computed[1].keys() == side.keys() and computed[2].keys() == grads.keys()
+        for parameter, due in grads.items():
+            assert (computed[2][parameter] - due).norm() <= 1e-5 * due.norm()
+        stage.writer.wait()
+        features = lookup.features(tower, keys)
+        assert features is not None
+        monkeypatch.setattr(stage._root, "_forward", None)  # it does not run
+        read = handed_over(stage, featured_inputs(tower, inputs, features))
+        monkeypatch.undo()
+        assert all(map(torch.equal, read[0], computed[0]))
+        assert all(torch.equal(read[1][each], computed[1][each]) for each in side)
+        assert all(torch.equal(read[2][each], computed[2][each]) for each in grads)
+
+
+def test_a_damaged_file_is_none(tmp_path):
+    model, microbatches = described("LlavaForConditionalGeneration")
+    form = model.root_form("vision")
+    lookup = TowerLookup({"vision": FeatureFolder(tmp_path, 10**8)}, {"vision": form})
+    keys = lookup.keys("vision", model.tower("vision").inputs(microbatches[0]))
+    assert len(set(keys)) == len(keys) > 1
+    assert lookup.features("vision", keys) is None
+
+
+def test_what_reads_more_than_features_is_refused():
+    model, _ = described("DeepseekVLHybridForConditionalGeneration")
+    with pytest.raises(ProbeError, match="reads more than its features"):
+        model.root_form("vision")

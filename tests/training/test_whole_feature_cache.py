@@ -1,0 +1,50 @@
+"""A run of a whole model that keeps the features of its frozen tower: same bits, and the tower's
+largest part never runs on what is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_run import curve
+
+from raymm.cli.main import main
+from tests.tiny_folders import modalities, tiny
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def configuration(tmp_path: Path, name: str, features: str) -> str:
+    folder, data = tiny("idefics3")
+    values = {
+        "run": {"storage_path": str(tmp_path / name), "steps": 5, "device": "cpu", "seed": 3},
+        "model": {"path": folder, "train": {"vision": "frozen"}},
+        "data": {
+            "train": data, "heldout": data, "modalities": modalities("idefics3"), "batch_size": 6,
+            "microbatches": 2,
+        },
+        "parallel": {"language_model": {"pp": 2}, "encoders": {"vision": {}}},
+        "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0},
+        "resources": {"cpus": 0.1},
+        "cache": {"features": features, "folder": str(tmp_path / "features")},
+    }
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return str(file)
+
+
+def test_features_that_are_kept_change_no_bit(tmp_path, capsys):
+    def run(name: str, features: str) -> list:
+        assert main(["train", configuration(tmp_path, name, features)]) == 0
+        return curve(tmp_path / name)
+
+    without = run("without", "none")
+    assert run("first", "disk") == without
+    assert f"features of vision are kept in {tmp_path / 'features'}" in capsys.readouterr().out
+    files = sorted((tmp_path / "features").glob("vision-*/??/*.features"))
+    assert files
+    times = [file.stat().st_mtime_ns for file in files]
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"x")
+    assert run("again", "disk") == without
+    assert [file.stat().st_mtime_ns for file in files][1:] == times[1:]
