@@ -165,6 +165,17 @@ def _sound(name: str, bins: int, frames: int, mask: str) -> Callable[[Any, int, 
     return make
 
 
+def _crops(config: Any, n: int, random: Random) -> Item:
+    """A picture of 1 or 2 crops, after one of all of it."""
+    side, crops = config.vision_config.crop_size, 1 + n
+    patches = side // config.vision_config.patch_size
+    return {
+        "image_pixel_values": random(1, 1 + crops, 3, side, side),
+        "image_sizes": torch.tensor([[side, crops * side]]),
+        "image_attention_mask": torch.ones(1, 1 + crops, patches, patches),
+    }
+
+
 def _samples(config: Any, n: int, random: Random) -> Item:
     there = 3200 - 1600 * n
     return {"input_values": random(1, 1, 3200), "padding_mask": (torch.arange(3200) < there)[None]}
@@ -218,7 +229,8 @@ HINTS: dict[str, Hint] = {
         make=_molmo,
     ),
     "IdeficsForVisionText2Text": Hint(
-        make=_idefics, per_row=True, more=_attends_all, always=True
+        config={"freeze_vision_layers": False, "freeze_text_layers": False},
+        make=_idefics, per_row=True, more=_attends_all, always=True,
     ),
     "InstructBlipVideoForConditionalGeneration": Hint(
         config={"video_token_id": 97}, make=_instruct_video, token=97
@@ -232,6 +244,12 @@ HINTS: dict[str, Hint] = {
         always=True,
     ),
     "EvollaForProteinText2Text": Hint(make=_protein),
+    "Phi4MultimodalForCausalLM": Hint(
+        default={"vision_config.image_size": 56, "vision_config.crop_size": 56},
+        config={"vision_config.image_token_id": 97, "vision_config.image_size": 56,
+                "vision_config.crop_size": 56, "vision_config.patch_size": 14},
+        make=_crops, token=97, tokens=(13, 17),
+    ),
     "Qwen2AudioForConditionalGeneration": Hint(
         config={"audio_config.max_source_positions": 64}, modality="audio",
         make=_sound("input_features", 128, 128, "feature_attention_mask"), tokens=(32, 28),

@@ -4,7 +4,8 @@ forward's parameters and its configuration are called."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,17 +288,16 @@ MICROBATCHES = ([[0], [1]], [[], []], [[], [1, 0]])
 
 
 def batches(
-    model: nn.Module, config: PretrainedConfig, style: Style, vocabulary: int, width: int
+    model: nn.Module, config: PretrainedConfig, kinds: Sequence[Style], vocabulary: int, width: int
 ) -> list[dict[str, torch.Tensor]]:
     """Three microbatches: an item per row, text only, and two items in one of two rows; without
-    text alone, if the class takes none.
+    text alone, if the class takes none. Of several kinds, an item of each in an item's place.
 
     Raises:
         ValueError: the model makes no features of an item.
     """
     names = set(inspect.signature(type(model).forward).parameters)
     hint = _hint(model)
-    token = hint.token or placeholder(config, style.modality)
     generator = torch.Generator().manual_seed(9)
     special = {v for v in _token_ids(config) if v < vocabulary}
     usual = [n for n in range(3, vocabulary) if n not in special]
@@ -305,15 +305,20 @@ def batches(
     def words(count: int) -> list[int]:
         return [usual[int(n)] for n in torch.randint(len(usual), (count,), generator=generator)]
 
-    items = [style.make(n) for n in range(2)]
+    items = {style: [style.make(n) for n in range(2)] for style in kinds}
     ids = torch.tensor([words(6)])
-    counts = [
-        hint.tokens[n] if hint.tokens else 0 if token is None
-        else item_tokens(model, style.collate([[item]]), width, ids) or 0
-        for n, item in enumerate(items)
-    ]
-    if token is not None and not all(counts):
-        raise ValueError("no features of an item were seen")
+    tokens = {style: hint.token or placeholder(config, style.modality) for style in kinds}
+    counts: dict[Style, list[int]] = {}
+    for style, token in tokens.items():
+        if token is None and len(kinds) > 1:
+            raise ValueError(f"nobody knows where features of {style.modality} are put")
+        counts[style] = [
+            hint.tokens[n] if hint.tokens else 0 if token is None
+            else item_tokens(model, style.collate([[item]]), width, ids) or 0
+            for n, item in enumerate(items[style])
+        ]
+        if token is not None and not all(counts[style]):
+            raise ValueError("no features of an item were seen")
     found = []
     parameters = inspect.signature(type(model).forward).parameters.items()
     needed = hint.always or any(
@@ -322,26 +327,33 @@ def batches(
     for rows in MICROBATCHES:
         if needed and not all(rows):
             continue
-        texts = [
-            words(4) + sum(([token] * counts[n] + words(3) for n in row), []) + words(2)
-            for row in rows
-        ]
+        texts = []
+        for row in rows:
+            text = words(4)
+            for n, (style, token) in itertools.product(row, tokens.items()):
+                text += [token] * counts[style][n] + words(3)
+            texts.append(text + words(2))
         length = max(map(len, texts))
         ids = torch.tensor([text + [usual[0]] * (length - len(text)) for text in texts])
         mask = torch.tensor([[1] * len(t) + [0] * (length - len(t)) for t in texts])
-        own = (ids == token) if token is not None else torch.zeros_like(ids, dtype=torch.bool)
+        own = torch.zeros_like(ids, dtype=torch.bool)
+        types = torch.zeros_like(ids)
+        for style, token in tokens.items():
+            there = (ids == token) if token is not None else torch.zeros_like(own)
+            own, types = own | there, types + there.long() * _KINDS.get(style.modality, 0)
         batch = {
             "input_ids": ids, "attention_mask": mask,
             "labels": ids.masked_fill((mask == 0) | own, -100),
         }
         if "mm_token_type_ids" in names:
-            batch["mm_token_type_ids"] = own.long() * _KINDS[style.modality]
+            batch["mm_token_type_ids"] = types
         if "token_type_ids" in names:
             batch["token_type_ids"] = own.long()
-        chosen = [[items[n] for n in row] for row in rows]
-        if any(rows) or style.modality == "text":
-            there = style.collate(chosen) if any(rows) else {}
-            batch |= there | (hint.more(ids, own, there) if hint.more is not None else {})
+        for style in kinds:
+            chosen = [[items[style][n] for n in row] for row in rows]
+            if any(rows) or style.modality == "text":
+                there = style.collate(chosen) if any(rows) else {}
+                batch |= there | (hint.more(ids, own, there) if hint.more is not None else {})
         found.append(batch)
     return found
 

@@ -37,8 +37,9 @@ STEPS, MICROBATCHES = 3, 4
 # Relative to its own norm; of what is nothing but rounding (a key's bias), to the largest.
 TOLERANCE, FLOOR = 1e-5, 1e-6
 LOSS_TOLERANCE = 1e-6
-# Of how far a parameter has moved in the steps, as AdamW makes much of a gradient's rounding.
-MOVED_TOLERANCE, MOVED_FLOOR = 1e-3, 1e-7
+# Of how far a parameter has moved in the steps, as AdamW makes much of a gradient's rounding; of
+# one whose gradient is rounding only, of how far AdamW moves one at most.
+MOVED_TOLERANCE, MOVED_FLOOR, ROUNDING_TOLERANCE = 1e-3, 1e-7, 1e-2
 _ALIKE = 1e-5  # what several processes have, relative to its norm
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
 
@@ -162,8 +163,10 @@ def _moved_problems(
         assert mine is not None
         moved = float((parameter.detach() - before[name]).norm())
         error = float((mine - parameter.detach()).norm())
-        # AdamW makes as much of rounding as of anything.
-        if not error <= (moved if name in rounding else MOVED_TOLERANCE * moved + MOVED_FLOOR):
+        accepted = MOVED_TOLERANCE * moved + MOVED_FLOOR
+        if name in rounding:
+            accepted = ROUNDING_TOLERANCE * OPTIMIZER["lr"] * STEPS * parameter.numel() ** 0.5
+        if not error <= accepted:
             problems.append(f"{name} after {STEPS} steps: error {error:.2e} of {moved:.2e}")
     return problems
 
@@ -185,7 +188,7 @@ class _Shares:
         alone = replace(
             plan, shared_ranks=(0,),
             stages=tuple(
-                replace(s, rank=0, tp=1, cp=1, fsdp=1, sharding="none") for s in plan.stages
+                replace(s, rank=0, tp=1, cp=1, fsdp=1, ep=1, sharding="none") for s in plan.stages
             ),
         )  # fmt: skip
         self._plan = alone

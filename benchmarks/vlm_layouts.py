@@ -41,6 +41,7 @@ def _both(**values: Any) -> dict[str, ParallelSpec]:
     return {"tower": ParallelSpec(**values), "llm": ParallelSpec(**values)}
 
 
+_FSDP = {"tower": ParallelSpec(dp=2, sharding="fsdp")}
 _LORA = {"language_model": LoraConfig(r=4)}
 LAYOUTS: dict[str, Layout] = {
     "dp 2": Layout(_both(dp=2)),
@@ -61,6 +62,9 @@ LAYOUTS: dict[str, Layout] = {
     "packing, fsdp 2, pp 2": Layout(_both(dp=2, sharding="fsdp", pp=2), {"packing": True}),
     "packing, cp 2": Layout({"llm": ParallelSpec(cp=2)}, {"packing": True}),
     "language model frozen, tp 2": Layout(_both(tp=2), {"train": {"language_model": "frozen"}}),
+    # Experts of each layer are dealt out; of a class without any, refused.
+    "ep 2": Layout(_FSDP | {"llm": ParallelSpec(dp=2, sharding="fsdp", ep=2)}),
+    "ep 2, pp 2": Layout(_FSDP | {"llm": ParallelSpec(dp=2, sharding="fsdp", ep=2, pp=2)}),
 }
 
 

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 from benchmarks._common import console, emit, machine, parser
 from benchmarks._family_check import EXACT, Outcome
 from benchmarks._family_classes import Family, _pairs
-from benchmarks._vlm_check import check
+from benchmarks._vlm_check import SEVERAL, check
 from benchmarks.families import RESULTS, TIMEOUT_SECONDS, outcomes
 
 KIND = "whole model"
@@ -77,6 +77,7 @@ def summary(found: dict[Family, Outcome]) -> dict[str, Any]:
     names: dict[str, Any] = {
         r: {name: o.sentence for name, o in listed if o.result == r} for r in RESULTS
     }
+    names[SEVERAL] = [name for name, sentence in names[EXACT].items() if sentence == SEVERAL]
     names[EXACT] = list(names[EXACT])
     return {**counts, "classes": names}
 

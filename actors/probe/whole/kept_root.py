@@ -225,5 +225,8 @@ def _in_own_depth(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
         forms.append(_form_of(place, trees[0], leaves, read))
         return read.detach()
 
-    run_without_values(cast(PartSource, spec.source), run)
+    try:
+        run_without_values(cast(PartSource, spec.source), run)
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise ProbeError(f"{spec.name} does not run without values: {brief(error)}") from error
     return forms[-1]
