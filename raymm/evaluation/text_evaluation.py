@@ -37,6 +37,7 @@ from raymm.runtime.generation import Prompt, WritingModule, check_generates, gen
 
 BEST = "best.json"
 PREFIX = "heldout_"  # of a metric in a row
+TEXTS = "texts"  # how many there are, in rows of evaluations alone
 
 
 @dataclass
@@ -121,7 +122,7 @@ class TextEvaluation:
         page = write_table(self._folder, step, texts, self._shown, metrics)
         return {
             "step": step, **{PREFIX + name: value for name, value in metrics.items()},
-            "texts": len(texts), "table": str(page.relative_to(self._folder)),
+            TEXTS: len(texts), "table": str(page.relative_to(self._folder)),
         }
 
     def better(self, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -155,17 +156,23 @@ class TextEvaluation:
         values = self._values(rows)
         if self.asked.best is None or not values:
             return None
-        name = PREFIX + str(self.asked.best)
-        row = [row for row in rows if name in row][values.index(min(values))]
-        best = {"step": row["step"], "metric": self.asked.best, "value": row[name]}
+        row = self._evaluations(rows)[values.index(min(values))]
+        value = row[PREFIX + str(self.asked.best)]
+        best = {"step": row["step"], "metric": self.asked.best, "value": value}
         write_whole(self._folder / BEST, json.dumps(best) + "\n")
         return row["step"]
 
     def _values(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """Of the metric that counts, the smaller the better."""
         name, sign = f"{PREFIX}{self.asked.best}", 1 if self.asked.smallest else -1
-        values = [row[name] for row in rows if name in row]
+        values = [row[name] for row in self._evaluations(rows)]
         return [math.inf if value is None else sign * value for value in values]
+
+    def _evaluations(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Rows that :meth:`run` has given; of pairs, those of the held-out loss have rewards, too.
+        """
+        name = f"{PREFIX}{self.asked.best}"
+        return [row for row in rows if TEXTS in row and name in row]
 
     def _prompts(self, samples: list[_Asked]) -> Iterator[Prompt]:
         """Of held-out samples, which are noted as they are asked for."""
