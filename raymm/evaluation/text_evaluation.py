@@ -179,6 +179,7 @@ class TextEvaluation:
         with StepLoader(
             self._data, "heldout", steps=self.asked.samples,
             check=self._parallel.sample_check(), places=self._places, features=self._features,
+            check_cluster=self._parallel.group.check_cluster,
         ) as loader:
             for step in loader:
                 parts, meta = step.microbatches[0], step.meta[0]

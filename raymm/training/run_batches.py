@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class Batches:
                 self._data, "train", start_state=state, steps=steps,
                 sampler=self._training.sampler, dataset=self._training.dataset,
                 check=self._check, places=self._places, features=self._features,
+                check_cluster=parallel.group.check_cluster,
             ) as loader:
                 for step in loader:
                     yield Batch(
@@ -105,12 +106,19 @@ class Batches:
         if self.modalities is not None:
             yield self.heldout(None, ())
 
-    def heldout(self, steps: int | None, shuffled: Sequence[str]) -> StepLoader:
-        """One pass over the held-out data, with some modalities' items in the wrong samples."""
+    def heldout(
+        self, steps: int | None, shuffled: Sequence[str],
+        check_cluster: Callable[[], None] = lambda: None,
+    ) -> StepLoader:
+        """One pass over the held-out data, with some modalities' items in the wrong samples.
+
+        Args:
+            steps, shuffled, check_cluster: as of :class:`StepLoader`.
+        """
         assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones
         return StepLoader(
             self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check,
-            places=self.heldout_places, features=self._features,
+            places=self.heldout_places, features=self._features, check_cluster=check_cluster,
         )
 
 

@@ -380,7 +380,8 @@ class TrainingLoop:
                 self._last = max(step, 1)
 
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> HeldoutLoss:
-        with self._batches.heldout(self._run.eval_steps, shuffled) as loader:
+        check, steps = self._parallel.group.check_cluster, self._run.eval_steps
+        with self._batches.heldout(steps, shuffled, check) as loader:
             return HeldoutLoss.of(
                 self._parallel.submit, self._stop.until_asked(loader),
                 self._run.steps_in_flight, loader.names,

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, zip_longest
@@ -106,6 +106,8 @@ class StepLoader:
         check: looks whether the model can take a sample (``StepBuilder``).
         places: where the workers go (Ray's ``scheduling_strategy``), one each; anywhere without.
         features: looks for features of items that were kept (``StepBuilder``).
+        check_cluster: called every second of a wait for a step; what it raises ends the wait. Of a
+            worker that was to start on a node that is lost Ray itself tells some 15 s later.
 
     Raises:
         DataError: here, before any actor starts, for a missing file, malformed row, unknown
@@ -127,6 +129,7 @@ class StepLoader:
         check: SampleCheck | None = None,
         places: Sequence[Any] = (),
         features: FeatureLookup | None = None,
+        check_cluster: Callable[[], None] = lambda: None,
     ):
         unknown = [name for name in shuffled if name not in config.modalities]
         if unknown:
@@ -137,7 +140,7 @@ class StepLoader:
         self.names = dataset.names
         self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
         stored = ray.put(dataset)
-        self._names = part_names(config)
+        self._names, self._check_cluster = part_names(config), check_cluster
         checks = [] if check is None else [ray.put(check)]
         self._workers = [
             start_worker(config, stored, shuffled, checks, place, features)
@@ -239,6 +242,7 @@ class StepLoader:
             try:
                 return ray.get(ref, timeout=min(BEAT_S, due - now))
             except GetTimeoutError:
+                self._check_cluster()
                 if (place := self._place(number)) is None:
                     continue
             look = partial(self._look, number, place["address"])

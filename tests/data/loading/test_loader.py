@@ -19,6 +19,7 @@ from raymm.data import (
     join_parts,
     local_steps,
 )
+from raymm.errors import NodeLostError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -175,6 +176,17 @@ def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):
     with StepLoader(config) as loader, pytest.raises(DataError, match="worker_cpus"):
         next(loader)
     assert set(ended_actors()) == {"DEAD"}  # it does not go on waiting for the CPUs
+
+
+def test_a_lost_node_ends_the_wait_for_a_worker_that_was_to_start_there(make_config):
+    """Of which Ray tells late."""
+    def check():
+        raise NodeLostError("node a is gone", frozenset({"a"}))
+
+    config, start = make_config(worker_cpus=1000, worker_timeout=100), time.monotonic()
+    with StepLoader(config, check_cluster=check) as loader, pytest.raises(NodeLostError):
+        next(loader)
+    assert time.monotonic() - start < 30
 
 
 def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypatch):
