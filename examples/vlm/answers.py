@@ -32,15 +32,15 @@ def draw_answers(texts: Sequence[Mapping[str, str]], data: Path, out: Path) -> P
     figure.set_layout_engine("constrained")
     axes = figure.subplots(ROWS, COLUMNS).flatten()
     for axis in axes:
-        axis.axis("off")
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
     for axis, text in zip(axes, _mixed(texts), strict=False):
         right = text["text"] == text["answer"]
         lines = [_short(text["text"]) or "(nothing)"]
         lines += [] if right else [f"({_short(text['answer'])})"]
         with Image.open(pictures[text["id"]]) as picture:
             axis.imshow(picture.convert("RGB"))
-        axis.set_title("\n".join(lines), y=-0.02, va="top", fontsize=8,
-                       color=_RIGHT if right else _WRONG)
+        axis.set_xlabel("\n".join(lines), fontsize=9, color=_RIGHT if right else _WRONG)
     return save_figure(figure, out)
 
 

@@ -21,6 +21,7 @@ THUMBNAIL = 160  # pixels of the longer side
 _STYLE = (
     "body{font:14px sans-serif}table{border-collapse:collapse}td,th{border:1px solid #ccc;"
     "padding:4px 8px;text-align:left;vertical-align:top;white-space:pre-wrap}"
+    "td:first-child{max-width:12em;overflow-wrap:anywhere}td:nth-child(n+3){min-width:10em}"
 )
 
 
