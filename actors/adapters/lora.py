@@ -19,7 +19,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
-from raymm.actors.adapters.quantised import SCALE, quantise, quantised_product
+from raymm.actors.adapters.quantised import (
+    GROUP,
+    INT4,
+    SCALE,
+    dequantised,
+    quantise,
+    quantised_product,
+)
 from raymm.actors.modules.draws import derive_seed
 
 LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -35,8 +42,8 @@ class AdaptedLayer(nn.Module):
     goes through the norms it has (DoRA §4.3), and dropout is of the adapted part only, as in
     ``peft``.
 
-    A quantised weight holds codes, and ``weight_scale`` (out,) what each of its outputs is
-    multiplied with (:mod:`raymm.actors.adapters.quantised`).
+    A quantised weight holds codes, and ``weight_scale`` what they are multiples of
+    (:mod:`raymm.actors.adapters.quantised`).
     """
 
     weight: nn.Parameter
@@ -75,7 +82,18 @@ class AdaptedLayer(nn.Module):
     def _matrix(self) -> torch.Tensor:
         """W as (out, in)."""
         scale = self._parameters.get(SCALE)
-        return self._kept() if scale is None else self._kept() * scale[:, None]
+        return self._kept() if scale is None else dequantised(self._kept(), scale)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """(out, in)."""
+        return len(self.lora_B), self.lora_A.shape[1]
+
+    @property
+    def packed(self) -> bool:
+        """Whether several codes of its weight share a byte."""
+        scale = self._parameters.get(SCALE)
+        return scale is not None and scale.dim() > 1
 
     def _kept(self) -> torch.Tensor:
         """The weight as it is kept, as (out, in)."""
@@ -162,7 +180,8 @@ def adapt(
         among: whether a parameter, by its name, is of the part that is frozen.
 
     Raises:
-        AdapterError: a weight that is to be quantised belongs to another module, too.
+        AdapterError: a weight that is to be quantised belongs to another module, too, or has not
+            the inputs for it.
     """
     for name, parameter in module.named_parameters():
         if among(name):
@@ -171,12 +190,19 @@ def adapt(
         layer = _find(module, name)
         if layer is not None and layer._parameters.get("weight") is not None:
             if config.base is not None:
-                _check_own(module, name, layer, config.base)
+                _check_base(module, name, layer, config.base)
             _adapt_layer(layer, config, derive_seed(seed, "lora", name))
     return module
 
 
-def _check_own(module: nn.Module, name: str, layer: nn.Module, base: str) -> None:
+def _check_base(module: nn.Module, name: str, layer: nn.Module, base: str) -> None:
+    weight = cast(nn.Parameter, layer.weight)
+    inner = weight.shape[0 if isinstance(layer, Conv1D) else 1]
+    if base == INT4 and inner % GROUP:
+        raise AdapterError(
+            f"base is {base!r}, and {name!r} takes {inner} inputs; accepted: targets with a "
+            f"multiple of {GROUP}, as so many share a scale"
+        )
     for other, child in module.named_modules():
         if child is not layer and any(p is layer.weight for p in child._parameters.values()):
             raise AdapterError(
@@ -200,8 +226,8 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
     matrix = weight.T if transposed else weight
     scale = None
     if config.base is not None:
-        codes, scale = quantise(matrix)
-        matrix = codes * scale[:, None]
+        codes, scale = quantise(matrix, config.base)
+        matrix = dequantised(codes, scale)
         kept = codes.T.contiguous() if transposed else codes
         layer._parameters["weight"] = nn.Parameter(kept, requires_grad=False)
     out, inner = matrix.shape

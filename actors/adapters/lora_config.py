@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raymm.errors import InputError
 
 ALL_LINEAR = "all-linear"
-BASES = ("int8",)
+BASES = ("int8", "int4")
 
 
 class AdapterError(InputError, ValueError):
@@ -27,7 +27,8 @@ class LoraConfig:
             dot, as ``q_proj`` (``target_modules`` of ``peft``).
         dora: train the norms of the weights' rows, too (DoRA).
         base: how weights under adapters are kept: None, as they are; ``"int8"``, in a byte per
-            element, with a scale per output (:mod:`raymm.actors.adapters.quantised`).
+            element, with a scale per output; ``"int4"``, in half a byte, with a scale per output
+            and 32 inputs (:mod:`raymm.actors.adapters.quantised`).
 
     Raises:
         AdapterError: naming the field.
@@ -54,8 +55,7 @@ class LoraConfig:
             )
         if self.base is not None and self.base not in BASES:
             raise AdapterError(
-                f"base is {self.base!r}; accepted: {', '.join(BASES)}, or none (int4 needs kernels "
-                "of a GPU, and none are used)"
+                f"base is {self.base!r}; accepted: {', '.join(BASES)}, or none"
             )
 
     @property

@@ -1,5 +1,7 @@
-"""Frozen weights of a byte per element, with a scale per output (weight-only int8, with the codes,
-scales and products of ``torchao``'s ``Int8WeightOnlyConfig``)."""
+"""Frozen weights of a byte per element with a scale per output (weight-only int8, with the codes,
+scales and products of ``torchao``'s ``Int8WeightOnlyConfig``), or of half a byte with a scale per
+output and :data:`GROUP` inputs (int4, with the numbers of its ``IntxWeightOnlyConfig``; codes of
+neighbouring inputs share a byte, the even one its lower half)."""
 
 from __future__ import annotations
 
@@ -9,28 +11,60 @@ import torch
 
 SCALE = "weight_scale"
 """Name of the scales' parameter, beside ``weight``, which holds the codes."""
+INT8, INT4 = "int8", "int4"
+GROUP = 32
+"""Inputs that share a scale, in int4."""
+PACKED = 2
+"""Codes of a byte, in int4."""
 # Codes are symmetric to zero but for the lowest.
-_LOWEST, _HIGHEST = -128, 127
+_RANGES = {INT8: (-128, 127), INT4: (-8, 7)}
 _LEAST_SCALE = torch.finfo(torch.float32).eps
 
 
-def quantise(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(matrix: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest codes of a matrix, and what they are multiples of.
 
     Args:
-        matrix: (out, in), floating point.
+        matrix: (out, in), floating point; for int4, in is a multiple of :data:`GROUP`.
+        base: :data:`INT8` or :data:`INT4`.
 
     Returns:
-        (out, in) int8, and (out,) fp32.
+        (out, in) int8 and (out,) fp32; or (out, in / 2) int8 and (out, in / GROUP) fp32.
     """
     values = matrix.detach().float()
+    out, inner = values.shape
     if values.is_meta:
-        return values.to(torch.int8), values.new_empty(len(values))
-    low, high = values.amin(dim=1).clamp(max=0), values.amax(dim=1).clamp(min=0)
-    scales = torch.maximum(-low, high) / ((_HIGHEST - _LOWEST) / 2)
+        if base == INT8:
+            return values.to(torch.int8), values.new_empty(out)
+        packed = values.new_empty(out, inner // PACKED, dtype=torch.int8)
+        return packed, values.new_empty(out, inner // GROUP)
+    groups = values.view(out, -1, inner if base == INT8 else GROUP)
+    lowest, highest = _RANGES[base]
+    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+    scales = torch.maximum(-low, high) / ((highest - lowest) / 2)
     scales = scales.clamp(min=_LEAST_SCALE)
-    codes = (values * (1 / scales)[:, None]).round().clamp(_LOWEST, _HIGHEST)
-    return codes.to(torch.int8), scales
+    codes = (groups * (1 / scales)[..., None]).round().clamp(lowest, highest)
+    codes = codes.to(torch.int8).view(out, inner)
+    if base == INT8:
+        return codes, scales[:, 0]
+    return (codes[:, ::PACKED] & 15) | (codes[:, 1::PACKED] << 4), scales
+
+
+def dequantised(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """(out, in), what codes stand for.
+
+    Args:
+        codes, scales: as of :func:`quantise`.
+        dtype: of the result.
+    """
+    if scales.dim() == 1:
+        return codes.to(dtype) * scales.to(dtype)[:, None]
+    # The lower half with its sign, then the upper one.
+    pairs = torch.stack([(codes << 4) >> 4, codes >> 4], dim=2)
+    numbers = pairs.to(dtype).view(len(codes), -1, GROUP) * scales.to(dtype)[..., None]
+    return numbers.view(len(codes), -1)
 
 
 class _Product(torch.autograd.Function):
@@ -42,11 +76,15 @@ class _Product(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(codes, scales)
+        if scales.dim() > 1:
+            return hidden @ dequantised(codes, scales, hidden.dtype).T
         return (hidden @ codes.to(hidden.dtype).T) * scales.to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (codes, scales), (gradient,) = ctx.saved_tensors, gradients
+        if scales.dim() > 1:
+            return gradient @ dequantised(codes, scales, gradient.dtype), None, None
         return (gradient * scales.to(gradient.dtype)) @ codes.to(gradient.dtype), None, None
 
 
@@ -58,8 +96,7 @@ def quantised_product(
 
     Args:
         hidden: floating point.
-        codes: (out, in) int8.
-        scales: (out,) fp32.
+        codes, scales: as of :func:`quantise`.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):

@@ -10,46 +10,29 @@ from typing import NoReturn, cast
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, SCALE, AdaptedLayer
+from raymm.actors.adapters.lora import HIGH, LOW, AdaptedLayer
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.tensor_heads import Heads, count_heads, local_attributes
 from raymm.actors.sharding.tensor_rules import StyleError, find_rules, generic
 from raymm.actors.sharding.tensor_units import (
     Experts,
+    ParameterShard,
+    Range,
+    Ranges,
     Rules,
     Unit,
     is_key_or_value,
     output_head,
+    split,
     widths,
 )
 from raymm.actors.weights.source import ModuleSource
 from raymm.scheduler.plan.plan import PlanError
 
-Range = tuple[int, int]
-Ranges = tuple[Range, ...]
 COLUMN, ROW = "column", "row"
 GATHERED_COLUMN, SPLIT_ROW = "gathered_column", "split_row"
 EMBEDDING, EXPERTS = "embedding", "experts"
-
-
-@dataclass(frozen=True)
-class ParameterShard:
-    """The part of a parameter that a process holds.
-
-    Attributes:
-        dim: along which dim it is cut.
-        ranges: [start, stop) of what is held, in the order in which it lies in the shard;
-            several where a parameter holds several matrices (a fused gate and up).
-    """
-
-    dim: int
-    ranges: Ranges
-
-    @property
-    def length(self) -> int:
-        """How long the shard is along its dim."""
-        return sum(stop - start for start, stop in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -320,10 +303,12 @@ class _Planner:
     def _shard_adapter(self, where: str, by_output: bool, ranges: Sequence[Ranges]) -> None:
         """What gives a column's outputs is split, and what takes a row's inputs; the other matrix
         is whole everywhere, and each process sees a part of its gradient."""
-        dims, whole = ({HIGH: 0, MAGNITUDE: 0, SCALE: 0}, LOW) if by_output else ({LOW: 1}, HIGH)
-        for name, dim in dims.items():
-            self.shards[f"{where}.{name}"] = tuple(ParameterShard(dim, own) for own in ranges)
-        self.partial.add(f"{where}.{whole}")
+        layer = cast(AdaptedLayer, self.module.get_submodule(where))
+        try:
+            self.shards |= {f"{where}.{n}": s for n, s in split(layer, by_output, ranges).items()}
+        except ValueError as error:
+            self.refuse(f"{error} in {where!r}", "less")
+        self.partial.add(f"{where}.{LOW if by_output else HIGH}")
 
     def add_experts(self, experts: Experts) -> None:
         """Every process has a part of every expert."""

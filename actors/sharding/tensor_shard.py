@@ -40,6 +40,7 @@ from raymm.actors.sharding.tensor_plan import (
     TensorPlan,
     tied_names,
 )
+from raymm.actors.sharding.tensor_units import widths
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.collectives.tensor_parallel import (
     copy_to_shards,
@@ -268,11 +269,12 @@ def _shard_split_row(
 
 
 def _set_widths(child: nn.Module) -> None:
+    inner, out = widths(child)
     if isinstance(child, Conv1D):
-        child.nx, child.nf = child.weight.shape
+        child.nx, child.nf = inner, out
     else:
         linear = cast(nn.Linear, child)
-        linear.out_features, linear.in_features = linear.weight.shape
+        linear.out_features, linear.in_features = out, inner
 
 
 class _VocabularyShare(nn.Module):

@@ -6,13 +6,15 @@ rows that take them in (Megatron-LM §3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard, cast
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.adapters.lora import AdaptedLayer
+from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, AdaptedLayer
+from raymm.actors.adapters.quantised import GROUP, PACKED, SCALE
 
 QUERY_LEAVES = frozenset(
     {"q_proj", "query", "q", "to_q", "wq", "q_lin", "query_proj", "q_b_proj", "q_up_proj"}
@@ -21,6 +23,28 @@ KEY_VALUE_LEAVES = frozenset(
     {"k_proj", "v_proj", "key", "value", "k", "v", "to_k", "to_v", "wk", "wv", "k_lin", "v_lin",
      "key_proj", "value_proj"}
 )
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """The part of a parameter that a process holds.
+
+    Attributes:
+        dim: along which dim it is cut.
+        ranges: [start, stop) of what is held, in the order in which it lies in the shard;
+            several where a parameter holds several matrices (a fused gate and up).
+    """
+
+    dim: int
+    ranges: Ranges
+
+    @property
+    def length(self) -> int:
+        """How long the shard is along its dim."""
+        return sum(stop - start for start, stop in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -86,8 +110,39 @@ def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear | Conv1D]:
 
 def widths(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear module."""
+    if isinstance(module, AdaptedLayer):
+        return module.widths[1], module.widths[0]
     rows, columns = cast(nn.Linear | Conv1D, module).weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def split(
+    layer: AdaptedLayer, by_output: bool, ranges: Sequence[Ranges]
+) -> dict[str, tuple[ParameterShard, ...]]:
+    """Which shards of a layer's adapter and quantised weight processes have, by name.
+
+    Args:
+        layer: with an adapter.
+        by_output: whether its outputs are split, else its inputs.
+        ranges: of them, per process.
+
+    Raises:
+        ValueError: a process would have a part of the inputs that share a scale.
+    """
+    def shards(dim: int, size: int = 1) -> tuple[ParameterShard, ...]:
+        if any(edge % size for own in ranges for part in own for edge in part):
+            raise ValueError(f"{size} inputs with one scale, and a split between them,")
+        return tuple(
+            ParameterShard(dim, tuple((lo // size, hi // size) for lo, hi in own))
+            for own in ranges
+        )
+
+    if by_output:
+        return {name: shards(0) for name in (HIGH, MAGNITUDE, SCALE)}
+    if not layer.packed:
+        return {LOW: shards(1)}
+    place = int(not isinstance(layer, Conv1D))
+    return {LOW: shards(1), SCALE: shards(1, GROUP), "weight": shards(place, PACKED)}
 
 
 def leaf_name(name: str) -> str:

@@ -23,7 +23,7 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Text | Tuple[Text] = ALL_LINEAR
     dora: bool = False
-    base: Literal["int8"] | None = None
+    base: Literal["int8", "int4"] | None = None
 
     def build(self) -> LoraConfig:
         return LoraConfig(**self.model_dump())

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from raymm.actors.adapters.lora import LOW, has_adapters, is_adapter
+from raymm.actors.adapters.lora import LOW, AdaptedLayer, has_adapters, is_adapter
 from raymm.costs.load import POOLING, LoadedModule, config_number
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -99,7 +99,9 @@ class MatmulCounter:
         self, name: str, module: nn.Module, leaf: str, weight: torch.Tensor
     ) -> Matmul:
         outer, inner = weight.shape
-        if isinstance(module, nn.Linear):
+        if isinstance(module, AdaptedLayer):
+            outer, inner = module.widths
+        elif isinstance(module, nn.Linear):
             outer, inner = module.out_features, module.in_features
         elif type(module).__name__ == "Conv1D":  # GPT-2's, which keeps its weight transposed
             inner, outer = weight.shape

@@ -40,6 +40,7 @@ CASES = {
     "average": ({"ema": EmaConfig()}, None),
     "average, master": ({"parameters": "bf16_master", "ema": EmaConfig()}, None),
     "adapters on int8": ({}, LoraConfig(r=4, base="int8")),
+    "adapters on int4": ({}, LoraConfig(r=4, base="int4")),
     "8-bit adapters": ({"name": "adamw_8bit"}, LoraConfig(r=64)),
 }
 

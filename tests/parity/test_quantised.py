@@ -8,13 +8,16 @@ import parity_models as pm
 import pytest
 import torch
 import torchao.quantization as torchao
+from hypothesis import given
+from hypothesis import strategies as st
 from parity_check import OPTIMIZER, check_gradients, check_training
 from parity_oracle import Oracle, prepend
 from test_adapters import PeftOracle, in_peft, noisy, step
+from torchao.quantization.granularity import PerGroup
 
 from raymm.actors.adapters.lora import AdaptedLayer
 from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
-from raymm.actors.adapters.quantised import SCALE, quantise, quantised_product
+from raymm.actors.adapters.quantised import SCALE, dequantised, quantise, quantised_product
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
@@ -22,6 +25,8 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan_error import PlanError
 
 INT8 = LoraConfig(r=4, alpha=8.0, base="int8")
+INT4 = LoraConfig(r=4, alpha=8.0, base="int4")
+INT4_OF_TORCHAO = torchao.IntxWeightOnlyConfig(torch.int4, PerGroup(32))
 
 
 def model_of(lora: LoraConfig, config: Any = None) -> MultimodalModule:
@@ -41,7 +46,8 @@ def torchao_oracle(model: MultimodalModule, config: Any) -> Oracle:
             theirs: Any = torch.nn.Sequential(torch.nn.Linear(*_widths(layer), bias=False))
             weight = written_out[name].weight.detach()
             theirs[0].weight.data = weight if isinstance(layer, torch.nn.Linear) else weight.T
-            torchao.quantize_(theirs, torchao.Int8WeightOnlyConfig())
+            int4 = layer.lora.base == "int4"
+            torchao.quantize_(theirs, INT4_OF_TORCHAO if int4 else torchao.Int8WeightOnlyConfig())
             values = theirs[0].weight.dequantize()
             assert torch.equal(layer._matrix(), values)
     encoders = {name: (one.module, one.projector) for name, one in model.encoders.items()}
@@ -69,11 +75,56 @@ def test_layouts(ray_cluster, lora, layout, schedule):
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step()]])
 
 
-def test_transposed_weights(ray_cluster):
+def wide(config: Any) -> Any:
+    """Of widths that tp 2 leaves whole groups of 32 inputs of."""
+    config.hidden_size, config.intermediate_size = 64, 128
+    return config
+
+
+@pytest.mark.parametrize(("lora", "layout", "schedule"), [
+    (INT4, {"pp": 2, "tp": 2}, "zero_bubble"), (INT4, {"dp": 2, "sharding": "zero1"}, "1f1b"),
+    (LoraConfig(r=4, dora=True, base="int4"), {"tp": 2, "recompute_layers": "matmuls"}, "1f1b"),
+])  # fmt: skip
+def test_layouts_of_int4(ray_cluster, lora, layout, schedule):
+    config = wide(pm.llama(tied=False, layers=4))
+    model = model_of(lora, config)
+    oracle = torchao_oracle(model, config)
+    spec = MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(**layout), 2, schedule)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+        check_training(parallel, oracle, [[step()], [step()[::-1]], [step()]])
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
+def test_numbers_of_int4_are_those_of_torchao(out, groups, seed):
+    """In half a byte each; products and the gradient of the input are those of the values."""
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(32 * groups, out, bias=False)
+    with torch.no_grad():
+        linear.weight[0, :32] = 0 if seed % 2 else linear.weight[0, :32].abs()
+    codes, scales = quantise(linear.weight, "int4")
+    assert codes.nbytes * 2 == linear.weight.numel() and scales.shape == (out, groups)
+    torchao.quantize_(linear, INT4_OF_TORCHAO)
+    values = linear.weight.dequantize()  # type: ignore[operator]
+    assert torch.equal(dequantised(codes, scales), values)
+    hidden = torch.randn(3, 32 * groups, requires_grad=True)
+    product = quantised_product(hidden, codes, scales)
+    torch.testing.assert_close(product, hidden @ values.T)
+    (gradient,) = torch.autograd.grad(product.sum(), hidden)
+    torch.testing.assert_close(gradient, values.sum(0).expand(3, -1))
+    meta = quantise(linear.weight.dequantize().to("meta"), "int4")  # type: ignore[operator]
+    assert [tensor.shape for tensor in meta] == [codes.shape, scales.shape]
+
+
+@pytest.mark.parametrize("lora", [
+    LoraConfig(r=4, targets=("c_fc", "c_proj"), base=base) for base in ("int8", "int4")
+], ids=lambda lora: lora.base)  # fmt: skip
+def test_transposed_weights(ray_cluster, lora):
     """Of GPT-2."""
-    lora = LoraConfig(r=4, targets=("c_fc", "c_proj"), base="int8")
-    model = model_of(lora, pm.gpt2())
-    oracle = torchao_oracle(model, pm.gpt2())
+    config = pm.gpt2()
+    config.n_embd = 64
+    model = model_of(lora, config)
+    oracle = torchao_oracle(model, config)
     spec = MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(tp=2), 2)
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, step())
@@ -87,7 +138,7 @@ def test_numbers_are_those_of_torchao(dtype):
     with torch.no_grad():
         linear.weight[3] = 0
         linear.weight[4].abs_()
-    codes, scales = quantise(linear.weight)
+    codes, scales = quantise(linear.weight, "int8")
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
     weight: Any = linear.weight
     assert torch.equal(codes, weight.qdata) and torch.equal(scales, weight.scale[:, 0])
@@ -104,6 +155,12 @@ def test_numbers_are_those_of_torchao(dtype):
 def test_what_is_refused():
     with pytest.raises(AdapterError, match="base is 'int3'"):
         LoraConfig(base="int3")
+    with pytest.raises(AdapterError, match="down_proj' takes 48 inputs; .* multiple of 32"):
+        model_of(INT4)
+    within = MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(tp=4), 2)
+    with pytest.raises(PlanError, match="32 inputs with one scale, and a split between"):
+        whole = model_of(INT4, wide(pm.llama(tied=False, layers=4)))
+        stage_builders(whole, within.plan(whole))
     tied = LoraConfig(targets=("lm_head",), base="int8")
     with pytest.raises(AdapterError, match="embed_tokens.*too"):
         ModalityModule(pm.build(pm.llama(tied=True), 3), lora=tied)
