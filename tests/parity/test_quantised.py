@@ -15,7 +15,12 @@ from parity_oracle import Oracle, prepend
 from test_adapters import PeftOracle, in_peft, noisy, step
 from torchao.quantization.granularity import PerGroup
 
-from raymm.actors.adapters.lora import AdaptedLayer
+from raymm.actors.adapters.lora import (
+    AdaptedLayer,
+    AdaptedLinear,
+    plain_copy,
+    without_adapters,
+)
 from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
 from raymm.actors.adapters.quantised import SCALE, dequantised, quantise, quantised_product
 from raymm.layout.stage_builders import stage_builders
@@ -77,7 +82,7 @@ def test_layouts(ray_cluster, lora, layout, schedule):
 
 def wide(config: Any) -> Any:
     """Of widths that tp 2 leaves whole groups of 32 inputs of."""
-    config.hidden_size, config.intermediate_size = 64, 128
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
     return config
 
 
@@ -169,6 +174,19 @@ def test_what_is_refused():
         spec = MultimodalParallelSpec(
             {"vision": ParallelSpec()}, ParallelSpec(dp=2, sharding="fsdp"), 2)
         stage_builders(model, spec.plan(model))
+
+
+def test_int4_is_written_out_with_and_without_adapters():
+    """As an ordinary model."""
+    module: Any = model_of(INT4, wide(pm.llama(tied=False, layers=4))).language_model.module
+    ids = torch.arange(10)[None]
+    merged, plain = plain_copy(module.eval(), merged=True), plain_copy(module, merged=False)
+    torch.testing.assert_close(merged(input_ids=ids).logits, module(input_ids=ids).logits)
+    with without_adapters(module):
+        due = module(input_ids=ids).logits
+    torch.testing.assert_close(plain(input_ids=ids).logits, due)
+    assert not torch.allclose(due, merged(input_ids=ids).logits)
+    assert {type(layer) for layer in plain.modules()}.isdisjoint({AdaptedLinear})
 
 
 def test_scales_are_frozen():
