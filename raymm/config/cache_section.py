@@ -16,9 +16,9 @@ class CacheSection(Section):
 
     Attributes:
         features: where what frozen encoders, or the frozen layers before their first trained one,
-            make of items is kept, by the items' content, the
-            encoder's weights, its callbacks and processor, and the precision: ``"disk"``, from run
-            to run; ``"host"``, in the memory of the hosts (``/dev/shm``) while the run lasts. From
+            make of items is kept, by the items' content, the encoder's weights and what its own
+            classes do, its callbacks and processor, precision and ``tp``: ``"disk"``, from run to
+            run; ``"host"``, in the memory of the hosts (``/dev/shm``) while the run lasts. From
             when all of a step's items are known, nobody decodes them, and the encoder's
             instructions are not in the step's program. Processors and callbacks must always make
             the same of an item. Of a whole model, what its frozen towers make of what its processor

@@ -20,6 +20,8 @@ import torch
 MOST_DEPTH = 8
 # Values looked at in all: what a function closes over may be a whole dataset.
 MOST_VALUES = 20_000
+# Whose classes do what their version says.
+_LIBRARIES = {"builtins", "raymm", "torch", "transformers"}
 
 
 def code_digest(function: Callable[..., Any]) -> str:
@@ -35,6 +37,29 @@ def code_digest(function: Callable[..., Any]) -> str:
     digest.feed(function, MOST_DEPTH)
     version = ".".join(map(str, sys.version_info[:2]))
     return f"{digest.hashed.hexdigest()[:16]} (of Python {version})"
+
+
+def class_digests(module: torch.nn.Module) -> dict[str, str]:
+    """Of the functions of all classes that a module is made of, but for those of torch,
+    transformers and raymm: :func:`code_digest` by name. What they call by name does not count.
+
+    Args:
+        module: whose weights do not count.
+    """
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    return {
+        f"{kind.__module__}:{kind.__qualname__}.{name}": code_digest(function)
+        for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES
+        for name, value in vars(kind).items()
+        if isinstance(function := _function(value), types.FunctionType)
+    }
+
+
+def _function(value: Any) -> Any:
+    """What a name in a class stands for, without what makes it a property or a static method."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 class _Digest:

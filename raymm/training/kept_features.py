@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from raymm.actors.features.feature_folder import FeatureFolder, make_room
-from raymm.actors.weights.source import LiveSource
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
 from raymm.config.cache_section import CacheSection
 from raymm.data import DataConfig, default_cache
 from raymm.data.loading.feature_lookup import FeatureLookup
@@ -27,6 +29,7 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
+from raymm.storage.code_digest import class_digests, code_digest
 from raymm.storage.run_description import describe_modality, describe_module, describe_source
 
 GIB = 2**30
@@ -73,7 +76,10 @@ class KeptFeatures:
         else:
             blocks, reasons = _first_blocks(model, plan, data)
             digests = {
-                name: _digest(name, model.encoders[name], first, data, computed)
+                name: _digest(
+                    name, model.encoders[name], first, data,
+                    f"{computed} tp {plan.module_stages(name)[0].tp}",
+                )
                 for name, first in blocks.items()
             }
             said = [
@@ -122,16 +128,31 @@ def _first_blocks(
     return blocks, reasons
 
 
+def _makes(source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:
+    """What a source's frozen module makes of an item follows from, and a run that goes on need not
+    be told: whose code runs, and what draws weights that no file has."""
+    fields: dict[str, Any] = {
+        "torch": torch.__version__, "transformers": transformers.__version__,
+        "parameters": {n: str(tuple(p.shape)) for n, p in skeleton.named_parameters()},
+        "classes": class_digests(skeleton),
+    }
+    if isinstance(source, FactorySource):
+        fields["factory"] = code_digest(import_object(source.target))
+    if isinstance(source, PretrainedSource) and source.missing_weights is not None:
+        fields["seed"] = source.seed
+    return fields
+
+
 def _tower_digest(name: str, model: WholeModel, computed: str) -> str:
     """Of all that features of an item follow from, beside what the tower is given of it."""
     spec, form = model.tower_spec(name), model.root_form(name)
     skeleton = spec.source.skeleton()
     described = {
         **describe_source("tower", model.source.origin, skeleton),
+        **_makes(model.source.origin, skeleton),
         "part": form.place, "kept": form.kept, "structure": str(form.tree), "dim": form.dim,
         "arguments": model.tower_inputs[name], "constants": dict(spec.constants),
-        "computed": computed, "torch": torch.__version__, "transformers": transformers.__version__,
-        "parameters": {n: str(tuple(p.shape)) for n, p in skeleton.named_parameters()},
+        "computed": computed,
     }
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
@@ -145,9 +166,9 @@ def _digest(
     skeleton = source.skeleton()
     described = {
         **describe_module("encoder", encoder, source, skeleton),
+        **_makes(source.origin, skeleton),
         **describe_modality("processor", data.modalities[name]),
-        "blocks": blocks, "computed": computed, "torch": torch.__version__,
-        "parameters": {n: str(tuple(p.shape)) for n, p in skeleton.named_parameters()},
+        "blocks": blocks, "computed": computed,
     }
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode())
     if isinstance(source.origin, LiveSource):
