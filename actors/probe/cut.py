@@ -144,7 +144,7 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
     if isinstance(padding, int):  # some have no position for it
         ids = torch.where(ids == padding, (ids + ids.shape[1]) % _vocabulary(model), ids)
 
-    def tried(**inputs: torch.Tensor) -> torch.Tensor | Exception:
+    def tried(**inputs: torch.Tensor) -> torch.Tensor | BaseException:
         try:
             return whole(**inputs, use_cache=False).logits.float()
         except USER_CODE_RAISES as error:  # whatever a model may raise
