@@ -8,6 +8,7 @@ their tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -139,6 +140,16 @@ def _check_whole(model: WholeModel) -> None:
             "to generate, a whole model must not pack its rows, and its class must be one that "
             f"transformers generates with; packing is {model.packing}, the class "
             f"{type(skeleton).__name__}"
+        )
+    needed = [
+        name for name, parameter in inspect.signature(skeleton.forward).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if needed:
+        raise GenerationError(
+            f"to generate, a whole model's forward must go on from tokens alone; that of "
+            f"{type(skeleton).__name__} always takes {', '.join(needed)}"
         )
 
 

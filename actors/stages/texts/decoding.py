@@ -152,7 +152,8 @@ class PreparedInputs:
             before, options = self._of_text[text]
             tokens, ids = ids.shape[1], torch.cat([before, ids], dim=1)
             options = model._update_model_kwargs_for_generation(
-                ModelOutput(), {**options, **caching}, num_new_tokens=tokens
+                ModelOutput(), {**options, **caching}, is_encoder_decoder=False,
+                num_new_tokens=tokens,
             )
         self._of_text[text] = ids, options
         return model.prepare_inputs_for_generation(

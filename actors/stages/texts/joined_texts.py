@@ -35,8 +35,8 @@ class JoinedLayer(DynamicLayer):
     """
 
     def __init__(self, layers: Sequence[DynamicLayer]) -> None:
-        super().__init__()
         self._layers = layers
+        super().__init__()
         self._longest = max(layers, key=lambda layer: layer.get_seq_length())
         self.is_initialized, self.is_sliding = True, layers[0].is_sliding
         self.dtype, self.device = layers[0].dtype, layers[0].device
@@ -55,8 +55,31 @@ class JoinedLayer(DynamicLayer):
         """
         rows = zip(self._layers, key_states.split(1), value_states.split(1), strict=True)
         both = [layer.update(key, value, *args, **kwargs) for layer, key, value in rows]
-        self.keys, self.values = (_behind_padding(own, 2) for own in zip(*both, strict=True))
-        return self.keys, self.values
+        keys, values = (_behind_padding(own, 2) for own in zip(*both, strict=True))
+        return keys, values
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As of any layer: what is kept. Some models read it of other blocks than their own."""
+        return self._kept([layer.keys for layer in self._layers])
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """Each text has its own."""
+
+    @property
+    def values(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As :attr:`keys`."""
+        return self._kept([layer.values for layer in self._layers])
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """Each text has its own."""
+
+    @staticmethod
+    def _kept(of_texts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [value for value in of_texts if value is not None]
+        return _behind_padding(there, 2) if len(there) == len(of_texts) else None
 
     def get_seq_length(self, *args: Any) -> int:
         """As of any layer, with padding."""
@@ -133,10 +156,14 @@ def joined_arguments(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows: of each text alone, as its model prepares them; caches are left out.
 
     Raises:
-        TextsApart: there are some of which nobody knows what they would be of all.
+        TextsApart: there are some of which nobody knows what they would be of all, or the model
+            counts positions from its cache.
     """
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _joined(name, rows) for name in names if name != CACHE}
+    joined = {name: _joined(name, rows) for name in names if name != CACHE}
+    if joined.get(SEEN) is None or joined.get(POSITIONS) is None:
+        raise TextsApart
+    return joined
 
 
 def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -122,5 +122,7 @@ def test_arguments_of_whole_models_are_those_of_a_batch():
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 4, 4]]
     with pytest.raises(TextsApart):
         joined_arguments([{**short, "use_cache": False}, long])
+    with pytest.raises(TextsApart):  # counted from the cache, they would be the longest one's
+        joined_arguments([{**row, "position_ids": None} for row in (short, long)])
     with pytest.raises(TextsApart):
         joined_arguments([{**short, "mask": torch.ones(1, 2)}, {**long, "mask": torch.ones(1, 3)}])
