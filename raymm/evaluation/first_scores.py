@@ -54,7 +54,7 @@ def keep_references(
     texts: dict[str, bytes] = {}
     for loader in loaders:
         with loader:
-            for step in loader:
+            for step in filter(lambda step: step.microbatches, loader):
                 scores = parallel.scores((step.microbatches, step.meta))
                 for parts, meta, own in zip(step.microbatches, step.meta, scores, strict=True):
                     rows = zip(meta.sample_ids, own.tolist(), _texts(parts, meta), strict=True)

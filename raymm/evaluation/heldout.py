@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raymm.data import Skipped
+from raymm.data.loading.builder import none_usable
 from raymm.data.loading.loader import Step
 from raymm.runtime.parallel_module import PendingOutput, StepOutput
 
@@ -48,6 +49,8 @@ class HeldoutLoss:
         pending: deque[PendingOutput] = deque()
         for step in steps:
             sums.skipped += step.skipped
+            if not step.microbatches:
+                continue
             pending.append(submit(
                 (step.microbatches, step.meta), forward_only=True, keep=step
             ))
@@ -65,6 +68,14 @@ class HeldoutLoss:
             self._sources[self.names[number]] = total + loss * count, before + count
         for name, mean in output.rewards.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + mean * output.label_tokens
+
+    def check(self) -> None:
+        """
+        Raises:
+            DataError: no sample is usable, and the mean is one of nothing.
+        """
+        if self.skipped and not self._tokens:
+            raise none_usable(self.skipped, "the held-out")
 
     @property
     def loss(self) -> float:

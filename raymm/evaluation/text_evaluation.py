@@ -23,10 +23,12 @@ from raymm.data import (
     MicrobatchMeta,
     Sample,
     SampleError,
+    Skipped,
     StepLoader,
     open_split,
     step_builder,
 )
+from raymm.data.loading.builder import none_usable
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.samples.text import special_ids
 from raymm.evaluation.heldout import HeldoutLoss
@@ -98,13 +100,17 @@ class TextEvaluation:
 
         Args:
             step: number of steps taken.
+
+        Raises:
+            DataError: no held-out sample is usable.
         """
         # First: samples keep the data workers that others would have the places of.
         compared = self._compared() if set(OF_PAIRS) & set(self._functions) else {}
         samples: list[_Asked] = []
+        skipped: list[Skipped] = []
         written = list(generate(
-            self._parallel, self._prompts(samples), self.asked.generate.max_tokens, self._ends,
-            self.asked.generate.under_way,
+            self._parallel, self._prompts(samples, skipped), self.asked.generate.max_tokens,
+            self._ends, self.asked.generate.under_way,
         ))
         texts = [
             WrittenText(
@@ -112,6 +118,8 @@ class TextEvaluation:
             )
             for sample, tokens in zip(samples, written, strict=True)
         ]
+        if skipped and not texts:
+            raise none_usable(skipped, "the held-out")
         pairs = [(text.text, text.answer) for text in texts]
         metrics = {
             name: self._perplexity(samples) if name == PERPLEXITY
@@ -174,14 +182,17 @@ class TextEvaluation:
         name = f"{PREFIX}{self.asked.best}"
         return [row for row in rows if TEXTS in row and name in row]
 
-    def _prompts(self, samples: list[_Asked]) -> Iterator[Prompt]:
-        """Of held-out samples, which are noted as they are asked for."""
+    def _prompts(self, samples: list[_Asked], skipped: list[Skipped]) -> Iterator[Prompt]:
+        """Of held-out samples, which are noted as they are asked for, as those left out are."""
         with StepLoader(
             self._data, "heldout", steps=self.asked.samples,
             check=self._parallel.sample_check(), places=self._places, features=self._features,
             check_cluster=self._parallel.group.check_cluster,
         ) as loader:
             for step in loader:
+                if not step.microbatches:
+                    skipped += step.skipped
+                    continue
                 parts, meta = step.microbatches[0], step.meta[0]
                 text: Any = ray.get(parts["text"])
                 ids, labels = text["input_ids"][0], text["labels"][0]
@@ -213,8 +224,10 @@ class TextEvaluation:
         with StepLoader(
             self._pairs, "heldout", steps=self.asked.samples,
             check=self._parallel.sample_check(), places=self._places, features=self._features,
+            check_cluster=self._parallel.group.check_cluster,
         ) as loader:
             sums = HeldoutLoss.of(self._parallel.submit, loader, 2, loader.names)
+        sums.check()
         return {PAIR_LOSS: sums.loss, **sums.rewards}
 
     @cached_property

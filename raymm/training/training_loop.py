@@ -357,6 +357,7 @@ class TrainingLoop:
         if self._stop.reason is not None:
             self._unevaluated = step
             return
+        right.check()
         self._metrics.add(row)
         self._callbacks.evaluation(self._metrics.rows[-1])
         self._progress.line(heldout_line(row))

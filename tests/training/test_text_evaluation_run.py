@@ -105,6 +105,34 @@ def ids(lines: list[str]) -> list[str]:
     return [json.loads(line)["id"].split("-")[1] for line in lines]
 
 
+def test_a_held_out_sample_that_cannot_be_used_is_left_out(
+    ray_cluster, raymm, inputs, changes, make_config, tmp_path
+):
+    """Where data say so; of a run of which none can be used there is no evaluation."""
+    file = tmp_path / "heldout.jsonl"
+    rows = [json.loads(line) for line in (inputs / "heldout.jsonl").read_text().splitlines()]
+    broken = [{**row, "images": [str(tmp_path / "none.png")]} for row in rows]
+    for row in rows:
+        row["images"] = [str(inputs / image) for image in row["images"]]
+    evaluate = {"every": 1, "generate": {"max_tokens": 1}, "metrics": ["exact_match"]}
+    config = make_config({
+        **changes, "run.steps": 1, "run.evaluate": evaluate, "data.on_error": "skip",
+        "data.heldout": str(file), "data.media_folders": [str(inputs), str(tmp_path)],
+    })
+    file.write_text("".join(json.dumps(row) + "\n" for row in [broken[0], *rows[1:3]]))
+    code, text = raymm("train", config)
+    assert code == 0, text
+    assert [row["texts"] for row in evaluations(tmp_path / "run")] == [2, 2]
+    file.write_text("".join(json.dumps(row) + "\n" for row in broken[:2]))
+    again = make_config({
+        **changes, "run.steps": 1, "run.evaluate": evaluate, "data.on_error": "skip",
+        "data.heldout": str(file), "data.media_folders": [str(inputs), str(tmp_path)],
+        "run.storage_path": str(tmp_path / "again"),
+    })
+    code, text = raymm("train", again)
+    assert code == 2 and "none of the held-out 2 samples is usable" in " ".join(text.split()), text
+
+
 def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config, tmp_path):
     evaluate = {
         "every": 1, "generate": {"max_tokens": 1}, "metrics": ["text_functions:length"],

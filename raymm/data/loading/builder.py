@@ -25,7 +25,7 @@ from raymm.data.samples.collate import (
     split_parts,
 )
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError, RowError, SampleError
+from raymm.data.samples.errors import DataError, NoneUsableError, RowError, SampleError
 from raymm.data.samples.headers import VIDEO, check_media, pillow_limit
 from raymm.data.samples.media import Media, media_name
 from raymm.data.samples.processors import (
@@ -65,10 +65,11 @@ class Skipped:
         return cls(error.sample_id, error.path, error.reason, error.column, source)
 
 
-def none_usable(skipped: Sequence[Skipped]) -> DataError:
-    """What to say of a step of which nothing is left."""
+def none_usable(skipped: Sequence[Skipped], of: str = "the step's") -> NoneUsableError:
+    """What to say of a step, or of another set of samples (``of``), of which nothing is left."""
     reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
-    return DataError(f"none of the step's {len(skipped)} samples is usable: {reasons}")
+    what = f"none of {of} {len(skipped)} samples is usable: {reasons}"
+    return NoneUsableError(what, skipped)
 
 
 @dataclass(frozen=True)

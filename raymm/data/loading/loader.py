@@ -21,7 +21,13 @@ from raymm.actors.faults.inquiry import (
     look_from_outside,
 )
 from raymm.actors.faults.stacks import Address, Look
-from raymm.data.loading.builder import SampleCheck, Skipped, check_tools, most_groups
+from raymm.data.loading.builder import (
+    BuiltStep,
+    SampleCheck,
+    Skipped,
+    check_tools,
+    most_groups,
+)
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.processed import measure_of, step_builder
 from raymm.data.loading.sources import open_split
@@ -29,7 +35,7 @@ from raymm.data.loading.worker import StoredStep, part_names, start_worker
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError, DataWorkerError
+from raymm.data.samples.errors import DataError, DataWorkerError, NoneUsableError
 from raymm.data.sampling.batching import Sampler, training_sampler
 from raymm.data.sampling.sampler import EpochSampler, State, flat
 
@@ -42,7 +48,8 @@ class Step:
         index: from 0, counted from where the loader started.
         microbatches: from ``StepLoader``, {"text": ref, modality: ref} (``ray.get`` of a ref
             gives a dict of tensors; ``join_parts`` makes the microbatch of the parts), valid as
-            long as the refs are held; from ``local_steps``, the microbatches themselves.
+            long as the refs are held; from ``local_steps``, the microbatches themselves. None
+            where all samples of a step of a pass were left out.
         meta: one per microbatch.
         state_after: data position to resume at after this step.
         skipped: samples left out (``on_error: skip``).
@@ -79,7 +86,12 @@ def local_steps(
     builder = step_builder(config, dataset)
     plan = _plan(config, dataset, split, start_state, steps, sampler)
     for number, (indices, state_after) in enumerate(plan):
-        built = builder.build(indices, shuffled)
+        try:
+            built = builder.build(indices, shuffled)
+        except NoneUsableError as error:
+            if split == "train":
+                raise
+            built = BuiltStep([], [], list(error.skipped))
         yield Step(number, built.microbatches, built.meta, state_after, built.skipped)
 
 
@@ -95,7 +107,7 @@ class StepLoader:
     Args:
         config: the data configuration.
         split: "train" (endless) or "heldout" (one pass in a fixed order; its last step may have
-            fewer samples and microbatches).
+            fewer samples and microbatches, and one of which no sample is usable has none).
         start_state: ``Step.state_after`` to go on from; None for the beginning.
         steps: stop after so many.
         shuffled: modalities whose items are given to other samples (``shuffle_modality``), for
@@ -138,6 +150,7 @@ class StepLoader:
         check_tools(config)
         self.config, self.path, self.num_samples = config, dataset.path, len(dataset)
         self.names = dataset.names
+        self._is_pass = split != "train"
         self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
         stored = ray.put(dataset)
         self._names, self._check_cluster = part_names(config), check_cluster
@@ -225,6 +238,8 @@ class StepLoader:
             failure = DataWorkerError(f"{who} {verb} {what}")
             failure.add_note(str(error))  # Ray's account: process, node, likely causes
             raise failure from None
+        if isinstance(result, NoneUsableError) and self._is_pass:
+            return StoredStep([], list(result.skipped))
         if isinstance(result, DataError):
             raise result
         return result

@@ -1,11 +1,30 @@
 """Errors of the data pipeline; those of data survive pickling between Ray processes."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from raymm.data.remote.errors import DataError
 from raymm.errors import InternalError, RunFailedError
 
 
 class DataWorkerError(RunFailedError):
     """A data worker died, or does not go on. Names it and what it was loading."""
+
+
+class NoneUsableError(DataError):
+    """No sample of a step can be used.
+
+    Args:
+        message: says why.
+        skipped: its samples, as they are reported.
+    """
+
+    def __init__(self, message: str, skipped: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.skipped = list(skipped)
+
+    def __reduce__(self):
+        return NoneUsableError, (str(self), self.skipped)
 
 
 class SampleError(DataError):

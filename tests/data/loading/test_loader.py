@@ -133,6 +133,25 @@ def test_skipping_is_the_same_with_workers(make_config, tmp_path):
     assert {s.id for step in reference for s in step.skipped} == {"s1", "s7", "s8"}
 
 
+def test_a_pass_goes_on_after_a_step_without_a_usable_sample(make_config, tmp_path):
+    """Training does not: it would be a step of nothing."""
+    config = make_config(on_error="skip", batch_size=1, microbatches=1, shuffle=False)
+    config = config.model_copy(update={"heldout": config.train})
+    for name in ("i1.png", "a7.wav"):
+        (tmp_path / name).write_bytes(b"broken")
+    reference = list(local_steps(config, "heldout"))
+    with StepLoader(config, "heldout") as loader:
+        for step, want in zip(loader, reference, strict=True):
+            assert_same(step, want)
+    empty = [step.skipped[0].id for step in reference if not step.microbatches]
+    assert empty == ["s1", "s7"] and len(reference) > 2
+    with (
+        StepLoader(config, steps=3) as loader,
+        pytest.raises(DataError, match="none of the step's 1 samples is usable: 's1'"),
+    ):
+        list(loader)
+
+
 def test_a_dead_worker_is_named(make_config):
     config = make_config(image="fatal", num_workers=2, shuffle=False)
     message = r"data worker 0 of 2 died while loading step 0, samples \[0, 1, 2, 3, 4, 5\]"
