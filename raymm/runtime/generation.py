@@ -41,6 +41,7 @@ class WritingModule(Protocol):
 
     model: Any
     plan: Plan
+    group: Any
 
     def sample_check(self) -> SampleCheck | None:
         """As of every model on actors."""
