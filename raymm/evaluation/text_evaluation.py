@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import torch
 
+from raymm.actors.modules.message import SOURCES
 from raymm.actors.weights.source import import_object
 from raymm.config.evaluate_section import METRICS, OF_PAIRS, PAIR_LOSS, PERPLEXITY, EvaluateSection
 from raymm.data import (
@@ -278,7 +279,7 @@ def prompt_before(
     whole = parts["text"]["input_ids"].shape
     text = {
         name: value[:, :start] if value.shape[:2] == whole else value
-        for name, value in parts["text"].items()
+        for name, value in parts["text"].items() if name != SOURCES  # it has no loss
     }
     text["labels"] = torch.full_like(text["labels"], IGNORE_INDEX)
     shapes = {name: tuple(value.shape) for name, value in text.items()}

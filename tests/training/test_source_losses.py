@@ -1,5 +1,7 @@
 """Metrics have the loss of every source, where there are several."""
 
+import math
+
 import pytest
 from tiny_run import heldout_rows, read_metrics
 
@@ -33,7 +35,10 @@ def test_held_out_sources_have_each_their_loss(inputs, make_config, raymm, tmp_p
         file = inputs / f"{name}-heldout.jsonl"
         file.write_text("".join(part))
         sources.append({"path": str(file), "name": name})
-    asked = {"run.steps": 1, "run.eval_every": 1, "run.eval_shuffled": False}
+    evaluate = {"every": 1, "generate": {"max_tokens": 1}, "metrics": ["perplexity"]}
+    asked = {
+        "run.steps": 1, "run.eval_every": 1, "run.eval_shuffled": False, "run.evaluate": evaluate,
+    }
 
     def rows(folder, heldout):
         config = make_config({
@@ -51,6 +56,11 @@ def test_held_out_sources_have_each_their_loss(inputs, make_config, raymm, tmp_p
         assert sorted(losses) == sorted(counts) == ["first", "second"]
         mean = sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
         assert mean == pytest.approx(row["heldout_loss"], rel=1e-5)
+    # Texts are of all sources.
+    texts = [r for r in read_metrics(tmp_path / "both" / "metrics.jsonl") if "texts" in r]
+    for row, told in zip(heldout_rows(tmp_path / "both"), texts, strict=True):
+        assert told["texts"] == len(lines)
+        assert math.log(told["heldout_perplexity"]) == pytest.approx(row["heldout_loss"], rel=1e-4)
 
 
 def test_a_source_alone_is_not_told(finished):
