@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from transformers.utils.generic import ModelOutput
 
 from raymm.actors.modules.message import Decode
 from raymm.actors.stages.texts.joined_texts import (
+    CACHE,
     JoinedCache,
     TextsApart,
     check_joins,
@@ -70,12 +72,12 @@ class KeyValueCaches:
             self._of_text[decode.texts[0]] = DynamicCache(config=self._config)
         caches = [self._of_text[text] for text in decode.texts]
         if len(caches) == 1:
-            arguments = {"past_key_values": caches[0]}
+            arguments = {CACHE: caches[0]}
         else:
             check_joins(caches, self._module)
             device = next(self._module.parameters()).device
             seen = seen_tokens(caches, tokens, device)
-            arguments = {"past_key_values": JoinedCache(caches), **seen}
+            arguments = {CACHE: JoinedCache(caches), **seen}
         ran = True
         try:
             yield {"use_cache": True, **arguments}
@@ -107,7 +109,10 @@ class PreparedInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
-        self._of_text: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        # As long as a text's keys and values are there, which :class:`KeyValueCaches` ends.
+        self._of_text: WeakKeyDictionary[
+            DynamicCache, tuple[torch.Tensor, dict[str, Any]]
+        ] = WeakKeyDictionary()
 
     def arguments(
         self, decode: Decode, inputs: Mapping[str, Any], caching: Mapping[str, Any]
@@ -122,25 +127,22 @@ class PreparedInputs:
         Raises:
             TextsApart: the model is not to be given several texts at once.
         """
-        for text in decode.ended:
-            self._of_text.pop(text, None)
+        cache = caching[CACHE]
         if len(decode.texts) == 1:
-            return self._of_one(decode.texts[0], decode.first, inputs, caching)
-        before, ids, cache = dict(self._of_text), inputs["input_ids"], caching["past_key_values"]
+            return self._of_one(decode.first, inputs, caching)
+        before = {own: self._of_text[own] for own in cache.of_texts}
         rows = [
-            self._of_one(
-                text, False, {"input_ids": own}, {"use_cache": True, "past_key_values": of_text}
-            )
-            for text, own, of_text in zip(decode.texts, ids.split(1), cache.of_texts, strict=True)
+            self._of_one(False, {"input_ids": ids}, {"use_cache": True, CACHE: own})
+            for own, ids in zip(cache.of_texts, inputs["input_ids"].split(1), strict=True)
         ]
         try:
-            return {**joined_arguments(rows), "past_key_values": cache}
+            return {**joined_arguments(rows), CACHE: cache}
         except TextsApart:
-            self._of_text = before
+            self._of_text.update(before)
             raise
 
     def _of_one(
-        self, text: int, first: bool, inputs: Mapping[str, Any], caching: Mapping[str, Any]
+        self, first: bool, inputs: Mapping[str, Any], caching: Mapping[str, Any]
     ) -> dict[str, Any]:
         model, ids, tokens = self._model, inputs["input_ids"], None
         if first:
@@ -149,13 +151,14 @@ class PreparedInputs:
                 own = {name: value for name, value in options.items() if name not in caching}
                 options["position_ids"] = model._prepare_position_ids_for_generation(ids, own)
         else:
-            before, options = self._of_text[text]
+            before, options = self._of_text[caching[CACHE]]
             tokens, ids = ids.shape[1], torch.cat([before, ids], dim=1)
             options = model._update_model_kwargs_for_generation(
                 ModelOutput(), {**options, **caching}, is_encoder_decoder=False,
                 num_new_tokens=tokens,
             )
-        self._of_text[text] = ids, options
+        kept = {name: value for name, value in options.items() if name not in caching}
+        self._of_text[caching[CACHE]] = ids, kept
         return model.prepare_inputs_for_generation(
             ids, next_sequence_length=tokens, is_first_iteration=first, **options
         )

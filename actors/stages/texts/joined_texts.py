@@ -8,6 +8,7 @@ it grows, is copied to where it is needed.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, cast
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from raymm.actors.modules.message import Decode, Message, MicrobatchContext
 
 CACHE, SEEN, POSITIONS = "past_key_values", "attention_mask", "position_ids"
+IDS = "input_ids"
 
 
 class TextsApart(Exception):  # noqa: N818  not an error: texts take their turns
@@ -112,17 +114,36 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
     Raises:
         TextsApart: what blocks keep of a text is something else than keys and values of its
             tokens, or the model cannot be told which positions these have: where they are not
-            rotary, each model counts them in its own way.
+            rotary, each model counts them in its own way. Or the longest text decides how positions
+            of all are rotated.
     """
     for cache in caches:
-        # Of exactly these: what inherits from them keeps more.
-        if {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
+        # Of exactly these: what inherits from them keeps more, and others have no length.
+        if any(type(own) not in (DynamicLayer, DynamicSlidingWindowLayer) for own in cache.layers):
             raise TextsApart
-        if len({cast(DynamicLayer, layer).get_seq_length() for layer in cache.layers}) > 1:
+        if len({cast(DynamicLayer, own).get_seq_length() for own in cache.layers}) != 1:
             raise TextsApart
     takes_both = {SEEN, POSITIONS} <= set(inspect.signature(module.forward).parameters)
     if not takes_both or not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
         raise TextsApart
+    lengths = {cache.get_seq_length() for cache in caches}
+    if len(lengths) > 1 and max(lengths) >= _rotated_alike(module):
+        raise TextsApart
+
+
+def _rotated_alike(module: nn.Module) -> float:
+    """Tokens up to which the length of a batch does not change how its positions are rotated:
+    ``dynamic_rope_update`` of transformers has frequencies of its own for longer ones."""
+    known = math.inf
+    for rotary in module.modules():
+        kinds: Any = getattr(rotary, "rope_type", None)
+        for layers, kind in (kinds if isinstance(kinds, Mapping) else {None: kinds}).items():
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                config: Any = rotary.config
+                rope = config.rope_parameters if layers is None else config.rope_parameters[layers]
+                longest = config.max_position_embeddings
+                known = min(known, rope.get("original_max_position_embeddings", longest))
+    return known
 
 
 def seen_tokens(
@@ -167,7 +188,8 @@ def joined_arguments(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
-    values = [row[name] for row in rows if row.get(name) is not None]
+    given = [row for row in rows if row.get(name) is not None]
+    values = [row[name] for row in given]
     if not values:
         return None
     first = values[0]
@@ -182,6 +204,8 @@ def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         return _behind_padding(values, 1)
     if any(value.shape[1:] != first.shape[1:] for value in values):
         raise TextsApart
+    if len(given) < len(rows) and first.shape == given[0][IDS].shape:
+        raise TextsApart  # of the tokens of some texts
     return torch.cat(values)
 
 

@@ -1,6 +1,9 @@
 """Texts that a stage goes on with at once, whichever and in which order, get the tokens that the
 model gives each alone, from all its tokens and without a cache."""
 
+import gc
+import weakref
+
 import parity_models as pm
 import pytest
 import torch
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Decode, MicrobatchContext
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.texts.joined_texts import TextsApart, joined_arguments
+from raymm.actors.stages.texts.decoding import KeyValueCaches, PreparedInputs
+from raymm.actors.stages.texts.joined_texts import TextsApart, check_joins, joined_arguments
 
 VOCABULARY = 60
 
@@ -27,14 +31,15 @@ def lfm2() -> hf.PretrainedConfig:
 
 # Positions that are rotary, windows shorter than texts; learnt positions, and states that only one
 # text at a time can go on with.
-TOGETHER, APART = {"llama": pm.llama, "gemma3": pm.gemma3}, {"gpt2": pm.gpt2, "lfm2": lfm2}
+TOGETHER = {"llama": pm.llama, "gemma3": pm.gemma3}
+APART = {"gpt2": pm.gpt2, "lfm2": lfm2}
 
 
 class Writing:
     """A model's only stage."""
 
-    def __init__(self, name: str) -> None:
-        self.model = pm.build((TOGETHER | APART)[name](), 3).eval()
+    def __init__(self, config: hf.PretrainedConfig) -> None:
+        self.model = pm.build(config, 3).eval()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:
@@ -65,7 +70,7 @@ class Writing:
 
 @pytest.fixture(scope="module", params=[*TOGETHER, *APART])
 def writing(request):
-    return request.param, Writing(request.param)
+    return request.param, Writing((TOGETHER | APART)[request.param]())
 
 
 texts = st.lists(
@@ -101,6 +106,67 @@ def test_each_text_gets_its_own_tokens(writing, prompts, data):
             assert model.alone(text[:length]) == text[length]
 
 
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    {"rope_type": "dynamic", "factor": 4.0},
+])
+def test_frequencies_of_a_text_are_not_those_of_a_longer_one(rope):
+    """Some rotary embeddings have others for all of a batch as soon as one of its texts is long."""
+    config = pm.llama()
+    config.max_position_embeddings = 8
+    config.rope_parameters = {
+        "rope_theta": 10000.0, "original_max_position_embeddings": 8, **rope
+    }
+    model = Writing(config)
+    prompts = [[5, 17, 3], [40, 2, 9, 31, 7, 8, 1, 60, 44], [11, 25]]
+    texts = [[*p, *model.tokens([p], Decode((n,), True))] for n, p in enumerate(prompts)]
+    for numbers, rows in (((0, 1), [1, 1]), ((0, 2), [2])):
+        model.rows.clear()
+        tokens = model.tokens([texts[n][-1:] for n in numbers], Decode(numbers, False))
+        assert model.rows == rows
+        if 1 in numbers:  # what is after it is of the short text alone
+            tokens = tokens[:1]
+        assert tokens == [model.alone(texts[n]) for n in numbers][: len(tokens)]
+        for number, token in zip(numbers, tokens, strict=False):
+            texts[number].append(token)
+
+
+def test_states_that_have_no_length_are_apart():
+    config = lfm2()
+    config.layer_types = ["conv"] * 3
+    with pytest.raises(TextsApart):
+        check_joins([hf.DynamicCache(config=config) for _ in range(2)], pm.build(pm.llama(), 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_nothing_is_kept_of_texts_that_have_ended(name):
+    """Whether texts go on together or apart; and of none of them in training."""
+    model = pm.build((TOGETHER | APART)[name](), 3).eval()
+    caches = KeyValueCaches(model, 0, model.config.num_hidden_layers)
+    prepared = PreparedInputs(model)
+    alive: list[weakref.ref] = []
+
+    def step(ids, decode):
+        ids = torch.tensor(ids)
+        with torch.no_grad(), caches.arguments(decode, ids.shape[1]) as caching:
+            if decode.first:
+                alive.append(weakref.ref(caching["past_key_values"]))
+            model(**prepared.arguments(decode, {"input_ids": ids}, caching))
+
+    for text in range(3):
+        step([[5, 17, 3][text:]], Decode((text,), True))
+    try:
+        step([[7], [8]], Decode((0, 2), False, ended=(1,)))
+    except TextsApart:
+        step([[7]], Decode((0,), False))
+        step([[8]], Decode((2,), False))
+    gc.collect()
+    assert [text() is None for text in alive] == [False, True, False]
+    with caches.arguments(None, 1):
+        gc.collect()
+        assert all(text() is None for text in alive)
+
+
 def test_arguments_of_whole_models_are_those_of_a_batch():
     """What each text has in its own length is put behind padding; items follow one another; of what
     is neither, nobody knows what it is of all."""
@@ -124,5 +190,7 @@ def test_arguments_of_whole_models_are_those_of_a_batch():
         joined_arguments([{**short, "use_cache": False}, long])
     with pytest.raises(TextsApart):  # counted from the cache, they would be the longest one's
         joined_arguments([{**row, "position_ids": None} for row in (short, long)])
+    with pytest.raises(TextsApart):  # of one text's tokens; of the other's, nobody says
+        joined_arguments([{**short, "kinds": torch.ones(1, 1)}, long])
     with pytest.raises(TextsApart):
         joined_arguments([{**short, "mask": torch.ones(1, 2)}, {**long, "mask": torch.ones(1, 3)}])
