@@ -1,21 +1,26 @@
-"""Trying whether a language model goes on with a text, in this process."""
+"""Trying whether a language model goes on with texts in turns, in this process."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from itertools import pairwise
 
 import torch
-from transformers import DynamicCache
+from torch import nn
 
-from raymm.actors.modules.blocks import input_embeddings
+from raymm.actors.modules.blocks import input_embeddings, num_blocks
 from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.merge import Prepend
+from raymm.actors.modules.message import Decode, MicrobatchContext
 from raymm.actors.probe.cut import small_language_model
 from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES
+from raymm.model.module_kind import LANGUAGE_MODEL
 
-_IDS, _LAST = tuple(range(2, 10)), 2
+# Two texts, of which the last tokens are written; the second one is shorter.
+_TEXTS, _LAST = (tuple(range(2, 10)), tuple(range(10, 15))), 2
 # Of the largest logit.
 _ALIKE = 1e-3
 
@@ -23,7 +28,8 @@ _ALIKE = 1e-3
 @plain_torch()
 def why_not_written(source: ModuleSource) -> str | None:
     """Why a language model that is given embeddings, and keys and values of tokens before, gives
-    other tokens than for all of them at once; None if it gives the same.
+    other tokens than for all of them at once, or mixes up texts that take turns; None if it does
+    not.
 
     Args:
         source: of the model. A small copy is tried.
@@ -32,23 +38,55 @@ def why_not_written(source: ModuleSource) -> str | None:
     name = type(model).__name__
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no keys and values of tokens before (past_key_values)"
-    embed, count = input_embeddings(model), len(_IDS)
-    ids = torch.tensor([_IDS]) % embed.weight.shape[0]
+    vocabulary = input_embeddings(model).weight.shape[0]
+    texts = [torch.tensor([text]) % vocabulary for text in _TEXTS]
     try:
         with torch.no_grad():
-            whole = model(inputs_embeds=embed(ids), use_cache=False).logits
-            cache = DynamicCache(config=getattr(model, "config", None))
-            stops = range(count - _LAST, count + 1)
-            for start, stop in pairwise((0, *stops)):
-                logits = model(
-                    inputs_embeds=embed(ids[:, start:stop]), use_cache=True, past_key_values=cache
-                ).logits[0, -1]
-                apart = float((logits - whole[0, stop - 1]).abs().max() / whole.abs().max())
-                if not apart <= _ALIKE:
-                    return (
-                        f"{name} gives other logits for token {stop} from keys and values of those "
-                        f"before than from all of them (by {apart:.1e} of the largest)"
-                    )
+            whole = [_at_once(copy.deepcopy(model), text) for text in texts]
+            return _in_turns(model, source, texts, whole)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         return f"{name} does not go on from keys and values of tokens before: {brief(error)}"
+
+
+def _at_once(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """(T, V) of all tokens."""
+    logits = _Logits(model)
+    model(inputs_embeds=input_embeddings(model)(ids), use_cache=False)
+    return torch.stack(logits.rows)
+
+
+def _in_turns(
+    model: nn.Module, source: ModuleSource, texts: list[torch.Tensor], whole: list[torch.Tensor]
+) -> str | None:
+    blocks, logits = num_blocks(model), _Logits(model)
+    stage = LanguageStage(LanguageSpec(LANGUAGE_MODEL, source, blocks, Prepend()), 0, blocks, model)
+    prompts = [(((n,), True), text[:, : -_LAST]) for n, text in enumerate(texts)]
+    rest = [torch.cat([text[:, -b, None] for text in texts]) for b in range(_LAST, 0, -1)]
+    seen = [0] * len(texts)
+    for (numbers, first), ids in [*prompts, *((((0, 1), False), ids) for ids in rest)]:
+        given = {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            "labels": torch.full_like(ids, -100), "sample_index": {},
+        }
+        logits.rows.clear()
+        stage.run(given, {}, MicrobatchContext(1, decode=Decode(numbers, first)))
+        for number, found in zip(numbers, logits.rows[-len(numbers) :], strict=True):
+            seen[number] += ids.shape[1]
+            due = whole[number]
+            apart = float((found - due[seen[number] - 1]).abs().max() / due.abs().max())
+            if not apart <= _ALIKE:
+                return (
+                    f"{type(model).__name__} gives other logits for token {seen[number]} from keys "
+                    f"and values of those before than from all of them (by {apart:.1e} of the "
+                    "largest)"
+                )
     return None
+
+
+class _Logits:
+    """What a model's head gives: rows of (V,), one after the other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: list[torch.Tensor] = []
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        head.register_forward_hook(lambda *called: self.rows.extend(called[2].flatten(0, -2)))

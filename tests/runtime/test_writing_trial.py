@@ -23,6 +23,8 @@ def model_of(name):
     ("Lfm2ForCausalLM", None), ("BloomForCausalLM", None),
     ("OpenAIGPTLMHeadModel", "takes no keys and values"),
     ("RobertaForCausalLM", "gives other logits for token 7"),
+    # States in its layers, of whichever text was last.
+    ("RecurrentGemmaForCausalLM", "gives other logits for token 7"),
 ])
 def test_what_goes_on(name, reason):
     answer = why_not_written(model_of(name).source(ModuleKind.LANGUAGE_MODEL))
