@@ -43,7 +43,7 @@ def why_not_written(source: ModuleSource) -> str | None:
     try:
         with torch.no_grad():
             whole = [_at_once(copy.deepcopy(model), text) for text in texts]
-            return _in_turns(model, source, texts, whole)
+            return _one_by_one(model, source, texts, whole)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         return f"{name} does not go on from keys and values of tokens before: {brief(error)}"
 
@@ -55,7 +55,7 @@ def _at_once(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(logits.rows)
 
 
-def _in_turns(
+def _one_by_one(
     model: nn.Module, source: ModuleSource, texts: list[torch.Tensor], whole: list[torch.Tensor]
 ) -> str | None:
     blocks, logits = num_blocks(model), _Logits(model)
