@@ -40,6 +40,7 @@ IMAGE_TOKEN = "<image>"
 _MULTIPLE = 128  # of the vocabulary, so that tensor parallelism may share it out
 _LANGUAGE, _VISION = "models/smollm2-135m", "models/efficientnet-lite0"
 _STAMPS = "data/stamps"
+FILES = "model/config.json", "train.jsonl", "heldout.jsonl", "images"
 
 
 def assemble(cache: Path, folder: Path, seed: int = 0) -> FastVlmForConditionalGeneration:
@@ -104,9 +105,15 @@ def make(cache: Cache, to: Path, console: Console) -> Path:
     whole once it is there; one that is there is left alone.
 
     Raises:
+        ValueError: what is there is something else.
         DownloadError, ValueError, OSError: as of :func:`examples.alignment.prepare.prepare`.
     """
     if to.exists():
+        if missing := [name for name in FILES if not (to / name).exists()]:
+            raise ValueError(
+                f"{to} is there and was not made by this: it has no {', '.join(missing)}; give a "
+                "folder that is not there yet"
+            )
         console.print(f"ready: {to}", highlight=False, soft_wrap=True)
         return to
     prepare(cache, (DATA_STEPS["stamps"], *MODEL_STEPS[:2]), console)

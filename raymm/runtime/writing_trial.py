@@ -64,16 +64,16 @@ def _one_by_one(
     rest = [torch.cat([text[:, -b, None] for text in texts]) for b in range(_LAST, 0, -1)]
     seen = [0] * len(texts)
     for (numbers, first), ids in [*prompts, *((((0, 1), False), ids) for ids in rest)]:
-        given = {
+        inputs = {
             "input_ids": ids, "attention_mask": torch.ones_like(ids),
             "labels": torch.full_like(ids, -100), "sample_index": {},
         }
         logits.rows.clear()
-        stage.run(given, {}, MicrobatchContext(1, decode=Decode(numbers, first)))
-        for number, found in zip(numbers, logits.rows[-len(numbers) :], strict=True):
+        stage.run(inputs, {}, MicrobatchContext(1, decode=Decode(numbers, first)))
+        for number, row in zip(numbers, logits.rows[-len(numbers) :], strict=True):
             seen[number] += ids.shape[1]
             due = whole[number]
-            apart = float((found - due[seen[number] - 1]).abs().max() / due.abs().max())
+            apart = float((row - due[seen[number] - 1]).abs().max() / due.abs().max())
             if not apart <= _ALIKE:
                 return (
                     f"{type(model).__name__} gives other logits for token {seen[number]} from keys "

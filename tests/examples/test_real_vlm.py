@@ -23,7 +23,7 @@ from transformers import (
 from examples.alignment import efficientnet_lite
 from examples.alignment.cache import Cache, default_root
 from examples.alignment.prepare import DATA_STEPS, MODEL_STEPS
-from examples.vlm import check_run, check_step, efficientnet
+from examples.vlm import check_run, check_step, efficientnet, real
 from examples.vlm.real import IMAGE_TOKEN, assemble
 from examples.vlm.stamp_questions import SIDE, kind_of, write_questions
 from raymm.cli.main import main
@@ -66,6 +66,17 @@ def test_the_class_of_transformers_computes_what_the_plain_module_does():
     del state["blocks.3.bn1.weight"]
     with pytest.raises(ValueError, match="blocks.3.depthwise_conv.depthwise_norm.weight.*None"):
         efficientnet.state_dict(state, 96)
+
+
+def test_a_folder_of_something_else_is_not_ready(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    assert real.main(["--to", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has no model/config.json, train.jsonl, heldout.jsonl, images" in said
+    for name in real.FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert real.main(["--to", str(tmp_path), "--cache", str(tmp_path / "cache")]) == 0
 
 
 @pytest.fixture(scope="module")

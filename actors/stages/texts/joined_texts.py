@@ -134,7 +134,7 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
 def _rotated_alike(module: nn.Module) -> float:
     """Tokens up to which the length of a batch does not change how its positions are rotated:
     ``dynamic_rope_update`` of transformers has frequencies of its own for longer ones."""
-    known = math.inf
+    alike = math.inf
     for rotary in module.modules():
         kinds: Any = getattr(rotary, "rope_type", None)
         for layers, kind in (kinds if isinstance(kinds, Mapping) else {None: kinds}).items():
@@ -142,8 +142,8 @@ def _rotated_alike(module: nn.Module) -> float:
                 config: Any = rotary.config
                 rope = config.rope_parameters if layers is None else config.rope_parameters[layers]
                 longest = config.max_position_embeddings
-                known = min(known, rope.get("original_max_position_embeddings", longest))
-    return known
+                alike = min(alike, rope.get("original_max_position_embeddings", longest))
+    return alike
 
 
 def seen_tokens(
@@ -188,8 +188,8 @@ def joined_arguments(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
-    given = [row for row in rows if row.get(name) is not None]
-    values = [row[name] for row in given]
+    having = [row for row in rows if row.get(name) is not None]
+    values = [row[name] for row in having]
     if not values:
         return None
     first = values[0]
@@ -204,7 +204,7 @@ def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         return _behind_padding(values, 1)
     if any(value.shape[1:] != first.shape[1:] for value in values):
         raise TextsApart
-    if len(given) < len(rows) and first.shape == given[0][IDS].shape:
+    if len(having) < len(rows) and first.shape == having[0][IDS].shape:
         raise TextsApart  # of the tokens of some texts
     return torch.cat(values)
 
