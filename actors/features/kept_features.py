@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from raymm.actors.features.feature_folder import FeatureFolder, Features
+from raymm.errors import InputError
 
 FEATURES = "raymm_features"
 """What a modality's items have in place of the encoder's inputs, where their features are known:
@@ -42,7 +43,16 @@ class FeatureWriter:
         Args:
             keys: of the items; what has none, or is there already, is left out.
             features: (items, ...) each, on any device.
+
+        Raises:
+            InputError: they do not have a row per item, so whose each is nobody knows.
         """
+        for name, tensor in features.items():
+            if len(tensor) != len(keys):
+                raise InputError(
+                    f"cache is given, and what an encoder makes of {len(keys)} items "
+                    f"({name}) has {len(tensor)} rows; accepted: a row per item, or no cache"
+                )
         on_host = {name: tensor.detach().cpu() for name, tensor in features.items()}
         for item, key in enumerate(keys):
             own = {name: tensor[item] for name, tensor in on_host.items()}

@@ -1,11 +1,13 @@
 """Features in a folder come back bit for bit, or not at all."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.actors.features.feature_folder import FeatureFolder, make_room
 from raymm.actors.features.kept_features import FeatureWriter
+from raymm.errors import InputError
 
 KEY = "ab12"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
@@ -53,6 +55,16 @@ def test_room_is_bounded(tmp_path) -> None:
     writer.keep(["b0"], {"hidden": torch.zeros(1, 100)})
     writer.wait()
     assert not folder.has("b0")
+
+
+def test_what_has_no_row_per_item_is_not_kept(tmp_path) -> None:
+    """It would be another item's, or a part of one."""
+    writer = FeatureWriter(FeatureFolder(tmp_path, 2**20))
+    for rows in (1, 3):
+        with pytest.raises(InputError, match=f"2 items.*has {rows} rows; accepted: a row per item"):
+            writer.keep(["a0", "a1"], {"hidden": torch.zeros(rows, 4)})
+    writer.wait()
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_encoders_make_room(tmp_path) -> None:
