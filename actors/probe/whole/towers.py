@@ -229,9 +229,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _same(ours: Any, value: Any) -> bool:
-    if not isinstance(ours, torch.Tensor) or not isinstance(value, torch.Tensor):
-        return ours is value or (isinstance(value, _PLAIN) and ours == value)
-    return ours is value or (ours.shape == value.shape and torch.equal(ours, value))
+    if ours is value:
+        return True
+    if isinstance(ours, torch.Tensor) and isinstance(value, torch.Tensor):
+        return ours.shape == value.shape and torch.equal(ours, value)
+    # A tensor would be compared element by element.
+    return isinstance(value, _PLAIN) and not isinstance(ours, torch.Tensor) and bool(ours == value)
 
 
 def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:

@@ -80,5 +80,5 @@ def _key(item: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=_KEY_BYTES)
     for name, value in sorted(item.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
