@@ -19,7 +19,12 @@ from raymm.actors.probe.cut import ProbeError, small_language_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
-from raymm.kernels.hf.document_rows import DOCUMENTS_ARGUMENT, Lengths, mix_by_documents
+from raymm.kernels.hf.document_rows import (
+    DOCUMENTS_ARGUMENT,
+    Lengths,
+    SharedRows,
+    mix_by_documents,
+)
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import causal, documents, multimodal
 from raymm.kernels.mask.spans import Span
@@ -204,7 +209,8 @@ def probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str] 
 
 def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
     """Check that processes may each have a part of a sample's tokens (context parallelism): that
-    nothing but attention knows of other tokens, and positions are what ``position_ids`` say.
+    nothing but attention, and layers that are called with all of them (:func:`find_mixers`), knows
+    of other tokens, and positions are what ``position_ids`` say.
 
     Args:
         source: of the language model.
@@ -215,7 +221,8 @@ def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
     """
     what = "have cp above 1"
     name, model = _model_with_masks(source, what)
-    probe_mask(source)
+    mixers = find_mixers(source)
+    probe_mask(source, mixers)
     embeds, order = _embeddings(model), torch.arange(_TOKENS).roll(3).flip(0)
     back = order.argsort()
 
@@ -229,8 +236,12 @@ def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
         "position_ids": order[None],
         "attention_mask": torch.ones(1, _TOKENS, dtype=torch.int64),
     }
+    length = (_TOKENS // 2, _TOKENS - _TOKENS // 2) if has_mask else (_TOKENS,)
+    whole = _mixing(model, mixers, (length,))
+    if whole:
+        shared[DOCUMENTS_ARGUMENT] = SharedRows((length,), [order], 0, lambda value: value)
     try:
-        first = _logits(model, embeds, **(masks if has_mask else {}))
+        first = _logits(model, embeds, **(masks | whole if has_mask else {}))
         second = _logits(model, embeds[:, order], **masks, **shared)
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot {what}: {error}") from error

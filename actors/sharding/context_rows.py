@@ -13,6 +13,7 @@ Legend: ``B`` samples, ``T`` tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ import torch.nn.functional as F
 
 from raymm.actors.modules.message import ROUTED_TOKENS
 from raymm.actors.modules.token_layout import PADDING
+from raymm.kernels.collectives.gather_tokens import gather_for_each
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.hf.document_rows import Lengths, SharedRows
 from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.mask.mask import AttentionMask
 
@@ -172,6 +175,19 @@ def shard_tokens(
     )
     layout = ContextLayout.of_blocks(token_shards.blocks, block, total)
     return ContextGroup(exchange, layout, layout)
+
+
+def shared_rows(lengths: Lengths, group: ContextGroup) -> SharedRows:
+    """Documents of rows whose tokens a group shares.
+
+    Args:
+        lengths: per row, of its documents; padding is one, too.
+        group: of :func:`shard_tokens`.
+    """
+    layout, exchange = group.queries, group.exchange
+    positions = [layout.positions(rank) for rank in range(exchange.size)]
+    gather = partial(gather_for_each, sizes=layout.sizes, exchange=exchange)
+    return SharedRows(lengths, positions, exchange.rank, gather)
 
 
 def take_tokens(

@@ -14,6 +14,7 @@ from raymm.actors.sharding.context_rows import (
     pad_layout,
     resize_tokens,
     shard_tokens,
+    shared_rows,
     take_tokens,
 )
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, cross_arguments
@@ -107,6 +108,8 @@ def attention_arguments(
     arguments = {
         hf_attention.MASK_ARGUMENT: masks, hf_attention.ATTEND_ARGUMENT: attend_over(group)
     }
+    if mixes:
+        arguments[DOCUMENTS_ARGUMENT] = shared_rows(document_lengths(layout), group)
     if reads_visual:
         arguments |= cross_arguments(side, group, config, device)
     return arguments, side, embeds, hidden

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.sharding.context_method import attend_over
+from raymm.actors.sharding.context_rows import shared_rows
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.whole.text_entry import TextEntry
 from raymm.actors.sharding.whole.token_share import TokenShare, packed_tokens, zigzag
@@ -129,14 +131,15 @@ class WholeLanguageStage(LanguageStage):
 
     def _share(
         self, shape: tuple[int, int], real: torch.Tensor | None
-    ) -> tuple[TokenShare | None, Any]:
-        """Which tokens of a batch (B, T) are this process's, None for all; and what attends.
+    ) -> tuple[TokenShare | None, Any, Any]:
+        """Which tokens of a batch (B, T) are this process's, None for all; what attends, and what
+        hands layers the tokens of all.
 
         Args:
             shape: (B, T).
             real: (B, T) on the host, 0 for padding; None if there is none.
         """
-        rows = attend = columns = None
+        rows = attend = columns = together = None
         if self._samples is not None:
             rows = shares(shape[0], self._samples.size)[self._samples.rank] or range(1)
         documents = packed_tokens(shape, real, rows) if self.spec.packing else None
@@ -144,11 +147,13 @@ class WholeLanguageStage(LanguageStage):
             length = shape[1] if documents is None else len(documents)
             layout = zigzag(length, self._exchange.size)
             columns = layout.positions(self._exchange.rank)
-            attend = attend_over(ContextGroup(self._exchange, layout, layout))
+            group = ContextGroup(self._exchange, layout, layout)
+            attend, together = attend_over(group), partial(shared_rows, group=group)
         if documents is not None:
             own = documents if columns is None else documents[columns]
-            return TokenShare(shape, packed=own, documents=documents), attend
-        return (None if rows is columns is None else TokenShare(shape, rows, columns)), attend
+            return TokenShare(shape, packed=own, documents=documents), attend, together
+        share = None if rows is columns is None else TokenShare(shape, rows, columns)
+        return share, attend, together
 
     def _own(
         self, values: torch.Tensor, share: TokenShare | None, none: int | bool
@@ -195,7 +200,7 @@ class WholeLanguageStage(LanguageStage):
         targets = on_host(side[_TARGETS])
         real = on_host(side[_REAL]) if _REAL in side else None
         B, T = targets.shape
-        share, attend = self._share((B, T), real)
+        share, attend, together = self._share((B, T), real)
         labelled = None
         if self.last:
             own = self._own(targets, share, IGNORE_INDEX)
@@ -203,7 +208,9 @@ class WholeLanguageStage(LanguageStage):
         counted = self._own(self._routing.real(real, (B, T)), share, False)
         try:
             self._labelled = labelled
-            sharing = None if self._entry is None else self._entry.sharing(share, real, attend)
+            sharing = None if self._entry is None else self._entry.sharing(
+                share, real, attend, together
+            )
             with (
                 sharing or nullcontext(), self._routing.noted(counted),
                 self._caches.arguments(context.decode, T) as caching,

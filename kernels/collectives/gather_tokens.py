@@ -48,6 +48,23 @@ def gather_tokens(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange)
     return _Gather.apply(local, tuple(sizes), exchange)
 
 
+def gather_for_each(
+    local: torch.Tensor, sizes: Sequence[int], exchange: Exchange
+) -> torch.Tensor:
+    """As :func:`gather_tokens`, where each process goes on with something else of what it gets:
+    gradients are summed over processes, in their order.
+
+    Args:
+        local: (B, t, ...), this process's tokens.
+        sizes: t of every process.
+        exchange: the processes among which messages go.
+
+    Returns:
+        (B, T, ...).
+    """
+    return _GatherForEach.apply(local, tuple(sizes), exchange)
+
+
 def contribute_once(output: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """``output`` itself; its gradient is zero on all processes but :data:`CONTRIBUTOR`."""
     return _ContributeOnce.apply(output, exchange.rank == CONTRIBUTOR)
@@ -57,14 +74,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange):
         ctx.sizes, ctx.exchange = sizes, exchange
-        others = [rank for rank in range(exchange.size) if rank != exchange.rank]
-        shapes = [
-            (rank, ((local.shape[0], sizes[rank], *local.shape[2:]), local.dtype))
-            for rank in others
-        ]
-        pending = exchange.start([(rank, local) for rank in others], shapes, local.device)
-        parts = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: local}
-        return torch.cat([parts[rank] for rank in range(exchange.size)], dim=1)
+        return _gathered(local, sizes, exchange)
 
     @staticmethod
     @once_differentiable
@@ -79,6 +89,42 @@ class _Gather(torch.autograd.Function):
         receives = [(CONTRIBUTOR, (shape, grad.dtype))]
         (own,) = exchange.start([], receives, grad.device).wait()
         return own, None, None
+
+
+def _gathered(
+    local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange
+) -> torch.Tensor:
+    others = [rank for rank in range(exchange.size) if rank != exchange.rank]
+    shapes = [
+        (rank, ((local.shape[0], sizes[rank], *local.shape[2:]), local.dtype)) for rank in others
+    ]
+    pending = exchange.start([(rank, local) for rank in others], shapes, local.device)
+    parts = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: local}
+    return torch.cat([parts[rank] for rank in range(exchange.size)], dim=1)
+
+
+class _GatherForEach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange):
+        ctx.sizes, ctx.exchange = sizes, exchange
+        return _gathered(local, sizes, exchange)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor):
+        exchange = ctx.exchange
+        parts = [part.contiguous() for part in grad.split(ctx.sizes, dim=1)]
+        own = parts[exchange.rank]
+        others = [rank for rank in range(exchange.size) if rank != exchange.rank]
+        pending = exchange.start(
+            [(rank, parts[rank]) for rank in others],
+            [(rank, (tuple(own.shape), own.dtype)) for rank in others], own.device,
+        )
+        of_rank = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: own}
+        total = of_rank[0].clone()
+        for rank in range(1, exchange.size):
+            total += of_rank[rank]
+        return total, None, None
 
 
 class _ContributeOnce(torch.autograd.Function):

@@ -11,7 +11,7 @@ Legend: ``B`` rows, ``T`` tokens of a row, ``D`` documents, ``L`` tokens of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from raymm.kernels.host_copies import to_device
 
 DOCUMENTS_ARGUMENT = "raymm_documents"
 """Keyword argument of a model's forward, which it hands down to its blocks as it does a
-``raymm_mask``: per row the lengths of its documents, in order; together T."""
+``raymm_mask``: per row the lengths of its documents, in order; together T. Where processes share
+tokens, a :class:`SharedRows`."""
 
 Lengths = tuple[tuple[int, ...], ...]
 
@@ -65,6 +66,45 @@ class DocumentRows:
         return value.flatten(0, 1).index_select(0, back).unflatten(0, self.shape)
 
 
+class SharedRows:
+    """Documents of rows whose tokens processes share: a layer is called with all of them, by every
+    process alike, and of its output each goes on with its own.
+
+    Args:
+        lengths: per row, of its documents.
+        positions: of every process's tokens within a row; together each once.
+        rank: this process.
+        gather: (B, t, ...) of this process's tokens -> (B, T, ...) of all, in the order of
+            processes.
+    """
+
+    def __init__(
+        self, lengths: Lengths, positions: Sequence[torch.Tensor], rank: int,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._rows, self._gather = DocumentRows(lengths), gather
+        self._in_sequence, self._own = torch.cat(list(positions)).argsort(), positions[rank]
+        self.shape = (len(lengths), len(self._own))
+
+    def split(self, value: Any) -> Any:
+        """(B, t, ...) -> (D, L, ...), also within tuples and lists; other things as they are."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.split(entry) for entry in value)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != self.shape:
+            return value
+        whole = self._gather(value.contiguous())
+        return self._rows.split(whole.index_select(1, to_device(self._in_sequence, value.device)))
+
+    def join(self, value: Any) -> Any:
+        """(D, L, ...) -> (B, t, ...), as :meth:`split`."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.join(entry) for entry in value)
+        whole = self._rows.join(value)
+        if whole is value:
+            return value
+        return whole.index_select(1, to_device(self._own, whole.device))
+
+
 def mix_by_documents(
     blocks: Iterable[nn.Module], mixers: Collection[str]
 ) -> Callable[[], None]:
@@ -84,7 +124,7 @@ def mix_by_documents(
         module.forward = partial(function, module.forward, current)
 
     for block in blocks:
-        current: list[DocumentRows] = []
+        current: list[DocumentRows | SharedRows] = []
         for module in list(block.modules()):
             if type(module).__name__ in mixers:
                 call_by(module, _by_documents, current)
@@ -100,12 +140,15 @@ def mix_by_documents(
 
 
 def _with_documents(
-    forward: Callable[..., Any], current: list[DocumentRows], *args: Any,
-    raymm_documents: Lengths | None = None, **kwargs: Any,
+    forward: Callable[..., Any], current: list[DocumentRows | SharedRows], *args: Any,
+    raymm_documents: Lengths | SharedRows | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    if raymm_documents is None or all(len(row) == 1 for row in raymm_documents):
+    rows = raymm_documents
+    if isinstance(rows, tuple):
+        rows = DocumentRows(rows) if any(len(row) > 1 for row in rows) else None
+    if rows is None:
         return forward(*args, **kwargs)
-    current.append(DocumentRows(raymm_documents))
+    current.append(rows)
     try:
         return forward(*args, **kwargs)
     finally:
@@ -113,7 +156,8 @@ def _with_documents(
 
 
 def _by_documents(
-    forward: Callable[..., Any], current: list[DocumentRows], *args: Any, **kwargs: Any
+    forward: Callable[..., Any], current: list[DocumentRows | SharedRows], *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not current:
         return forward(*args, **kwargs)

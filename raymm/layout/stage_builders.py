@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.cut import own_buffers
-from raymm.actors.probe.attention import probe_shared_tokens
+from raymm.actors.probe.attention import find_mixers, probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
 from raymm.actors.probe.experts.parallel import probe_experts
@@ -129,6 +129,8 @@ def stage_builders(
             ports = plan.graph.ports_of(node.name)
             spec: Any = replace(model.language_spec(), ports=ports)
             example, cuts = None, Cuts(False, False)
+            if first.cp > 1 and not spec.mixers:  # with neither a mask nor packing
+                spec = replace(spec, mixers=find_mixers(spec.source))
             if is_cut:
                 arguments = partial(merged_arguments, spec) if spec.ports else None
                 spec = replace(spec, cut=probe_language_model(spec.source, arguments))

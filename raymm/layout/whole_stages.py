@@ -88,7 +88,9 @@ def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, Shar
             spec = replace(spec, mixers=probe_packing(spec, towers, inputs))
     if first.cp > 1:
         with _refused(f"cp of {name!r} is {first.cp}; accepted: 1"):
-            probe_shared_tokens_of(model, spec)
+            mixers = probe_shared_tokens_of(model, spec)
+        if isinstance(spec, WholeLanguageSpec):
+            spec = replace(spec, mixers=mixers)
     if first.fsdp > 1:
         check_norms(spec, SHARDED_NORMS.format(name))
         with _refused(f"sharding of {name!r} is 'fsdp'; accepted: 'none', 'zero1'"):
@@ -111,20 +113,23 @@ def _tried_with(model: WholeModel, name: str) -> tuple[tuple[Tower, ...], Mappin
     return (), model.tower(name).inputs(model.example) or {}
 
 
-def probe_shared_tokens_of(model: WholeModel, spec: AnySpec) -> None:
+def probe_shared_tokens_of(model: WholeModel, spec: AnySpec) -> frozenset[str]:
     """
     Args:
         model: the description.
         spec: of a module of it, whose tokens processes are to share.
+
+    Returns:
+        Classes of layers that have to be called with all tokens.
 
     Raises:
         ProbeError: its code does not allow that.
     """
     towers, inputs = _tried_with(model, spec.name)
     if isinstance(spec, WholeLanguageSpec):
-        probe_tokens(spec, towers, inputs)
-    else:
-        probe_item_tokens(spec, inputs)
+        return probe_tokens(spec, towers, inputs)
+    probe_item_tokens(spec, inputs)
+    return frozenset()
 
 
 def probe_tensor_of(model: WholeModel, spec: AnySpec, tp: int) -> TensorPlan:

@@ -11,9 +11,7 @@ from parity_check import OPTIMIZER, check_gradients, check_reference, check_trai
 from parity_oracle import prepend
 
 from raymm.actors.probe.attention import find_mixers
-from raymm.actors.probe.cut import ProbeError
 from raymm.kernels.hf.document_rows import DocumentRows
-from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
@@ -142,11 +140,24 @@ def test_packed_stages_and_shards(ray_cluster, llm):
         check_training(parallel, oracle, [[step()]])
 
 
-def test_shared_tokens_are_refused_by_name():
-    model = model_of(convolutions())
-    spec = MultimodalParallelSpec({}, ParallelSpec(cp=2), 2)
-    with pytest.raises(ProbeError, match=r"cp of 'llm' is 2; accepted: 1.*Lfm2"):
-        stage_builders(model, spec.plan(model))
+@pytest.mark.parametrize(
+    ("config", "packing", "mask"),
+    [
+        (convolutions, True, None), (convolutions, False, None),
+        (state_space, False, "causal"), (both_in_a_block, True, None),
+    ],
+)  # fmt: skip
+def test_shared_tokens(ray_cluster, config, packing, mask):
+    """Two processes have a part of every sample's tokens; layers that mix them otherwise than by
+    attention get all of them."""
+    model = model_of(config(), packing, mask)
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(pp=2, cp=2), 3, recompute=packing
+    )
+    oracle = oracle_of(model, prepend)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+        check_training(parallel, oracle, [[step()]])
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))

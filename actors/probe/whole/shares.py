@@ -4,7 +4,7 @@ small copies, on one process: every share of an example must give what it is of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from raymm.actors.weights.source import set_mode
 from raymm.errors import USER_CODE_RAISES
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
+from raymm.kernels.hf.document_rows import Lengths, SharedRows
 
 _PROCESSES = 2
 # Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
@@ -66,20 +67,27 @@ def probe_rows(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Input
     of_one_that_runs(cast(PartSource, spec.source).whole, probe)
 
 
-def probe_tokens(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs) -> None:
+def probe_tokens(
+    spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inputs
+) -> frozenset[str]:
     """Check that processes may each have a part of the tokens of a whole model's text: that in its
-    text model nothing but attention knows of other tokens, and positions are what it is told.
+    text model nothing but attention, and layers that are called with all of them, knows of other
+    tokens, and positions are what it is told.
 
     Args:
         spec: of its language model.
         towers: that it reads.
         inputs: of the whole model.
 
+    Returns:
+        Classes of layers that have to be called with all tokens, as they mix them by other means
+        than attention.
+
     Raises:
         ProbeError: it has its own attention, or its tokens in another order give another result.
     """
 
-    def probe(whole: nn.Module) -> None:
+    def probe(whole: nn.Module) -> frozenset[str]:
         trial = LanguageTrial(spec, towers, whole, inputs)
         rows, length = inputs["input_ids"].shape[:2]
         order = torch.arange(length).roll(length // 3 + 1).flip(0)
@@ -89,13 +97,39 @@ def probe_tokens(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Inp
             query, key, value = (each[:, :, back] for each in tensors[:3])
             return attention(query, key, value, tensors[3], **options)[0][:, :, order]
 
-        part = TokenShare((rows, length), columns=order)
-        _compare_real(
-            trial, part, inputs.get("attention_mask"), attend,
-            "its result depends on the order of tokens besides their position_ids",
-        )  # fmt: skip
+        def together(lengths: Lengths) -> SharedRows:
+            return SharedRows(lengths, [order], 0, lambda value: value)
 
-    of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+        part, real = TokenShare((rows, length), columns=order), inputs.get("attention_mask")
+        refused: list[ProbeError] = []
+        expected = _with_raymm_attention(trial)
+        for mixers in _mixers_of(spec, towers, whole, inputs):
+            try:
+                why = "its result depends on the order of tokens besides their position_ids"
+                _compare_tokens(trial, part, expected, why, real, attend, mixers, together)
+            except ProbeError as error:
+                refused.append(error)
+            else:
+                return mixers
+        raise refused[0]
+
+    return of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+
+
+def _mixers_of(
+    spec: WholeLanguageSpec, towers: tuple[Tower, ...], whole: nn.Module, inputs: Inputs
+) -> Iterator[frozenset[str]]:
+    """Sets of classes of layers that may mix tokens by other means than attention."""
+    if spec.packing:  # :func:`probe_packing` has found them
+        yield spec.mixers
+        return
+    yield frozenset()
+    rows = twice(inputs, towers)
+    trial = LanguageTrial(spec, towers, whole, rows)
+    _with_raymm_attention(trial)
+    shape = tuple(rows["input_ids"].shape[:2])
+    tokens = packed_tokens(shape, rows.get("attention_mask"))
+    yield from _mixing(trial, TokenShare(shape, packed=tokens, documents=tokens))
 
 
 def probe_packing(
@@ -165,17 +199,6 @@ def _of_whole(trial: LanguageTrial) -> torch.Tensor:
         ) from error
 
 
-def _compare_real(
-    trial: LanguageTrial, part: TokenShare, real: torch.Tensor | None, attend: Any, why: str
-) -> None:
-    """Under raymm's attention, of tokens that are no padding.
-
-    Raises:
-        ProbeError: a share's logits are not what the whole's are of its tokens.
-    """
-    _compare_tokens(trial, part, _with_raymm_attention(trial), why, real, attend)
-
-
 def _with_raymm_attention(trial: LanguageTrial) -> torch.Tensor:
     """What the model gives by its own attention; from then on it has raymm's.
 
@@ -196,6 +219,7 @@ def _with_raymm_attention(trial: LanguageTrial) -> torch.Tensor:
 def _compare_tokens(
     trial: LanguageTrial, part: TokenShare, expected: torch.Tensor, why: str,
     real: torch.Tensor | None = None, attend: Any = None, mixers: frozenset[str] = frozenset(),
+    together: Callable[[Lengths], SharedRows] | None = None,
 ) -> None:  # fmt: skip
     """
     Raises:
@@ -208,7 +232,7 @@ def _compare_tokens(
     model = copy.deepcopy(trial.model)
     entry = TextEntry(model, blocks, mixers)
     try:
-        with torch.no_grad(), entry.sharing(part, real, attend):
+        with torch.no_grad(), entry.sharing(part, real, attend, together):
             logits = trial.logits(model, trial.features)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(

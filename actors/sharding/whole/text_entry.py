@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from raymm.actors.sharding.whole.token_share import TokenShare, TokenShareError
-from raymm.kernels.hf.document_rows import DOCUMENTS_ARGUMENT, mix_by_documents
+from raymm.kernels.hf.document_rows import (
+    DOCUMENTS_ARGUMENT,
+    Lengths,
+    SharedRows,
+    mix_by_documents,
+)
 from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT
 from raymm.kernels.hf.text_masks import enter_masks_of
@@ -47,6 +52,7 @@ class TextEntry:
         self._share: TokenShare | None = None
         self._real: torch.Tensor | None = None
         self._attend: Any = None
+        self._together: Callable[[Lengths], SharedRows] | None = None
         self._left: Callable[[], None] | None = None
         self._entered = False
         self._text.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -54,22 +60,26 @@ class TextEntry:
 
     @contextmanager
     def sharing(
-        self, share: TokenShare | None, real: torch.Tensor | None = None, attend: Any = None
-    ) -> Iterator[None]:
+        self, share: TokenShare | None, real: torch.Tensor | None = None, attend: Any = None,
+        together: Callable[[Lengths], SharedRows] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
         """For one forward of the model.
 
         Args:
             share: which tokens; None for all.
             real: (B, T) on the host, 0 for padding; None if there is none.
             attend: what attention calls in place of its own, where processes share tokens.
+            together: there, of documents by their lengths, what hands layers that mix tokens by
+                other means the tokens of all.
         """
         self._share, self._real, self._attend, self._entered = share, real, attend, False
+        self._together = together
         try:
             # Rows put together are told apart by masks.
             with no_packed_rows(True) if share is not None else nullcontext():
                 yield
         finally:
-            self._share = self._real = self._attend = None
+            self._share = self._real = self._attend = self._together = None
             self._leave()
 
     def _leave(self, *_: Any) -> None:
@@ -106,6 +116,12 @@ class TextEntry:
             self._left = enter_masks_of(share.all_tokens(self._real))
         if self._attend is not None:
             own[ATTEND_ARGUMENT] = self._attend
-        if self._mixes and (documents := share.lengths()):
-            own[DOCUMENTS_ARGUMENT] = (documents,)
+        if self._mixes:
+            documents = share.lengths()
+            rows = share.rows or range(share.shape[0])
+            lengths = ((share.shape[1],),) * len(rows) if documents is None else (documents,)
+            if self._together is not None:
+                own[DOCUMENTS_ARGUMENT] = self._together(lengths)
+            elif documents is not None:
+                own[DOCUMENTS_ARGUMENT] = lengths
         return (), own
