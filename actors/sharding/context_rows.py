@@ -177,17 +177,20 @@ def shard_tokens(
     return ContextGroup(exchange, layout, layout)
 
 
-def shared_rows(lengths: Lengths, group: ContextGroup) -> SharedRows:
+def shared_rows(
+    lengths: Lengths, real: torch.Tensor | None, group: ContextGroup
+) -> SharedRows:
     """Documents of rows whose tokens a group shares.
 
     Args:
-        lengths: per row, of its documents; padding is one, too.
+        lengths: per row, of its documents.
+        real: (B, T) on the host, 0 for padding that is in documents; None if there is none.
         group: of :func:`shard_tokens`.
     """
     layout, exchange = group.queries, group.exchange
     positions = [layout.positions(rank) for rank in range(exchange.size)]
     gather = partial(gather_for_each, sizes=layout.sizes, exchange=exchange)
-    return SharedRows(lengths, positions, exchange.rank, gather)
+    return SharedRows(lengths, positions, exchange.rank, gather, real)
 
 
 def take_tokens(

@@ -109,7 +109,7 @@ def attention_arguments(
         hf_attention.MASK_ARGUMENT: masks, hf_attention.ATTEND_ARGUMENT: attend_over(group)
     }
     if mixes:
-        arguments[DOCUMENTS_ARGUMENT] = shared_rows(document_lengths(layout), group)
+        arguments[DOCUMENTS_ARGUMENT] = shared_rows(document_lengths(layout), None, group)
     if reads_visual:
         arguments |= cross_arguments(side, group, config, device)
     return arguments, side, embeds, hidden

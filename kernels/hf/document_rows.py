@@ -11,6 +11,7 @@ Legend: ``B`` rows, ``T`` tokens of a row, ``D`` documents, ``L`` tokens of the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ DOCUMENTS_ARGUMENT = "raymm_documents"
 tokens, a :class:`SharedRows`."""
 
 Lengths = tuple[tuple[int, ...], ...]
+_MASK = "attention_mask"  # transformers' name of what says which tokens are padding
 
 
 class DocumentRows:
@@ -76,13 +78,15 @@ class SharedRows:
         rank: this process.
         gather: (B, t, ...) of this process's tokens -> (B, T, ...) of all, in the order of
             processes.
+        real: (B, T) on the host, 0 for padding, where there is any that layers are told of: a
+            process may have none among its own tokens.
     """
 
     def __init__(
         self, lengths: Lengths, positions: Sequence[torch.Tensor], rank: int,
-        gather: Callable[[torch.Tensor], torch.Tensor],
+        gather: Callable[[torch.Tensor], torch.Tensor], real: torch.Tensor | None = None,
     ) -> None:
-        self._rows, self._gather = DocumentRows(lengths), gather
+        self._rows, self._gather, self._real = DocumentRows(lengths), gather, real
         self._in_sequence, self._own = torch.cat(list(positions)).argsort(), positions[rank]
         self.shape = (len(lengths), len(self._own))
 
@@ -94,6 +98,21 @@ class SharedRows:
             return value
         whole = self._gather(value.contiguous())
         return self._rows.split(whole.index_select(1, to_device(self._in_sequence, value.device)))
+
+    def of_call(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a layer for all tokens, with the mask of padding of all of them, whatever
+        the model makes of the mask of this process's. Processes send each other the same."""
+        parameters = inspect.signature(forward).parameters
+        if self._real is None or _MASK not in parameters:
+            return tuple(map(self.split, args)), {n: self.split(v) for n, v in kwargs.items()}
+        names = [name for name, _ in zip(parameters, args, strict=False)]
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        given.pop(_MASK, None)
+        whole = {name: self.split(value) for name, value in given.items()}
+        device = next(v for v in whole.values() if isinstance(v, torch.Tensor)).device
+        return (), {**whole, _MASK: self._rows.split(to_device(self._real, device))}
 
     def join(self, value: Any) -> Any:
         """(D, L, ...) -> (B, t, ...), as :meth:`split`."""
@@ -162,5 +181,8 @@ def _by_documents(
     if not current:
         return forward(*args, **kwargs)
     (rows,) = current
+    if isinstance(rows, SharedRows):
+        args, kwargs = rows.of_call(forward, args, kwargs)
+        return rows.join(forward(*args, **kwargs))
     split = {name: rows.split(value) for name, value in kwargs.items()}
     return rows.join(forward(*map(rows.split, args), **split))

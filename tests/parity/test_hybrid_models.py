@@ -11,7 +11,7 @@ from parity_check import OPTIMIZER, check_gradients, check_reference, check_trai
 from parity_oracle import prepend
 
 from raymm.actors.probe.attention import find_mixers
-from raymm.kernels.hf.document_rows import DocumentRows
+from raymm.kernels.hf.document_rows import DocumentRows, SharedRows
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
@@ -178,3 +178,28 @@ def test_documents_as_rows_and_back(lengths):
     assert torch.equal(rows.join((split, None))[0], value)
     other = torch.zeros(len(lengths) + 1, 3)
     assert rows.split(other) is other
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(1, 3), st.randoms(use_true_random=False),
+)
+def test_shared_rows_are_those_of_one_process(lengths, processes, random):
+    """Whichever tokens each of the processes has."""
+    total = max(max(map(sum, lengths)), processes)
+    lengths = tuple((*row, *([total - sum(row)] if sum(row) < total else [])) for row in lengths)
+    owners = [*range(processes), *(random.randrange(processes) for _ in range(total - processes))]
+    random.shuffle(owners)
+    positions = [
+        torch.tensor([n for n, owner in enumerate(owners) if owner == rank])
+        for rank in range(processes)
+    ]
+    value = torch.arange(len(lengths) * total * 2).view(len(lengths), total, 2)
+    alone = DocumentRows(lengths)
+    for rank, own in enumerate(positions):
+        rows = SharedRows(
+            lengths, positions, rank, lambda _: torch.cat([value[:, p] for p in positions], dim=1)
+        )
+        split = rows.split((value[:, own], None, torch.zeros(len(lengths) + 1, 3)))
+        assert torch.equal(split[0], alone.split(value)) and split[1] is None
+        assert torch.equal(rows.join([split[0]])[0], value[:, own])

@@ -23,7 +23,7 @@ from raymm.actors.probe.whole.trials import LanguageTrial, TowerTrial
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.whole.item_rows import items_of_share
-from raymm.actors.sharding.whole.text_entry import TextEntry
+from raymm.actors.sharding.whole.text_entry import TextEntry, Together
 from raymm.actors.sharding.whole.token_share import TokenShare, packed_tokens
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
@@ -97,8 +97,8 @@ def probe_tokens(
             query, key, value = (each[:, :, back] for each in tensors[:3])
             return attention(query, key, value, tensors[3], **options)[0][:, :, order]
 
-        def together(lengths: Lengths) -> SharedRows:
-            return SharedRows(lengths, [order], 0, lambda value: value)
+        def together(lengths: Lengths, padded: torch.Tensor | None) -> SharedRows:
+            return SharedRows(lengths, [order], 0, lambda value: value, padded)
 
         part, real = TokenShare((rows, length), columns=order), inputs.get("attention_mask")
         refused: list[ProbeError] = []
@@ -219,7 +219,7 @@ def _with_raymm_attention(trial: LanguageTrial) -> torch.Tensor:
 def _compare_tokens(
     trial: LanguageTrial, part: TokenShare, expected: torch.Tensor, why: str,
     real: torch.Tensor | None = None, attend: Any = None, mixers: frozenset[str] = frozenset(),
-    together: Callable[[Lengths], SharedRows] | None = None,
+    together: Together | None = None,
 ) -> None:  # fmt: skip
     """
     Raises:

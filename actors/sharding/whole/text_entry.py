@@ -27,6 +27,8 @@ from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT
 from raymm.kernels.hf.text_masks import enter_masks_of
 
 _POSITIONS = "position_ids"
+Together = Callable[[Lengths, torch.Tensor | None], SharedRows]
+"""Of documents by their lengths, and (B, T) on the host, 0 for padding, if there is any."""
 
 
 class TextEntry:
@@ -52,7 +54,7 @@ class TextEntry:
         self._share: TokenShare | None = None
         self._real: torch.Tensor | None = None
         self._attend: Any = None
-        self._together: Callable[[Lengths], SharedRows] | None = None
+        self._together: Together | None = None
         self._left: Callable[[], None] | None = None
         self._entered = False
         self._text.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -61,7 +63,7 @@ class TextEntry:
     @contextmanager
     def sharing(
         self, share: TokenShare | None, real: torch.Tensor | None = None, attend: Any = None,
-        together: Callable[[Lengths], SharedRows] | None = None,
+        together: Together | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """For one forward of the model.
 
@@ -69,8 +71,7 @@ class TextEntry:
             share: which tokens; None for all.
             real: (B, T) on the host, 0 for padding; None if there is none.
             attend: what attention calls in place of its own, where processes share tokens.
-            together: there, of documents by their lengths, what hands layers that mix tokens by
-                other means the tokens of all.
+            together: there, what hands layers that mix tokens by other means those of all.
         """
         self._share, self._real, self._attend, self._entered = share, real, attend, False
         self._together = together
@@ -121,7 +122,10 @@ class TextEntry:
             rows = share.rows or range(share.shape[0])
             lengths = ((share.shape[1],),) * len(rows) if documents is None else (documents,)
             if self._together is not None:
-                own[DOCUMENTS_ARGUMENT] = self._together(lengths)
+                padded = None
+                if documents is None and self._real is not None and not bool(self._real.all()):
+                    padded = self._real[rows.start : rows.stop].long()
+                own[DOCUMENTS_ARGUMENT] = self._together(lengths, padded)
             elif documents is not None:
                 own[DOCUMENTS_ARGUMENT] = lengths
         return (), own
