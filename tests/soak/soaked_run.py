@@ -79,7 +79,7 @@ def _trainer(inputs: Path, run: Path, part: str, steps: int) -> Any:
         "run.eval_shuffled": False, "run.eval_steps": 1, "run.log_samples": True,
         "run.log_every": 50, "run.max_skipped_steps": 100, "run.spares": int("spare" in part),
         "data.heldout": str(inputs / "heldout.jsonl"), "resources.cpus": 1 if several else 0.25,
-        "data.worker_cpus": 0, "data.worker_timeout": 30,
+        "data.worker_cpus": 0, "data.worker_timeout": 120 if several else 30,
         "data.modalities.vision.processor": "soak_faults:image",
     }.items():
         change(values, path, value)

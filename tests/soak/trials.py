@@ -82,8 +82,9 @@ class Trial:
 
     @property
     def takes_spare(self) -> bool:
-        """Whether a spare is to come in for a rank."""
-        return self.part == "with a spare" and not self.survives
+        """Whether a spare is to come in for a rank. One waits: within a recovery two are lost, and
+        what was taken for the first may go with the second."""
+        return self.part == "with a spare" and not self.survives and self.phase != "recovery"
 
     @property
     def ends_process(self) -> bool:
