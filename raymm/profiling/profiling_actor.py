@@ -40,13 +40,12 @@ class ProfilingActor:
         self._actor = self._make.remote(*self._arguments)
         return self._ask
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any, timeout: float = MEASURE_TIMEOUT_S) -> Any:
         try:
-            answer = getattr(self._actor, method).remote(*arguments)
-            return ray.get(answer, timeout=MEASURE_TIMEOUT_S)
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
         except GetTimeoutError:
             raise ProfileError(
-                f"profiling {self._what!r}: no answer within {MEASURE_TIMEOUT_S:g} s"
+                f"profiling {self._what!r}: no answer within {timeout:g} s"
             ) from None
         except RayTaskError as error:
             cause = error.cause if error.cause is not None else error

@@ -97,7 +97,7 @@ def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
     heldout = {"data.heldout": str(inputs / "heldout.jsonl"), "run.eval_every": 2}
     asked = []
 
-    def signals(batches, steps, shuffled):
+    def signals(batches, steps, shuffled, *_):
         asked.append(shuffled)
         if len(asked) == 3:  # after step 2; two before the first step
             me()
