@@ -46,10 +46,8 @@ SHARDED_NORMS = (
     "sharding of {!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); fsdp deals samples out over "
     "processes, and it"
 )
-LAYER_DROP = (
-    "{!r} leaves out layers at random in training; with cp above 1 or sharding 'fsdp' it must not: "
-    "set the probability in its config to 0 (layerdrop)"
-)
+LAYER_DROP = ("{!r} leaves out layers at random in training; with cp above 1 or sharding 'fsdp' it "
+              "must not: set the probability in its config to 0 (layerdrop)")
 
 Retry = Callable[[Mapping[str, Any]], None]
 AnySpec = EncoderSpec | LanguageSpec

@@ -21,7 +21,7 @@ from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.whole.cut import run_without_values
-from raymm.actors.probe.whole.shares import twice_along
+from raymm.actors.probe.whole.doubled_example import twice_along
 from raymm.actors.probe.whole.trials import TowerTrial
 from raymm.actors.probe.whole.zero_items import leaves_out_zeros
 from raymm.actors.sharding.sample_rows import SplitSamplesError

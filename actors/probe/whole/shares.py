@@ -18,6 +18,7 @@ from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.stage_comparison import skips_blocks
 from raymm.actors.probe.tensor import Trial, probe_tensor
+from raymm.actors.probe.whole.doubled_example import twice, twice_along
 from raymm.actors.probe.whole.towers import Tower
 from raymm.actors.probe.whole.trials import LanguageTrial, TowerTrial
 from raymm.actors.sharding.sample_rows import shares
@@ -37,8 +38,6 @@ from raymm.kernels.hf.document_rows import Lengths, SharedRows
 _PROCESSES = 2
 # Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
 _NOISE = 1e-5
-# Of numbers in a second copy of an example.
-_CHANGE = 0.3
 Inputs = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
@@ -325,42 +324,6 @@ def probe_item_tokens(spec: TowerSpec, inputs: Inputs) -> None:
         return torch.cat([tensor.flatten() for tensor in form.like(output).packed(output)[0]])
 
     probe_shared_items(spec.source, {**inputs, **constants}, read)
-
-
-def twice(inputs: Inputs, towers: tuple[Tower, ...]) -> dict[str, Any]:
-    """A batch whose rows come twice, with their items.
-
-    Args:
-        inputs: of the whole model.
-        towers: whose items they have.
-    """
-    entries = {entry for tower in towers for _, entry in tower.arguments}
-    rows, length = inputs["input_ids"].shape[:2]
-    doubled = {}
-    for name, value in inputs.items():
-        dim: int | None = 0
-        if name not in entries:
-            pairs = range(value.dim() - 1)
-            dim = next((d for d in pairs if value.shape[d : d + 2] == (rows, length)), None)
-        doubled[name] = value if dim is None else twice_along(value, dim)
-    return doubled
-
-
-def twice_along(value: Any, dim: int) -> Any:
-    """Twice along a dimension, numbers of the second a little different: an average over all of
-    two copies alike, or attention to all of them, would be that of either. Zeros stay such.
-
-    Args:
-        value: a tensor; anything else is returned as it is.
-        dim: the dimension.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    other = value
-    if value.is_floating_point():
-        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
-        other = value * (1 + _CHANGE * noise).to(value)
-    return torch.cat([value, other], dim)
 
 
 def leaves_out_blocks(
