@@ -108,9 +108,9 @@ class SharedRows:
         if self._real is None or _MASK not in parameters:
             return tuple(map(self.split, args)), {n: self.split(v) for n, v in kwargs.items()}
         names = [name for name, _ in zip(parameters, args, strict=False)]
-        given = {**dict(zip(names, args, strict=True)), **kwargs}
-        given.pop(_MASK, None)
-        whole = {name: self.split(value) for name, value in given.items()}
+        arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+        arguments.pop(_MASK, None)
+        whole = {name: self.split(value) for name, value in arguments.items()}
         device = next(v for v in whole.values() if isinstance(v, torch.Tensor)).device
         return (), {**whole, _MASK: self._rows.split(to_device(self._real, device))}
 
