@@ -103,7 +103,12 @@ class SharedRows:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a layer for all tokens, with the mask of padding of all of them, whatever
-        the model makes of the mask of this process's. Processes send each other the same."""
+        the model makes of the mask of this process's. Processes send each other the same.
+
+        Args:
+            forward: the layer's.
+            args, kwargs: that it is called with.
+        """
         parameters = inspect.signature(forward).parameters
         if self._real is None or _MASK not in parameters:
             return tuple(map(self.split, args)), {n: self.split(v) for n, v in kwargs.items()}
