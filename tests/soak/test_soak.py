@@ -28,7 +28,7 @@ def test_a_run_in_which_things_go_wrong_is_the_run_without() -> None:
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["bit_identical"] == summary["named"] == summary["over"] == KILLS
     assert summary["losses_and_samples_as_without"] and summary["steps_not_finite"]
-    assert summary["spares_came"] == summary["spares_due"] > 0
+    assert summary["spares_came"] == summary["spares_due"]  # of ten, it is the spare that is lost
     assert summary["most_steps_redone"] <= 1 and summary["processes_left"] == 0
 
 
