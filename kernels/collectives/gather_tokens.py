@@ -40,11 +40,6 @@ def gather_tokens(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange)
     Raises:
         ValueError: as many tokens as the sizes do not say.
     """
-    if local.shape[1] != sizes[exchange.rank]:
-        raise ValueError(
-            f"process {exchange.rank} has {local.shape[1]} tokens, the layout says "
-            f"{sizes[exchange.rank]}"
-        )
     return _Gather.apply(local, tuple(sizes), exchange)
 
 
@@ -61,6 +56,9 @@ def gather_for_each(
 
     Returns:
         (B, T, ...).
+
+    Raises:
+        ValueError: as many tokens as the sizes do not say.
     """
     return _GatherForEach.apply(local, tuple(sizes), exchange)
 
@@ -94,13 +92,30 @@ class _Gather(torch.autograd.Function):
 def _gathered(
     local: torch.Tensor, sizes: tuple[int, ...], exchange: Exchange
 ) -> torch.Tensor:
+    if local.shape[1] != sizes[exchange.rank]:
+        raise ValueError(
+            f"process {exchange.rank} has {local.shape[1]} tokens, the layout says "
+            f"{sizes[exchange.rank]}"
+        )
+    return torch.cat(_of_all([local] * exchange.size, sizes, exchange), dim=1)
+
+
+def _of_all(
+    sent: Sequence[torch.Tensor], sizes: Sequence[int], exchange: Exchange
+) -> list[torch.Tensor]:
+    """What every process sends this one, in their order.
+
+    Args:
+        sent: to every process; what it sends itself is its own.
+        sizes: tokens of what comes of every process.
+        exchange: the processes.
+    """
+    own = sent[exchange.rank]
     others = [rank for rank in range(exchange.size) if rank != exchange.rank]
-    shapes = [
-        (rank, ((local.shape[0], sizes[rank], *local.shape[2:]), local.dtype)) for rank in others
-    ]
-    pending = exchange.start([(rank, local) for rank in others], shapes, local.device)
-    parts = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: local}
-    return torch.cat([parts[rank] for rank in range(exchange.size)], dim=1)
+    shapes = [(rank, ((own.shape[0], sizes[rank], *own.shape[2:]), own.dtype)) for rank in others]
+    pending = exchange.start([(rank, sent[rank]) for rank in others], shapes, own.device)
+    parts = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: own}
+    return [parts[rank] for rank in range(exchange.size)]
 
 
 class _GatherForEach(torch.autograd.Function):
@@ -112,18 +127,12 @@ class _GatherForEach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):
-        exchange = ctx.exchange
-        parts = [part.contiguous() for part in grad.split(ctx.sizes, dim=1)]
-        own = parts[exchange.rank]
-        others = [rank for rank in range(exchange.size) if rank != exchange.rank]
-        pending = exchange.start(
-            [(rank, parts[rank]) for rank in others],
-            [(rank, (tuple(own.shape), own.dtype)) for rank in others], own.device,
-        )
-        of_rank = dict(zip(others, pending.wait(), strict=True)) | {exchange.rank: own}
-        total = of_rank[0].clone()
-        for rank in range(1, exchange.size):
-            total += of_rank[rank]
+        exchange, sizes = ctx.exchange, ctx.sizes
+        parts = [part.contiguous() for part in grad.split(sizes, dim=1)]
+        first, *others = _of_all(parts, [sizes[exchange.rank]] * exchange.size, exchange)
+        total = first.clone()
+        for part in others:
+            total += part
         return total, None, None
 
 

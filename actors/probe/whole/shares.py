@@ -4,7 +4,7 @@ small copies, on one process: every share of an example must give what it is of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -100,17 +100,13 @@ def probe_tokens(
             return SharedRows(lengths, [order], 0, lambda value: value, padded)
 
         part, real = TokenShare((rows, length), columns=order), inputs.get("attention_mask")
-        refused: list[ProbeError] = []
         expected = _with_raymm_attention(trial)
-        for mixers in _mixers_of(spec, towers, whole, inputs):
-            try:
-                why = "its result depends on the order of tokens besides their position_ids"
-                _compare_tokens(trial, part, expected, why, real, attend, mixers, together)
-            except ProbeError as error:
-                refused.append(error)
-            else:
-                return mixers
-        raise refused[0]
+        why = "its result depends on the order of tokens besides their position_ids"
+        return _first_that_holds(
+            _mixers_of(spec, towers, whole, inputs), lambda mixers: _compare_tokens(
+                trial, part, expected, why, real, attend, mixers, together
+            )
+        )
 
     return of_one_that_runs(cast(PartSource, spec.source).whole, probe)
 
@@ -155,19 +151,31 @@ def probe_packing(
         shape, real = tuple(rows["input_ids"].shape[:2]), rows.get("attention_mask")
         tokens = packed_tokens(shape, real)
         part = TokenShare(shape, packed=tokens, documents=tokens)
-        refused: list[ProbeError] = []
-        expected = _with_raymm_attention(trial)
-        for mixers in dict.fromkeys((frozenset[str](), *_mixing(trial, part))):
-            try:
-                why = "documents of one row see one another"
-                _compare_tokens(trial, part, expected, why, real, mixers=mixers)
-            except ProbeError as error:
-                refused.append(error)
-            else:
-                return mixers
-        raise refused[0]
+        expected, why = _with_raymm_attention(trial), "documents of one row see one another"
+        return _first_that_holds(
+            dict.fromkeys((frozenset[str](), *_mixing(trial, part))),
+            lambda mixers: _compare_tokens(trial, part, expected, why, real, mixers=mixers),
+        )
 
     return of_one_that_runs(cast(PartSource, spec.source).whole, probe)
+
+
+def _first_that_holds(
+    candidates: Iterable[frozenset[str]], check: Callable[[frozenset[str]], None]
+) -> frozenset[str]:
+    """
+    Raises:
+        ProbeError: of the first candidate, where none holds.
+    """
+    refused: list[ProbeError] = []
+    for mixers in candidates:
+        try:
+            check(mixers)
+        except ProbeError as error:
+            refused.append(error)
+        else:
+            return mixers
+    raise refused[0]
 
 
 def _mixing(trial: LanguageTrial, part: TokenShare) -> list[frozenset[str]]:
