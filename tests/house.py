@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kernels", "scheduler", "actors", "raymm")
-MOST_FILES = 14  # of a room, beside an __init__.py that only says what the room is
-MOST_LINES = 400  # of a file
-MOST_FUNCTION_LINES = 80
+MOST_FILES = 20  # of a room, beside an __init__.py that only says what the room is
+MOST_LINES = 600  # of a file
+MOST_FUNCTION_LINES = 100
 
 # What a room may import, in the order in which the house stands: never what is below it here.
 # A package's name stands for all of its rooms.
