@@ -33,15 +33,19 @@ class Sample:
     Attributes:
         index: position in the data set, from 0.
         id: the row's ``id``, or its place.
-        messages: list of {"role": str, "content": str or list of parts}; a part is
-            {"type": "text", "text": str} or the place of a media item, {"type": "image"}.
-        text: plain text to learn whole.
+        messages: list of {"role": str, "content": str, list of parts or None}; a part is
+            {"type": "text", "text": str} or the place of a media item, {"type": "image"}. Other
+            keys go to the chat template, except ``loss``: False masks the labels of the message.
+        text: plain text, learned after its first ``prompt_characters`` characters.
         media: modality -> items: absolute paths (``str``), or ``raymm.data.samples.media``
             objects; a modality the sample lacks is absent.
         source: name of the source that it is from.
         place: where the row is: ``FILE:LINE``, ``FILE[INDEX]`` or ``SHARD[KEY]``.
         preference: of a row with two answers, these.
         columns: modality, ``"text"`` or ``"messages"`` -> its column in this source, where known.
+        tools: function definitions that the chat template writes, as JSON schemas.
+        template: further arguments of the chat template (``chat_template_kwargs``).
+        prompt_characters: characters at the start of ``text`` that have no labels.
     """
 
     index: int
@@ -53,3 +57,6 @@ class Sample:
     place: str = ""
     preference: Preference | None = None
     columns: Mapping[str, str] = field(default_factory=dict, repr=False)
+    tools: list[dict] | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    prompt_characters: int = 0
