@@ -140,7 +140,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "raymm/draw": ("scheduler",),
     "raymm/model": ("kernels", "scheduler", "actors"),
     "raymm/data/loading": (
-        "actors", "raymm/data/video", "raymm/data/samples", "raymm/data/readers",
+        "actors", "raymm/files", "raymm/data/video", "raymm/data/samples", "raymm/data/readers",
         "raymm/data/conversations",
         "raymm/data/sampling", "raymm/model",
     ),

@@ -5,6 +5,7 @@ metadata, ``local_steps`` the same steps as tensors without Ray.
 """
 
 from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
+from raymm.data.loading.lengths import row_lengths
 from raymm.data.loading.loader import Step, StepLoader, local_steps
 from raymm.data.loading.processed import measure_of, step_builder
 from raymm.data.loading.shuffle import shuffle_modality
@@ -83,6 +84,7 @@ __all__ = [
     "measure_of",
     "open_source",
     "open_split",
+    "row_lengths",
     "scan",
     "shuffle_modality",
     "split_parts",

@@ -246,6 +246,21 @@ class ProcessedBuilder(StepBuilder):
             self._check(microbatch)
         return microbatch
 
+    def length(self, sample: Conversation) -> int:
+        """Count the tokens of a sample, before it is cut at ``max_length``.
+
+        Raises:
+            SampleError: the processor fails on it.
+        """
+        if not any(sample.media.values()):
+            return len(self.processor.tokens(sample.text)[0])
+        try:
+            return len(self._tokens(sample.text, sample.media))
+        except MemoryError:
+            raise
+        except USER_CODE_RAISES as error:  # a processor may raise anything
+            raise self._named(sample, error) from error
+
     def _tokens(self, text: str, media: Media) -> list[int]:
         """Tokens of a text and its items."""
         tensors = self.processor([text], [media])
