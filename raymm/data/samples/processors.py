@@ -19,6 +19,7 @@ from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, check_whole, kind_of
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, open_media, read_media
 from raymm.data.samples.pixels import to_rgb
+from raymm.data.samples.whole_sounds import WholeSounds
 from raymm.data.video.container import has_decoder
 from raymm.data.video.frames import Clip, FrameLimits, FrameSampling, read_clip
 from raymm.data.video.sound import read_track
@@ -71,6 +72,10 @@ def load_processor(
             are made of frames) or mono sound resampled to the extractor's rate.
         field: name of the configuration field, for errors.
         trust_remote_code: run Python files that a folder brings, if it names some.
+
+    Returns:
+        The function; that of a folder raises a RowError for a sound of which the extractor would
+        drop a part.
 
     Raises:
         DataError: it cannot be imported or is not such a folder.
@@ -172,6 +177,11 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
             raise DataError(f"{field}: {why}") from None
         raise DataError(f"{field}: cannot load {str(folder)!r}: {error}") from error
 
+    def extract(sound: np.ndarray) -> Any:
+        return sounds(sound, sampling_rate=sounds.sampling_rate, return_tensors="pt")
+
+    whole = WholeSounds(sounds.sampling_rate if sounds else 0)
+
     def process(item: File | list | Clip) -> dict[str, torch.Tensor]:
         if isinstance(item, list | Clip):
             if not images:
@@ -179,8 +189,9 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
             return dict(images(images=frames_of(item), return_tensors="pt"))
         kind = next(iter(kinds)) if len(kinds) == 1 else kind_of(item)
         if kind in (AUDIO, VIDEO) and sounds:
-            rate = sounds.sampling_rate
-            tensors = sounds(read_audio(item, rate), sampling_rate=rate, return_tensors="pt")
+            sound = read_audio(item, sounds.sampling_rate)
+            whole.check(sound, extract)
+            tensors = extract(sound)
         else:
             tensors = images(images=read_image(item), return_tensors="pt")
         return {key: _only_item(key, value) for key, value in tensors.items()}
