@@ -1,0 +1,249 @@
+"""What transformers makes of one conversation: the reference for rows of every form.
+
+Nothing here imports raymm. Token ids and media tensors are those of the processor's (or the
+tokenizer's) own ``apply_chat_template``. Labels follow a slow definition: the assistant's turns are
+found in the rendered text by their header and the token that ends them, both written down here for
+every template; templates with ``{% generation %}`` blocks say themselves what is learned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from benchmarks._templates import Shape
+
+IGNORED = -100
+_CHATML = r"<\|im_start\|>assistant\n"
+_LLAMA = r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
+_GLM_ROLES = r"(?=<\|(?:user|assistant|observation|system)\|>)|$"
+# Template -> pattern of what stands before an assistant's turn: the end of the generation prompt,
+# as far as the turn begins with it. ``{off}`` matches what the prompt has with thinking off.
+_HEADERS = {
+    "chatml": _CHATML, "qwen2_5": _CHATML, "qwen2_5_vl": _CHATML, "qwen3_vl": _CHATML,
+    "internvl": _CHATML, "qwen2_audio": _CHATML,
+    "qwen3": _CHATML + "{off}",
+    "qwen3_5_think": _CHATML + r"(?:<think>\n{off})?",
+    "llama3_1": _LLAMA, "llama3_2_vision": _LLAMA,
+    "gemma3": r"<start_of_turn>model\n",
+    "mistral_v3": r"\[/INST\](?!\[INST\])|\[/TOOL_RESULTS\](?!\[TOOL_RESULTS\])",
+    "mistral_small": r"\[/INST\](?!\[INST\])|\[/SYSTEM_PROMPT\](?!\[INST\])",
+    "llava_next": r" \[/INST\](?!\[INST\])|^(?= )",
+    "idefics3": r"Assistant:", "smolvlm": r"Assistant:",
+    "glm4moe": r"<\|assistant\|>{off}", "glm4_5v": r"<\|assistant\|>{off}",
+}  # fmt: skip
+_THINKING_OFF = {
+    "qwen3": r"(?:<think>\n\n</think>\n\n)?", "qwen3_5_think": r"(?:\n</think>\n\n)?",
+    "glm4moe": r"(?:\n<think></think>)?", "glm4_5v": r"(?:\n<think></think>)?",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A row, converted by hand.
+
+    Attributes:
+        messages: as ``apply_chat_template`` takes them; a media part holds its decoded item under
+            its type (``{"type": "image", "image": PIL.Image}``).
+        text: plain text instead of messages; ``{eos}`` is the tokenizer's end of text.
+        prompt: characters at the start of ``text`` that are not learned.
+        tools: function definitions.
+        template: further arguments of the template.
+        learned: for each message of the assistant, whether it has labels; None for all.
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    prompt: int = 0
+    tools: list[dict] | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    learned: tuple[bool, ...] | None = None
+
+
+class CannotRenderError(Exception):
+    """The template or the processor refuses the conversation."""
+
+
+def media_items(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Kind and value of every media item of a conversation, in order."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] != "text":
+                yield part["type"], part[part["type"]]
+
+
+def as_taken(messages: Sequence[Mapping[str, Any]], shape: Shape) -> list[dict[str, Any]]:
+    """Convert contents to what the template renders, which its user has to know."""
+    converted = []
+    for message in messages:
+        content, takes = message.get("content"), shape.takes
+        if message["role"] == "system" and not shape.system:
+            takes = "texts"
+        if isinstance(content, str) and takes == "parts":
+            content = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and takes == "texts":
+            content = "".join(part["text"] for part in content)
+        converted.append({**message, "content": content})
+    return converted
+
+
+def reference(
+    processor: Any, shape_name: str, shape: Shape, row: Expected, clip: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return what a processor or tokenizer makes of one row, with ``labels``.
+
+    Args:
+        processor: a processor with a tokenizer, or a tokenizer.
+        shape_name: name of the template in ``SHAPES``.
+        shape: template of the processor.
+        row: the row.
+        clip: ``video_metadata`` of every video.
+
+    Raises:
+        CannotRenderError: the template or the processor raises, or an item has no placeholder.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if row.messages is None:
+        return _plain(tokenizer, processor, row)
+    messages = as_taken(row.messages, shape)
+    template = processor.chat_template
+    arguments = {"tools": row.tools, **row.template}
+    try:
+        text = processor.apply_chat_template(messages, tokenize=False, **arguments)
+        output = _encode(processor, tokenizer, messages, text, arguments, clip)
+    except Exception as error:  # whatever a template or a processor raises
+        raise CannotRenderError(f"{type(error).__name__}: {error}") from error
+    offsets = [tuple(span) for span in output.pop("offset_mapping")[0]]
+    replaced = _replaced(processor, text, output.pop("text_replacement_offsets", None))
+    if len(replaced) != len(list(media_items(messages))):
+        raise CannotRenderError(f"{len(replaced)} placeholders in {text!r}")
+    if "{% generation" in template or "{%- generation" in template:
+        _, indices = render_jinja_template(
+            conversations=[messages], chat_template=template, return_assistant_tokens_mask=True,
+            **arguments, **tokenizer.special_tokens_map,
+        )
+        spans = [tuple(span) for span in indices[0]]
+    else:
+        spans = turns(text, shape_name, shape, row.template)
+    replies = [message for message in messages if message["role"] == "assistant"]
+    if len(spans) != len(replies):
+        raise AssertionError(f"{len(spans)} turns for {len(replies)} messages in {text!r}")
+    learned = row.learned or (True,) * len(spans)
+    items = [item["new_span"] for item in replaced]
+    spans = [
+        (_moved(start, replaced), _moved(stop, replaced))
+        for (start, stop), wanted in zip(spans, learned, strict=True) if wanted
+    ]
+    ids = output["input_ids"]
+    labels = ids.clone()
+    for place, span in enumerate(offsets):
+        if not any(map(_overlaps(span), spans)) or any(map(_overlaps(span), items)):
+            labels[0, place] = IGNORED
+    labels[0, 0] = IGNORED  # nothing predicts the first token
+    return {**output, "labels": labels}
+
+
+def turns(
+    text: str, shape_name: str, shape: Shape, template: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """Return the spans of the assistant's turns in a rendered text.
+
+    A turn starts after its header and ends after the token that ends turns; GLM's have none, and
+    end where the next role begins.
+    """
+    off = _THINKING_OFF.get(shape_name, "") if template.get("enable_thinking") is False else ""
+    header = re.compile(_HEADERS[shape_name].replace("{off}", off))
+    end = re.compile(_GLM_ROLES if shape_name.startswith("glm") else re.escape(shape.eos))
+    spans, place = [], 0
+    while (match := header.search(text, place)) is not None:
+        stop = end.search(text, match.end())
+        assert stop is not None, f"a turn of {text!r} does not end"
+        spans.append((match.end(), stop.end()))
+        place = max(stop.end(), match.end() + 1)
+    return spans
+
+
+def trl_mask(processor: Any, row: Expected, shape: Shape, clip: Mapping[str, Any]) -> Any:
+    """Return input ids and labels as TRL's ``assistant_only_loss`` has them; None if TRL does not
+    support the template."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    if row.messages is None or row.learned is not None:
+        return None
+    try:
+        template = get_training_chat_template(processor)
+    except ValueError:
+        return None
+    output = processor.apply_chat_template(
+        as_taken(row.messages, shape), chat_template=template, tools=row.tools, tokenize=True,
+        return_dict=True, return_assistant_tokens_mask=True, **_options(processor, clip),
+        **row.template,
+    )
+    ids, mask = output["input_ids"], output["assistant_masks"]
+    ids, mask = (ids[0], mask[0]) if isinstance(ids[0], list) else (ids, mask)
+    return ids, [token if learned else IGNORED for token, learned in zip(ids, mask, strict=True)]
+
+
+def _options(processor: Any, clip: Mapping[str, Any]) -> dict[str, Any]:
+    if not hasattr(processor, "tokenizer"):
+        return {}
+    return {"processor_kwargs": dict(clip)}
+
+
+def _plain(tokenizer: Any, processor: Any, row: Expected) -> dict[str, torch.Tensor]:
+    """Text without a template: all of it is learned, or all after the prompt."""
+    text = (row.text or "").replace("{eos}", tokenizer.eos_token)
+    output = dict(processor(text=[text], return_tensors="pt"))
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    labels = output["input_ids"].clone()
+    for place, (_, stop) in enumerate(offsets):
+        if stop <= row.prompt and row.prompt:
+            labels[0, place] = IGNORED
+    labels[0, 0] = IGNORED
+    return {**output, "labels": labels}
+
+
+def _encode(
+    processor: Any, tokenizer: Any, messages: list, text: str, arguments: dict, clip: Mapping
+) -> dict[str, Any]:
+    if processor is tokenizer:
+        output = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt"
+        )
+        direct = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_tensors="pt", **arguments
+        )
+        assert torch.equal(direct["input_ids"], output["input_ids"]), text
+        return {**output, "offset_mapping": output["offset_mapping"].tolist()}
+    options = {"return_offsets_mapping": True, "return_text_replacement_offsets": True}
+    videos = any(kind == "video" for kind, _ in media_items(messages))
+    output = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs=options | (dict(clip) if videos else {}), **arguments,
+    )
+    return {**output, "offset_mapping": output["offset_mapping"].tolist()}
+
+
+def _replaced(processor: Any, text: str, offsets: Any) -> list[dict[str, Any]]:
+    """Spans of placeholders in the rendered text, and of what they became."""
+    if isinstance(offsets, list):
+        return offsets[0] if offsets else []
+    mark = getattr(processor, "image_token", None)
+    places = [match.span() for match in re.finditer(re.escape(mark), text)] if mark else []
+    return [{"span": place, "new_span": place} for place in places]  # as Mllama's stay
+
+
+def _moved(place: int, replaced: Sequence[Mapping[str, Any]]) -> int:
+    """A place in the rendered text -> the same in the text with expanded placeholders."""
+    before = [item for item in replaced if item["span"][1] <= place]
+    return place + (before[-1]["new_span"][1] - before[-1]["span"][1] if before else 0)
+
+
+def _overlaps(span: tuple[int, int]) -> Any:
+    return lambda other: span[0] < other[1] and span[1] > other[0]

@@ -1,0 +1,196 @@
+"""Rows of every form through the data path, equal to what transformers makes of them.
+
+Each case is rows of one form, with media of one form, in a file of one form; each target is a tiny
+processor or tokenizer with the template of a published model. A cell is a case read for a target:
+the file is detected, opened and made into microbatches as a data worker does it, and token ids,
+labels and media tensors are compared with a reference that uses transformers alone. A cell is
+
+- ``equal``;
+- ``refused``: raymm refuses the rows, and so does the template or the processor itself;
+- ``wrong``: anything else, with the reason.
+
+    python -m benchmarks.row_forms --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoProcessor, AutoTokenizer
+
+from benchmarks._common import console, emit, machine, parser
+from benchmarks._row_cases import CLIP, Case, Media, cases, write
+from benchmarks._row_models import TARGETS, Target, save
+from benchmarks._row_reference import IGNORED, CannotRenderError, Expected, reference
+from benchmarks._templates import SHAPES
+from raymm.data import DataConfig, DataError, SampleError, open_split, step_builder
+from raymm.data.readers.detect import detect
+
+EQUAL, REFUSED, WRONG = "equal", "refused", "wrong"
+_MAX_LENGTH = 4096
+
+
+class Cell(NamedTuple):
+    """Outcome of one case for one target; a sentence unless it is equal."""
+
+    outcome: str
+    sentence: str = ""
+
+
+def main() -> None:
+    arguments = _arguments()
+    out = console()
+    transformers.logging.set_verbosity_error()
+    started = time.monotonic()
+    outcomes: Counter[str] = Counter()
+    forms, wrong = set(), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        media = Media(folder)
+        chosen = [case for case in cases(media) if _matches(case.name, arguments.case)]
+        for target_name, target in TARGETS.items():
+            if not _matches(target_name, arguments.target):
+                continue
+            loaded = load(target, folder / "models" / target_name)
+            for case in chosen:
+                if not applies(case, target):
+                    continue
+                cell = check(case, target, loaded, folder)
+                forms.add(case.name)
+                outcomes[cell.outcome] += 1
+                if cell.outcome == WRONG:
+                    wrong.append(f"{target_name} | {case.name}: {cell.sentence}")
+                print(f"{cell.outcome:8}{target_name} | {case.name}  {cell.sentence}".rstrip())
+    result = {
+        "forms": len(forms), **{name: outcomes[name] for name in (EQUAL, REFUSED, WRONG)},
+        "wrong_cells": wrong, "seconds": round(time.monotonic() - started, 1),
+        "machine": machine(),
+    }
+    out.print(", ".join(f"{result[name]} {name}" for name in ("forms", EQUAL, REFUSED, WRONG)))
+    emit(result, arguments.json)
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser((__doc__ or "").splitlines()[0])
+    options.add_argument("--case", nargs="+", metavar="TEXT", help="cases with this in their name")
+    options.add_argument("--target", nargs="+", metavar="TEXT", help="targets with this in it")
+    return options.parse_args()
+
+
+def _matches(name: str, wanted: Sequence[str] | None) -> bool:
+    return not wanted or any(text in name for text in wanted)
+
+
+def load(target: Target, folder: Path) -> Any:
+    """Save a target and load it as transformers does."""
+    save(target, folder)
+    return (AutoProcessor if target.processor else AutoTokenizer).from_pretrained(folder)
+
+
+def applies(case: Case, target: Target) -> bool:
+    """Return True if the rows are of a kind that the target is made for."""
+    shape = SHAPES[target.shape]
+    return (
+        case.kinds <= target.media
+        and ("tools" not in case.needs or shape.tools)
+        and ("thinks" not in case.needs or shape.thinks)
+        and ("tokenizer" not in case.needs or target.processor is None)
+    )
+
+
+def check(case: Case, target: Target, loaded: Any, folder: Path) -> Cell:
+    """Read a case for a target and compare it with the reference.
+
+    Args:
+        case, target: what is compared.
+        loaded: processor or tokenizer of the target.
+        folder: has the media; gets the file.
+    """
+    path = write(case, folder)
+    try:
+        expected = [_reference(loaded, target, row) for row in case.expected]
+        refusal = ""
+    except CannotRenderError as error:
+        expected, refusal = [], str(error)
+    try:
+        rows = _built(case, target, Path(loaded.name_or_path) if target.processor is None
+                      else Path(loaded.tokenizer.name_or_path), path)
+    except (DataError, SampleError, ValueError) as error:
+        sentence = " ".join(str(error).split())
+        return Cell(REFUSED if refusal else WRONG, f"[{type(error).__name__}] {sentence}")
+    finally:
+        for file in [path] if path.is_file() else list(path.iterdir()):
+            file.unlink()
+    if refusal:
+        return Cell(WRONG, f"accepted, but transformers refuses it: {refusal}")
+    if len(rows) != len(expected):
+        return Cell(WRONG, f"{len(rows)} rows instead of {len(expected)}")
+    for number, (row, wanted) in enumerate(zip(rows, expected, strict=True)):
+        if difference := _difference(row, wanted, loaded, target):
+            return Cell(WRONG, f"row {number}: {difference}")
+    return Cell(EQUAL)
+
+
+def _reference(loaded: Any, target: Target, row: Expected) -> dict[str, torch.Tensor]:
+    shape = SHAPES[target.shape]
+    return reference(loaded, target.shape, shape, row, CLIP)
+
+
+def _built(case: Case, target: Target, model: Path, path: Path) -> list[dict[str, Any]]:
+    """Rows as a data worker makes them, each in a microbatch of its own."""
+    section = detect(path).data_section
+    for name, values in case.config.get("modalities", {}).items():
+        section["modalities"][name] |= values
+    config = DataConfig.model_validate({
+        **section, ("processor" if target.processor else "tokenizer"): str(model),
+        "batch_size": 1, "microbatches": 1, "max_length": _MAX_LENGTH, "shuffle": False,
+        **{name: value for name, value in case.config.items() if name != "modalities"},
+    })
+    dataset = open_split(config, "train")
+    builder = step_builder(config, dataset)
+    microbatches = [
+        microbatch for index in range(len(dataset))
+        for microbatch in builder.build([[index]]).microbatches
+    ]
+    if not case.config.get("preferences"):
+        return [dict(microbatch) for microbatch in microbatches]
+    rows = []
+    for microbatch in microbatches:  # both answers are rows of one microbatch
+        for number, mask in enumerate(microbatch["attention_mask"].bool()):
+            rows.append({
+                name: value[number : number + 1][:, mask] for name, value in microbatch.items()
+            })
+    return rows
+
+
+def _difference(
+    row: Mapping[str, Any], wanted: Mapping[str, Any], loaded: Any, target: Target
+) -> str:
+    """What differs first; empty if nothing does."""
+    tokenizer = getattr(loaded, "tokenizer", loaded)
+    names = list(wanted) if target.processor else ["input_ids", "labels"]
+    missing = set(names) ^ set(row) if target.processor else set()
+    if missing:
+        return f"has {sorted(row)} instead of {sorted(wanted)}"
+    for name in names:
+        own, due = row[name], wanted[name]
+        if name == "labels" and not torch.equal(own, due):
+            shown = [tokenizer.decode(value[value != IGNORED]) for value in (own, due)]
+            return f"labels {shown[0]!r} instead of {shown[1]!r}"
+        if name == "input_ids" and not torch.equal(own, due):
+            return f"tokens {tokenizer.decode(own[0])!r} instead of {tokenizer.decode(due[0])!r}"
+        if isinstance(due, torch.Tensor) and not torch.equal(torch.as_tensor(own), due):
+            return f"{name} differs ({tuple(own.shape)}, {tuple(due.shape)})"
+    return ""
+
+
+if __name__ == "__main__":
+    main()
