@@ -121,11 +121,12 @@ def check(case: Case, target: Target, loaded: Any, folder: Path) -> Cell:
     except CannotRenderError as error:
         expected, refusal = [], str(error)
     try:
-        rows = _built(case, target, Path(loaded.name_or_path) if target.processor is None
-                      else Path(loaded.tokenizer.name_or_path), path)
-    except (DataError, SampleError, ValueError) as error:
-        sentence = " ".join(str(error).split())
-        return Cell(REFUSED if refusal else WRONG, f"[{type(error).__name__}] {sentence}")
+        model = getattr(loaded, "tokenizer", loaded).name_or_path
+        rows = _built(case, target, model, path)
+    except Exception as error:  # only the data path's own errors are refusals
+        explained = bool(refusal) and isinstance(error, DataError | SampleError)
+        sentence = " ".join(f"[{type(error).__name__}] {error}".split())
+        return Cell(REFUSED if explained else WRONG, sentence)
     finally:
         for file in [path] if path.is_file() else list(path.iterdir()):
             file.unlink()
@@ -144,13 +145,13 @@ def _reference(loaded: Any, target: Target, row: Expected) -> dict[str, torch.Te
     return reference(loaded, target.shape, shape, row, CLIP)
 
 
-def _built(case: Case, target: Target, model: Path, path: Path) -> list[dict[str, Any]]:
+def _built(case: Case, target: Target, model: str, path: Path) -> list[dict[str, Any]]:
     """Rows as a data worker makes them, each in a microbatch of its own."""
     section = detect(path).data_section
     for name, values in case.config.get("modalities", {}).items():
-        section["modalities"][name] |= values
+        section["modalities"].setdefault(name, {}).update(values)
     config = DataConfig.model_validate({
-        **section, ("processor" if target.processor else "tokenizer"): str(model),
+        **section, ("processor" if target.processor else "tokenizer"): model,
         "batch_size": 1, "microbatches": 1, "max_length": _MAX_LENGTH, "shuffle": False,
         **{name: value for name, value in case.config.items() if name != "modalities"},
     })
