@@ -21,26 +21,23 @@ from benchmarks._templates import Shape
 IGNORED = -100
 _CHATML = r"<\|im_start\|>assistant\n"
 _LLAMA = r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
-_GLM_ROLES = r"(?=<\|(?:user|assistant|observation|system)\|>)|$"
 # Template -> pattern of what stands before an assistant's turn: the end of the generation prompt,
-# as far as the turn begins with it. ``{off}`` matches what the prompt has with thinking off.
+# without a block of reasoning that the prompt opens.
 _HEADERS = {
-    "chatml": _CHATML, "qwen2_5": _CHATML, "qwen2_5_vl": _CHATML, "qwen3_vl": _CHATML,
-    "internvl": _CHATML, "qwen2_audio": _CHATML,
-    "qwen3": _CHATML + "{off}",
-    "qwen3_5_think": _CHATML + r"(?:<think>\n{off})?",
+    **dict.fromkeys((
+        "chatml", "qwen2_5", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_5_think", "internvl",
+        "qwen2_audio",
+    ), _CHATML),
     "llama3_1": _LLAMA, "llama3_2_vision": _LLAMA,
     "gemma3": r"<start_of_turn>model\n",
     "mistral_v3": r"\[/INST\](?!\[INST\])|\[/TOOL_RESULTS\](?!\[TOOL_RESULTS\])",
     "mistral_small": r"\[/INST\](?!\[INST\])|\[/SYSTEM_PROMPT\](?!\[INST\])",
     "llava_next": r" \[/INST\](?!\[INST\])|^(?= )",
     "idefics3": r"Assistant:", "smolvlm": r"Assistant:",
-    "glm4moe": r"<\|assistant\|>{off}", "glm4_5v": r"<\|assistant\|>{off}",
+    "glm4moe": r"<\|assistant\|>", "glm4_5v": r"<\|assistant\|>",
 }  # fmt: skip
-_THINKING_OFF = {
-    "qwen3": r"(?:<think>\n\n</think>\n\n)?", "qwen3_5_think": r"(?:\n</think>\n\n)?",
-    "glm4moe": r"(?:\n<think></think>)?", "glm4_5v": r"(?:\n<think></think>)?",
-}  # fmt: skip
+# GLM has no token that ends a turn: the model writes the next role, which the last turn lacks.
+_GLM_END = r"<\|(?:user|observation|system)\|>|$"
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def reference(
         )
         spans = [tuple(span) for span in indices[0]]
     else:
-        spans = turns(text, shape_name, shape, row.template)
+        spans = turns(text, shape_name, shape)
     replies = [message for message in messages if message["role"] == "assistant"]
     if len(spans) != len(replies):
         raise AssertionError(f"{len(spans)} turns for {len(replies)} messages in {text!r}")
@@ -149,17 +146,11 @@ def reference(
     return {**output, "labels": labels}
 
 
-def turns(
-    text: str, shape_name: str, shape: Shape, template: Mapping[str, Any]
-) -> list[tuple[int, int]]:
-    """Return the spans of the assistant's turns in a rendered text.
-
-    A turn starts after its header and ends after the token that ends turns; GLM's have none, and
-    end where the next role begins.
-    """
-    off = _THINKING_OFF.get(shape_name, "") if template.get("enable_thinking") is False else ""
-    header = re.compile(_HEADERS[shape_name].replace("{off}", off))
-    end = re.compile(_GLM_ROLES if shape_name.startswith("glm") else re.escape(shape.eos))
+def turns(text: str, shape_name: str, shape: Shape) -> list[tuple[int, int]]:
+    """Return the spans of the assistant's turns in a rendered text: from after the header to the
+    end of the token that ends the turn, with the white space that the template writes there."""
+    header = re.compile(_HEADERS[shape_name])
+    end = re.compile(_GLM_END if shape_name.startswith("glm") else re.escape(shape.eos) + r"\s*")
     spans, place = [], 0
     while (match := header.search(text, place)) is not None:
         stop = end.search(text, match.end())
