@@ -24,17 +24,16 @@ from raymm.data.loading.builder import (
     none_usable,
 )
 from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.data.loading.item_check import ItemCheck, clip_of_images
 from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError, RowError, SampleError
-from raymm.data.samples.media import media_name
+from raymm.data.samples.errors import DataError, SampleError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.processors import frames_of, read_audio, read_image
 from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import IGNORE_INDEX, check_characters, roles_without_labels
-from raymm.data.samples.whole_sounds import WholeSounds
 from raymm.data.sampling.sampler import flat
 from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip
@@ -161,50 +160,44 @@ class ProcessedBuilder(StepBuilder):
                 for kind, items in sample.media.items()
             }
             encoded = conversation(self.processor, sample, messages, media)
-            self._check_sounds(encoded)
+            self._check_items(encoded)
         if not any(reply.learned for reply in encoded.replies):
             empty = ": the text is empty" if sample.text is not None else ""
             raise text_error(sample, f"no label token{empty}{roles_without_labels(sample)}")
         return encoded
 
     @cached_property
-    def _sounds(self) -> WholeSounds:
-        return WholeSounds(self.processor.sampling_rate)
+    def _item_check(self) -> ItemCheck:
+        return ItemCheck(self.processor)
 
-    def _check_sounds(self, encoded: Conversation) -> None:
-        """Refuse a sample of whose sounds the processor drops a part.
+    def _check_items(self, encoded: Conversation) -> None:
+        """Refuse a sample of whose items the processor would drop or invent something.
 
         Raises:
-            SampleError: names the file and both lengths.
+            SampleError: see :class:`ItemCheck`; or the processor fails on the sample.
         """
-        sample, sounds = encoded.sample, encoded.media.get("audio", ())
-        for number, sound in enumerate(sounds):
-            def extract(other: np.ndarray, number: int = number) -> dict[str, torch.Tensor]:
-                items = [*sounds[:number], other, *sounds[number + 1 :]]
-                return self.processor([encoded.text], [{**encoded.media, "audio": items}])
-
-            try:
-                self._sounds.check(sound, extract)
-            except RowError as error:
-                file = media_name(sample.media["audio"][number])
-                raise SampleError(
-                    sample.id, file, error.reason, sample.columns.get("audio"),
-                    sample.place or None,
-                ) from None
-            except MemoryError:
-                raise
-            except USER_CODE_RAISES as error:  # a processor may raise anything
-                raise self._named(encoded, error) from error
+        try:
+            self._item_check(encoded)
+        except MemoryError:
+            raise
+        except USER_CODE_RAISES as error:  # a processor may raise anything
+            raise self._named(encoded, error) from error
 
     def _reader(self, kind: str) -> Any:
         if kind == "audio":
             return lambda item: read_audio(item, self.processor.sampling_rate)
         if kind == "video":
-            return lambda video: (
-                video if isinstance(video, Clip)
-                else frames_of(video if isinstance(video, list) else [video])
-            )
+            return self._video
         return read_image
+
+    def _video(self, video: Any) -> Clip | list:
+        """Return the frames of a video, with their times where they are known."""
+        if isinstance(video, Clip):
+            return video
+        frames = frames_of(video if isinstance(video, list) else [video])
+        if (fps := self.config.modalities["video"].fps) is None:
+            return frames
+        return clip_of_images(frames, fps)
 
     def _of_group(
         self, group: Sequence[Conversation]

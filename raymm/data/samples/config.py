@@ -67,6 +67,9 @@ class ModalityDataConfig(Section):
             True for its defaults. A function gets a ``raymm.data.Clip``, a folder a list of images.
             Without it, of a video file the sound track is read: two modalities may have the same
             column.
+        fps: frames per second of items that are lists of frames, with ``data.processor``. Needed
+            where the processor writes the times of frames into the text, or computes positions
+            from them.
         part: type of this modality's parts in list-form messages; by default the modality's or
             the column's name (also without its last s), and ``image`` for ``vision``.
         placeholder: token that stands for this modality in the text; by default that of
@@ -81,6 +84,7 @@ class ModalityDataConfig(Section):
     input: Literal["file", "bytes", "image"] = "file"
     frames: bool = False
     video: VideoConfig | None = None
+    fps: float | None = Field(default=None, gt=0, le=MAX_RATE)
     part: Text | None = None
     placeholder: Text | None = None
     placeholder_tokens: Count | None = None
@@ -278,6 +282,8 @@ class DataConfig(Section):
             for name, modality in self.modalities.items():
                 if modality.processor is None:
                     raise ValueError(f"modalities.{name}.processor is not given")
+                if modality.fps is not None:
+                    raise ValueError(f"modalities.{name}.fps needs data.processor")
             return self
         self.tokenizer = self.tokenizer or self.processor
         if self.batching.rebalance is not None:
@@ -290,10 +296,11 @@ class DataConfig(Section):
                 raise ValueError(
                     f"modalities has {name!r}; accepted with a processor: {', '.join(KINDS)}"
                 )
-            if modality.video is not None and name != "video":
-                raise ValueError(
-                    f"modalities.{name}.video is given; accepted with a processor: of 'video'"
-                )
+            for field in ("video", "fps"):
+                if getattr(modality, field) is not None and name != "video":
+                    raise ValueError(
+                        f"modalities.{name}.{field} is given; accepted with a processor: of 'video'"
+                    )
             if modality.processor is not None or modality.placeholder_tokens is not None:
                 raise ValueError(
                     f"modalities.{name} has a processor or placeholder_tokens of its own; "

@@ -52,7 +52,7 @@ class WholeSounds:
         noise = np.random.default_rng(0).standard_normal(int(_NOISE_S * self._rate))
         noise = (noise * (float(np.abs(sound).max()) or 1.0)).astype(sound.dtype)
         features, length = _extracted(sound, extract), f"{len(sound) / self._rate:.2f} s"
-        if len(sound) > len(noise) and _are_equal(
+        if len(sound) > len(noise) and equal_tensors(
             features, _extracted(np.concatenate([noise, sound[len(noise) :]]), extract)
         ):
             raise RowError(
@@ -79,14 +79,14 @@ class WholeSounds:
             longer = _extracted(np.concatenate([sound, noise]), extract)
         except USER_CODE_RAISES:
             return True
-        return not _are_equal(features, longer)
+        return not equal_tensors(features, longer)
 
     def _taken(self, sound: np.ndarray, features: Features, extract: Extract) -> int:
         """Return how many of the first samples have the features of the whole sound."""
         least, most = 0, len(sound)
         while most - least > _FRAME_S * self._rate / 4:
             middle = (least + most) // 2
-            if _are_equal(features, _extracted(sound[:middle], extract)):
+            if equal_tensors(features, _extracted(sound[:middle], extract)):
                 most = middle
             else:
                 least = middle
@@ -105,7 +105,8 @@ def _extracted(sound: np.ndarray, extract: Extract) -> Features:
         np.random.set_state(state)
 
 
-def _are_equal(left: Features, right: Features) -> bool:
+def equal_tensors(left: Features, right: Features) -> bool:
+    """Return whether two results of a processor have the same tensors."""
     return left.keys() == right.keys() and all(
         torch.equal(value, right[name]) for name, value in left.items()
     )

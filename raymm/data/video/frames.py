@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -31,6 +31,8 @@ _SAME_S = 1e-6
 # What a file may lack of the length that it announces: writers round, and count a last frame or
 # the sound's last packet differently.
 _SHORT_S, _SHORT_FRAMES = 0.25, 3
+# Frames per second as which frames at uneven times are numbered.
+_FINE_RATE = 1000.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,40 @@ class Clip:
     times: np.ndarray
     rate: float
     seconds: float
+
+    @classmethod
+    def from_frames(cls, frames: Sequence[np.ndarray], times: Sequence[float]) -> Clip:
+        """Make a clip of frames whose times are known.
+
+        Args:
+            frames: (H, W, 3) uint8, all of one size.
+            times: of each, in seconds, ascending.
+
+        Raises:
+            VideoError: another number of times than of frames, times that do not ascend, or frames
+                of several sizes.
+        """
+        shown = np.asarray(times, np.float64)
+        if len(shown) != len(frames):
+            raise VideoError(
+                f"the video has {len(frames)} frames and {len(shown)} times; accepted: a time for "
+                "each frame"
+            )
+        steps = np.diff(shown)
+        if not np.isfinite(shown).all() or (shown < 0).any() or (steps <= 0).any():
+            raise VideoError(
+                f"the times of the frames are {shown.tolist()}; accepted: seconds from the "
+                "beginning, each later than the one before"
+            )
+        if len(sizes := {frame.shape[:2] for frame in frames}) > 1:
+            named = " and ".join(f"{width} x {height}" for height, width in sorted(sizes)[:2])
+            raise VideoError(f"the frames of the video are of several sizes, {named} pixels")
+        step = float(np.median(steps)) if len(steps) else 1.0
+        positions = shown / step
+        even = np.allclose(positions, np.rint(positions), atol=1e-3)
+        return cls(
+            np.stack(list(frames)), shown, 1 / step if even else _FINE_RATE, shown[-1] + step
+        )
 
     @property
     def total(self) -> int:
