@@ -6,26 +6,10 @@ import functools
 import tempfile
 from pathlib import Path
 
-import pytest
-from transformers.utils.import_utils import is_torchvision_available
-
 from examples.vlm.kinds import KINDS
 from examples.vlm.tiny import make
 
-# Processors that transformers makes of pictures without torchvision, or of sound.
-WITHOUT_TORCHVISION = ("gemma3", "idefics3", "qwen2_audio")
 SAMPLES = 12
-
-
-def kinds() -> list:
-    """Every kind, as parameters; without torchvision most are skipped."""
-    missing = pytest.mark.skipif(
-        not is_torchvision_available(), reason="the processor needs torchvision"
-    )
-    return [
-        pytest.param(kind, marks=() if kind in WITHOUT_TORCHVISION else missing)
-        for kind in KINDS if kind != "smolvlm"  # needs num2words besides
-    ]
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -10,11 +9,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from raymm.actors.storage.bucket import OPTIONS, RETRY_FOR_S, BucketFolder
 from raymm.actors.storage.folder import LocalFolder, StorageFolder
+from raymm.packages import require
 
 BUCKETS = tuple(OPTIONS)
 ACCEPTED = "a folder, or a URL that begins with file://, s3:// or gs://"
-# What pip installs for URLs.
-EXTRA = "raymm[storage]"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(r"(file|s3|gs):(?!//)")
@@ -29,8 +27,8 @@ def check_location(location: str) -> str:
     """A location as it goes on from here: a URL of a bucket, or a path.
 
     Raises:
-        ValueError: it is a URL of another kind, or not a whole one, or has credentials; or
-            what reads it is not installed.
+        ValueError: the URL is of another kind, incomplete, or has credentials.
+        PackageError: pyarrow is not installed.
     """
     if _ONE_SLASH.match(location):
         raise ValueError(f"a URL has two slashes after its scheme; accepted: {ACCEPTED}")
@@ -55,8 +53,7 @@ def check_location(location: str) -> str:
         raise ValueError(f"?{unknown[0]}= is not known; accepted: {', '.join(OPTIONS[scheme])}")
     if url.fragment:
         raise ValueError("a # must be written as %23")
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"{scheme}:// needs pyarrow: pip install '{EXTRA}'")
+    require("pyarrow", "storage", f"{scheme}://")
     return f"{scheme}{location[len(scheme):]}"
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from raymm.callbacks.callback import Callback, RunEnd, RunInfo, scalars
-from raymm.callbacks.needs import imported, logger_run_id
+from raymm.callbacks.logger_run import logger_run_id
+from raymm.packages import require
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # The longest value of a parameter, and how many a call may have (MLflow's own limits).
@@ -21,11 +22,11 @@ class MLflowCallback(Callback):
         experiment: its name.
 
     Raises:
-        ConfigError: mlflow is not installed.
+        PackageError: mlflow is not installed.
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "raymm") -> None:
-        self._mlflow = imported("mlflow", "mlflow", type(self).__name__)
+        self._mlflow = require("mlflow", "mlflow", type(self).__name__)
         self._uri, self._experiment = tracking_uri, experiment
         self._client: Any = None
         self._id = ""

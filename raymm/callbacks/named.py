@@ -10,6 +10,7 @@ from raymm.actors.weights.source import SourceError, import_object
 from raymm.callbacks.callback import Callback
 from raymm.errors import USER_CODE_RAISES
 from raymm.files.config_error import ConfigError
+from raymm.packages import PackageError
 
 LOGGERS = {
     "tensorboard": "raymm.callbacks.tensorboard:TensorBoardCallback",
@@ -55,7 +56,7 @@ def _named(field: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Callback
         raise ConfigError(f"{field}: {name!r} is no class derived from raymm.Callback")
     try:
         return target(**arguments)
-    except ConfigError as error:
+    except (ConfigError, PackageError) as error:
         raise ConfigError(f"{field}: {error}") from None
     except USER_CODE_RAISES as error:
         raise ConfigError(

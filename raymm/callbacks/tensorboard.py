@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.callbacks.callback import Callback, Restart, RunEnd, RunInfo, scalars
-from raymm.callbacks.needs import imported
+from raymm.packages import require
 
 
 class TensorBoardCallback(Callback):
@@ -17,11 +17,14 @@ class TensorBoardCallback(Callback):
         folder: for the files; by default ``tensorboard`` in the run's folder.
 
     Raises:
-        ConfigError: TensorBoard is not installed.
+        PackageError: TensorBoard is not installed.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self._module = imported("torch.utils.tensorboard", "tensorboard", type(self).__name__)
+        require("tensorboard", "tensorboard", type(self).__name__)
+        from torch.utils import tensorboard
+
+        self._module = tensorboard
         self._folder = folder
         self._writer: Any = None
 

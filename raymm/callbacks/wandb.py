@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from raymm.callbacks.callback import Callback, RunEnd, RunInfo, scalars
-from raymm.callbacks.needs import imported, logger_run_id
+from raymm.callbacks.logger_run import logger_run_id
+from raymm.packages import require
 
 _EXIT_CODES = {"finished": 0, "stopped": 0, "failed": 1}
 
@@ -21,11 +22,11 @@ class WandbCallback(Callback):
             ``dir`` are those of the run's folder.
 
     Raises:
-        ConfigError: wandb is not installed.
+        PackageError: wandb is not installed.
     """
 
     def __init__(self, **options: Any) -> None:
-        self._wandb = imported("wandb", "wandb", type(self).__name__)
+        self._wandb = require("wandb", "wandb", type(self).__name__)
         self._options = options
         self._run: Any = None
 

@@ -22,6 +22,7 @@ from raymm.cli.profile import add_profile_arguments, run_profile
 from raymm.cli.trace import add_trace_arguments, run_trace
 from raymm.cli.without_config import add_folder_arguments, written_config
 from raymm.errors import InputError, RunError
+from raymm.packages import explained_imports
 from raymm.version import __version__
 
 # What a user can set right; anything else is a defect and keeps its traceback.
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console, stop = Console(stderr=True), StopRequest()
     try:
-        with stop.listening(), _notes_in_a_line():
+        with stop.listening(), _notes_in_a_line(), explained_imports("raymm"):
             code = args.run(args)
     except InputError as error:
         if getattr(args, "config", None) and args.config not in str(error):

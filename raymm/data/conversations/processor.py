@@ -18,6 +18,7 @@ from raymm.data.samples.config import KINDS
 from raymm.data.samples.errors import DataError
 from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES
+from raymm.packages import PackageError, explained_imports
 
 FIELD = "data.processor"
 # What a row of a batch is told by.
@@ -173,9 +174,12 @@ def _load(folder: str, trust_remote_code: bool) -> Any:
     from transformers import AutoProcessor  # seconds to import
 
     try:
-        return AutoProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with explained_imports(f"{FIELD}: the processor of {folder!r}"):
+            return AutoProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+    except PackageError:
+        raise
     except USER_CODE_RAISES as error:  # a folder may hold anything
         if custom_code(folder) and not trust_remote_code:
             raise DataError(f"{FIELD}: {why_not_loaded(folder, 'AutoProcessor', error)}") from None

@@ -37,8 +37,9 @@ from raymm.data.samples.processors import (
 from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import TextEncoder, check_vocabulary, load_tokenizer
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
-from raymm.data.video.container import EXTRA, VideoError, has_decoder
+from raymm.data.video.container import VideoError, decoder
 from raymm.errors import USER_CODE_RAISES
+from raymm.packages import PackageError
 
 _REASONS_SHOWN = 3
 T = TypeVar("T")
@@ -101,10 +102,8 @@ def check_data(config: DataConfig) -> None:
 def check_tools(config: DataConfig) -> None:
     """The part of ``check_data`` that does not read the samples."""
     for name in config.modalities:
-        if config.modalities[name].video is not None and not has_decoder():
-            raise DataError(
-                f"data.modalities.{name}.video needs the package av: pip install '{EXTRA}'"
-            )
+        if config.modalities[name].video is not None:
+            decoder(f"data.modalities.{name}.video")
     if config.processor is not None:
         processor = ModelProcessor(config.processor, config.trust_remote_code)
         if config.vocabulary is not None:
@@ -361,7 +360,7 @@ class StepBuilder:
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
                 return make(inputs if isinstance(item, tuple) else inputs[0])
-        except (DataError, MemoryError):  # that is the process's, whatever the sample
+        except (DataError, PackageError, MemoryError):  # not caused by the sample
             raise
         except USER_CODE_RAISES as error:  # a decoder raises whatever its format library raises
             reason = f"cannot be read ({type(error).__name__}: {error})"

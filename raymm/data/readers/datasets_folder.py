@@ -9,6 +9,7 @@ from raymm.data.readers.base import Reader
 from raymm.data.remote.path import DataPath, RemotePath
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.rows import ID, MESSAGES, TEXT
+from raymm.packages import require
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 _COUNT_ROWS = 100  # rows of a media column looked at together
@@ -99,19 +100,12 @@ class DatasetsFolder(Reader):
 
 
 def datasets_package() -> Any:
-    """The package ``datasets``.
+    """Return the package ``datasets``.
 
     Raises:
-        DataError: there is none.
+        PackageError: the package is not installed.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            "reading a folder of datasets, or one by name, needs the package datasets: "
-            "pip install 'raymm[datasets]'"
-        ) from None
-    return datasets
+    return require("datasets", "datasets", "a folder of save_to_disk, or a data set of the hub,")
 
 
 def _storage(values):

@@ -47,13 +47,11 @@ class HubDataset(DatasetsFolder):
         return f"{HUB}{self._hub_name}"
 
     def _fetched(self, revision: str | None) -> Any:
-        options = self.options
+        options, datasets = self.options, datasets_package()
         try:
-            rows = datasets_package().load_dataset(
+            rows = datasets.load_dataset(
                 self._hub_name, options.subset, split=options.split, revision=revision
             )
-        except DataError:
-            raise
         except Exception as error:  # of the hub, of the network, of what reads the files
             raise DataError(
                 f"{self._url}: datasets cannot load it, split {options.split!r}, subset "

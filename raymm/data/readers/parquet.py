@@ -14,6 +14,7 @@ from raymm.data.readers.files import find_files
 from raymm.data.remote.path import DataPath
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.rows import ID, MESSAGES, TEXT
+from raymm.packages import require
 
 # Row groups that stay in memory, if together they keep ``max_row_group_bytes``.
 _GROUPS_KEPT = 4
@@ -188,11 +189,8 @@ def _opened(path: DataPath) -> Iterator[Any]:
             yield file
 
 
-def _parquet():
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise DataError(
-            "reading Parquet needs the package pyarrow: pip install 'raymm[parquet]'"
-        ) from None
+def _parquet() -> Any:
+    require("pyarrow", "parquet", "a Parquet file")
+    import pyarrow.parquet as parquet
+
     return parquet

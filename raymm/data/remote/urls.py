@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import posixpath
 import re
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from raymm.actors.storage.bucket import OPTIONS
-from raymm.actors.storage.location import BUCKETS, EXTRA
+from raymm.actors.storage.location import BUCKETS
+from raymm.packages import require
 
 SCHEMES = (*BUCKETS, "https", "http")
 ACCEPTED = "a path, or a URL that begins with s3://, gs:// or https://"
@@ -64,8 +64,8 @@ def parse(text: str) -> DataUrl:
     """The parts of a URL, its path without ``.`` and ``..``.
 
     Raises:
-        ValueError: it is of another kind, not whole, has credentials; or what reads it is not
-            installed.
+        ValueError: the URL is of another kind, incomplete, or has credentials.
+        PackageError: pyarrow, which reads buckets, is not installed.
     """
     match = _SCHEME.match(text)
     scheme = match[1].lower() if match else ""
@@ -89,8 +89,7 @@ def parse(text: str) -> DataUrl:
         if unknown:
             accepted = ", ".join(OPTIONS[scheme])
             raise ValueError(f"?{unknown[0]}= is not known; accepted: {accepted}")
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ValueError(f"{scheme}:// needs pyarrow: pip install '{EXTRA}'")
+        require("pyarrow", "storage", f"{scheme}://")
     elif url.query:
         raise ValueError(
             f"it has a query (?{url.query[:20]}), which may be a signature and would be in logs "

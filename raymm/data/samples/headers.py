@@ -22,9 +22,9 @@ from raymm.data.video.container import (
     VideoError,
     check_pictures,
     format_of,
-    has_decoder,
     read_header,
 )
+from raymm.packages import PackageError, is_installed
 
 IMAGE, AUDIO, VIDEO, OTHER = "image", "audio", "video", "other"
 
@@ -94,7 +94,7 @@ def check_media(
     try:
         with open_media(media) as file:
             header = _read(file, limits, pictures)
-    except (RowError, RemoteError):
+    except (RowError, RemoteError, PackageError):
         raise
     except VideoError as error:
         raise RowError(str(error)) from None
@@ -141,7 +141,7 @@ def _read(file: BinaryIO, limits: Limits, pictures: bool) -> Header:
 
 
 def _video(file: BinaryIO, limits: Limits, pictures: bool) -> Header:
-    if not pictures and not has_decoder():
+    if not pictures and not is_installed("av"):
         return Header(OTHER)  # a function of the user's may have another one
     header = read_header(file, limits.max_image_pixels)
     if pictures:

@@ -20,10 +20,10 @@ from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, open_media, read_media
 from raymm.data.samples.pixels import to_rgb
 from raymm.data.samples.whole_sounds import WholeSounds
-from raymm.data.video.container import has_decoder
 from raymm.data.video.frames import Clip, FrameLimits, FrameSampling, read_clip
 from raymm.data.video.sound import read_track
 from raymm.errors import USER_CODE_RAISES
+from raymm.packages import PackageError, explained_imports
 
 # From one item (or a list of its frames) to its tensors.
 Processor = Callable[[Any], dict[str, torch.Tensor]]
@@ -147,7 +147,7 @@ def _sound(path: File) -> tuple[int, np.ndarray]:
     """Hz, and (frames, channels) float32."""
     import soundfile
 
-    if kind_of(path) == VIDEO and has_decoder():
+    if kind_of(path) == VIDEO:
         with open(path, "rb") if isinstance(path, str | Path) else nullcontext(path) as file:
             return read_track(file)
     with soundfile.SoundFile(path) as file:
@@ -163,13 +163,15 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     kinds = _kinds_in(folder, field)
+    options: dict[str, Any] = {
+        "local_files_only": True, "trust_remote_code": trust_remote_code
+    }
     try:
-        images: Any = IMAGE in kinds and AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        sounds: Any = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with explained_imports(f"{field}: the processor of {str(folder)!r}"):
+            images: Any = IMAGE in kinds and AutoImageProcessor.from_pretrained(folder, **options)
+            sounds: Any = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(folder, **options)
+    except PackageError:
+        raise
     except USER_CODE_RAISES as error:  # a folder may hold anything
         kinds_of_code = set(custom_code(folder)) & {"AutoImageProcessor", "AutoFeatureExtractor"}
         if kinds_of_code and not trust_remote_code:

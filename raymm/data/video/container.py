@@ -7,7 +7,6 @@ files and URLs. It decodes the codecs that are named here, no others.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from fractions import Fraction
 from typing import Any, BinaryIO
 
 from raymm.errors import InternalError
+from raymm.packages import require
 
-# What pip installs for video.
-EXTRA = "raymm[video]"
 # First bytes that tell the format.
 HEAD = 189
 # Cameras for slow motion stop at a thousand.
@@ -88,9 +86,16 @@ def format_of(head: bytes) -> str | None:
     return None
 
 
-def has_decoder() -> bool:
-    """Whether the library is installed."""
-    return importlib.util.find_spec("av") is not None
+def decoder(purpose: str) -> Any:
+    """Return the package ``av``, which decodes video files and their sound tracks.
+
+    Args:
+        purpose: setting or file that needs the package.
+
+    Raises:
+        PackageError: the package is not installed.
+    """
+    return require("av", "video", purpose)
 
 
 @contextmanager
@@ -102,12 +107,10 @@ def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
         max_pixels: of a frame; no decoder makes room for more.
 
     Raises:
-        VideoError: it is no video, or cannot be read.
+        VideoError: the file is no video, or cannot be read.
+        PackageError: the package ``av`` is not installed.
     """
-    if not has_decoder():
-        raise VideoError(f"reading video needs the package av: pip install '{EXTRA}'")
-    import av
-
+    av = decoder("a video file")
     head = file.read(HEAD)
     file.seek(0)
     kind = format_of(head)

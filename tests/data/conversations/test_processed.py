@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
+from examples.vlm.kinds import KINDS
 from raymm.data import DataConfig, DataError, SampleError, local_steps, open_split, step_builder
 from raymm.data.samples.text import IGNORE_INDEX
-from tests.tiny_folders import kinds, modalities, tiny
+from tests.tiny_folders import modalities, tiny
 
 
 def config(kind, data=None, **more):
@@ -49,7 +50,7 @@ def picture(folder: Path, width: int, height: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_microbatch_is_what_the_processor_returns_and_labels_are_the_assistants(kind):
     settings = config(kind)
     processor = AutoProcessor.from_pretrained(settings.processor)

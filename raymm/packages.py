@@ -1,0 +1,105 @@
+"""Packages that raymm uses only for some settings: import one, or say how to install it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from raymm.errors import Error, InputError
+
+# Packages that processors of published models need, and the extra that installs them.
+VLM, VLM_EXTRA = ("torchvision", "num2words"), "vlm"
+
+# Sentences of transformers about a package that is not installed.
+_MISSING = re.compile(r"requires the (?:\W+ )?([\w.-]+) library|[Pp]ackage `([\w.-]+)`")
+# Packages whose frames are in the traceback when another one is broken.
+_CALLERS = {"raymm", "torch", "transformers"} | sys.stdlib_module_names
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class PackageError(InputError, ValueError):
+    """A package is not installed, or cannot be imported. The message has the command to run."""
+
+
+def require(package: str, extra: str | None, purpose: str) -> ModuleType:
+    """Import a package that raymm does not depend on.
+
+    Args:
+        package: module to import.
+        extra: extra of raymm that installs the package; None if no extra does.
+        purpose: subject of the sentence: the setting, file or class that needs the package.
+
+    Raises:
+        PackageError: the package is not installed, or its import fails.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise _broken(package, purpose, error) from error
+        target = package if extra is None else f"'raymm[{extra}]'"
+        raise PackageError(
+            f"{purpose} needs the package {package}, which is not installed: pip install {target}"
+        ) from None
+    except Exception as error:  # a package built for another version raises anything
+        raise _broken(package, purpose, error) from error
+
+
+@contextmanager
+def explained_imports(purpose: str) -> Iterator[None]:
+    """Turn an error of a library about a missing or broken package into a :class:`PackageError`.
+
+    Other errors pass unchanged.
+
+    Args:
+        purpose: subject of the sentence, as of :func:`require`.
+    """
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        for package in _suspects(error):
+            require(package, VLM_EXTRA if package in VLM else None, purpose)
+        raise
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be found; it is not imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def _broken(package: str, purpose: str, error: Exception) -> PackageError:
+    cause = " ".join(str(error).split())
+    return PackageError(
+        f"{purpose} needs the package {package}, which cannot be imported "
+        f"({type(error).__name__}: {cause}); installing it together with what it depends on "
+        f"replaces a build for other versions: pip install --force-reinstall {package}"
+    )
+
+
+def _suspects(error: BaseException) -> list[str]:
+    """Return the packages that an error names, or in whose import its first cause was raised."""
+    cause, before = error, error
+    while before is not None:
+        cause, before = before, before.__cause__ or (
+            None if before.__suppress_context__ else before.__context__
+        )
+    names = []
+    if isinstance(error, ImportError):
+        names = [(match[1] or match[2]).lower() for match in _MISSING.finditer(str(error))]
+        if isinstance(cause, ModuleNotFoundError) and cause.name is not None:
+            names.append(cause.name.partition(".")[0])
+    for frame, _ in reversed([*traceback.walk_tb(cause.__traceback__)]):
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        in_package = any(folder in frame.f_code.co_filename for folder in _INSTALLED)
+        if in_package and name not in _CALLERS:
+            names.append(name)
+    # A package whose import failed is not among the imported modules.
+    return [name for name in dict.fromkeys(names) if name not in sys.modules]
