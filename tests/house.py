@@ -168,7 +168,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/config": (
         "kernels/preference.py",
-        "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",
+        "scheduler", "actors", "raymm/files", "raymm/data/remote", "raymm/data/samples",
+        "raymm/data/readers", "raymm/model", "raymm/layout",
         "raymm/data/loading", "raymm/data", "raymm/runtime", "raymm/runtime/whole",
     ),
     "raymm/profiling": (
@@ -205,8 +206,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/cli": (
         "kernels", "scheduler", "actors", "raymm/files", "raymm/version.py", "raymm/draw",
-        "raymm/model", "raymm/data/samples", "raymm/data/loading", "raymm/data", "raymm/costs",
-        "raymm/runtime/embedded", "raymm/runtime", "raymm/config", "raymm/profiling",
+        "raymm/model", "raymm/data/remote", "raymm/data/samples", "raymm/data/readers",
+        "raymm/data/loading", "raymm/data", "raymm/costs", "raymm/runtime/embedded",
+        "raymm/runtime", "raymm/config", "raymm/profiling",
         "raymm/planning", "raymm/storage", "raymm/evaluation", "raymm/training",
     ),
     "raymm": (

@@ -1,4 +1,4 @@
-"""Models from local folders in transformers' format. Ranks read only their own tensors."""
+"""Models from folders in transformers' format. Ranks read only their own tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.weights.custom_code import custom_code, own_class, why_not_loaded
+from raymm.actors.weights.hub_folder import local_folder, pinned
 from raymm.actors.weights.model_classes import ModelClassError, find_model_class
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import (
@@ -40,10 +41,12 @@ _TIE_WEIGHTS = PreTrainedModel.tie_weights
 
 @dataclass(frozen=True)
 class PretrainedSource(ModuleSource):
-    """A local folder that ``save_pretrained`` wrote. Ranks read only their own tensors.
+    """A folder that ``save_pretrained`` wrote. Ranks read only their own tensors.
 
     Attributes:
-        path: the folder; it must hold ``config.json`` and safetensors weights.
+        path: the folder, or the id of a model on the hub, ``ORG/NAME`` or ``ORG/NAME@REVISION``,
+            which becomes ``ORG/NAME@COMMIT`` and is read from the cache of each machine. It must
+            hold ``config.json`` and safetensors weights.
         model_class: a transformers class name; by default the one in the config.
         language_model: resolve the default through ``AutoModelForCausalLM``'s mapping.
         trust_remote_code: run Python files that the folder brings (``auto_map``), here and on
@@ -67,7 +70,8 @@ class PretrainedSource(ModuleSource):
             raise SourceError(
                 f"missing_weights is {self.missing_weights!r}; accepted: {FRESH!r}, None"
             )
-        folder = Path(self.path)
+        object.__setattr__(self, "path", pinned(self.path))
+        folder = Path(self.folder)
         if not (folder / "config.json").is_file():
             raise SourceError(
                 f"path is {self.path!r}; expected a folder with config.json and safetensors"
@@ -79,16 +83,21 @@ class PretrainedSource(ModuleSource):
         """Without what is cached: classes of the folder's own code are imported by every rank."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    @property
+    def folder(self) -> str:
+        """The folder on this machine; missing files of a model on the hub are downloaded."""
+        return local_folder(self.path)
+
     @cached_property
     def _auto_config(self) -> PretrainedConfig:
         try:
             return transformers.AutoConfig.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
+                self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
         except USER_CODE_RAISES as error:  # a folder may hold anything, and so may its code
             why = f"{self.path!r}; {type(error).__name__}: {error}"
             if not self.trust_remote_code:
-                why = why_not_loaded(self.path, "AutoConfig", error)
+                why = why_not_loaded(self.folder, "AutoConfig", error)
             raise SourceError(f"path is {why}") from error
 
     @cached_property
@@ -97,7 +106,7 @@ class PretrainedSource(ModuleSource):
         architecture = (config.architectures or [None])[0]
         own = self._own_class(name, architecture)
         if own is not None and self.trust_remote_code:
-            return own_class(self.path, own)
+            return own_class(self.folder, own)
         if name is None and self.language_model and not own:
             mapping = transformers.AutoModelForCausalLM._model_mapping
             if type(config) in mapping:
@@ -110,7 +119,7 @@ class PretrainedSource(ModuleSource):
             return find_model_class(name, config)
         except ModelClassError as error:
             if own is not None:
-                why = why_not_loaded(self.path, self._auto_class, error)
+                why = why_not_loaded(self.folder, self._auto_class, error)
                 raise SourceError(f"path is {why}") from None
             raise
 
@@ -121,7 +130,7 @@ class PretrainedSource(ModuleSource):
     def _own_class(self, class_name: str | None, architecture: str | None) -> str | None:
         """The class of the folder's own code that would be used: the one asked for, else its
         architecture, else the one for what the module is; None if transformers has it."""
-        classes = custom_code(self.path)
+        classes = custom_code(self.folder)
         by_name = {target.rpartition(".")[2]: target for target in classes.values()}
         if class_name is not None:
             return by_name.get(class_name)
@@ -135,7 +144,7 @@ class PretrainedSource(ModuleSource):
         config_class = self.resolved_class.config_class
         if config_class is None or isinstance(self._auto_config, config_class):
             return self._auto_config
-        return config_class.from_pretrained(self.path, local_files_only=True)
+        return config_class.from_pretrained(self.folder, local_files_only=True)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -169,7 +178,7 @@ class PretrainedSource(ModuleSource):
             with quiet_loading(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(self.seed, self.path))
                 loaded: Any = model_class.from_pretrained(
-                    self.path, local_files_only=True, use_safetensors=True, dtype=torch.float32,
+                    self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32,
                     trust_remote_code=self.trust_remote_code, ignore_mismatched_sizes=True,
                     output_loading_info=True,
                 )
@@ -185,7 +194,7 @@ class PretrainedSource(ModuleSource):
 
     def check(self) -> list[str]:
         try:
-            report = folder_report(Path(self.path), self.resolved_class, self._config)
+            report = folder_report(Path(self.folder), self.resolved_class, self._config)
         except WeightsError as error:
             raise SourceError(f"path is {self.path!r}; {error}") from error
         self._refuse(report)

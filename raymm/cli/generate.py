@@ -37,6 +37,7 @@ def run_generate(args: argparse.Namespace) -> int:
         SampleError: an item that cannot be read.
     """
     from raymm.config.build import build_model, build_plan
+    from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
     from raymm.data.samples.text import special_ids
     from raymm.planning.request import PlanRequest
@@ -52,6 +53,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens is {args.max_tokens}; expected at least 1")
     config = load_config(args.config, args.overrides)
+    check_files(config)
     model = build_model(config)
     items = _items(args.item, list(config.data.modalities))
     checkpoint = CheckpointStore(config.run.storage_path).newest()

@@ -9,21 +9,26 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 
-from raymm.cli.check import add_check_arguments, run_check
-from raymm.cli.generate import add_generate_arguments, run_generate
-from raymm.cli.plan import add_plan_arguments, run_plan
-from raymm.cli.profile import add_profile_arguments, run_profile
-from raymm.cli.trace import add_trace_arguments, run_trace
-from raymm.cli.without_config import add_folder_arguments, written_config
 from raymm.errors import InputError, RunError
+from raymm.files.config_error import closest
 from raymm.packages import explained_imports
 from raymm.version import __version__
+
+COMMANDS = {
+    "train": "train, or continue from the run's last checkpoint",
+    "plan": "decide what runs where; show, draw and save it",
+    "export": "write trained modules as Hugging Face folders",
+    "profile": "measure what the layers cost on a real device",
+    "generate": "let a run's model write after prompts",
+    "trace": "summarise a run's last timeline",
+    "check": "check, compare or prune checkpoints",
+}
 
 # What a user can set right; anything else is a defect and keeps its traceback.
 EXIT_USER_ERROR = 2
@@ -42,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     no other, or after ``run.max_seconds`` (start it again), 128 + number if a signal ended it (143
     for SIGTERM, 130 for SIGINT), with or without a checkpoint; a run that takes its last step all
     the same ends with 0."""
-    args = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    args = _parsed(words)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
     from raymm.training.stop_request import RunInterruptedError, RunTerminatedError, StopRequest
@@ -106,61 +112,103 @@ def _stopped(console: Console, number: signal.Signals) -> int:
     return 128 + number  # as shells report a signal
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a command line; an unknown option ends with the one it is like."""
+    parser = _parser(words[:1])
+    args, unknown = parser.parse_known_args(words)
+    for word in unknown:
+        like = closest(word.partition("=")[0], args.options)
+        parser.error(
+            f"unknown argument {word}" + (f"; did you mean {like}?" if like else "")
+            + f" See raymm {words[0]} --help"
+        )
+    return args
+
+
+def _parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser with the options of the named commands, whose modules are imported."""
     parser = argparse.ArgumentParser(
         prog="raymm", description="Distributed training of multimodal models on Ray."
     )
     parser.add_argument("--version", action="version", version=f"raymm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train, or go on from the run's last checkpoint")
-    plan = commands.add_parser("plan", help="decide what runs where; show, draw and save it")
-    export = commands.add_parser("export", help="write trained modules as Hugging Face folders")
-    profile = commands.add_parser("profile", help="measure what the layers cost on a real device")
-    generate = commands.add_parser("generate", help="let a run's model write after prompts")
-    for command in (train, plan, export, profile, generate):
-        command.add_argument(
-            "config", help="YAML file", nargs="?" if command is train else None
-        )
-        command.add_argument(
-            "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
-            help="change a value of the file (repeatable)",
-        )
-    add_folder_arguments(train)
-    train.set_defaults(run=_train)
-    add_plan_arguments(plan)
-    plan.set_defaults(run=run_plan)
-    export.add_argument("--out", required=True, help="a new folder")
-    export.add_argument(
-        "--merge", action="store_true", help="adapters go into the weights, not into peft folders"
-    )
-    export.add_argument(
-        "--ema", action="store_true", help="write the average of the weights (optimizer.ema)"
-    )
-    export.set_defaults(run=_export)
-    add_profile_arguments(profile)
-    profile.set_defaults(run=run_profile)
-    add_generate_arguments(generate)
-    generate.set_defaults(run=run_generate)
-    trace = commands.add_parser("trace", help="summarise a run's last timeline")
-    add_trace_arguments(trace)
-    trace.set_defaults(run=run_trace)
-    check = commands.add_parser("check", help="whether checkpoints are whole; compare, prune them")
-    add_check_arguments(check)
-    check.set_defaults(run=run_check)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name in named:
+            _add_arguments(name, command)
+        command.set_defaults(options=[*command._option_string_actions])
     return parser
 
 
-def _train(args: argparse.Namespace) -> int:
-    from raymm.runtime.embedded.forked_workers import start_servers_early
+def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    if name not in ("trace", "check"):
+        add("config", help="YAML file", nargs="?" if name == "train" else None)
+        add(
+            "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
+            help="change a value of the file (repeatable)",
+        )
+    match name:
+        case "train":
+            from raymm.cli.without_config import add_folder_arguments
 
+            add_folder_arguments(command)
+            command.set_defaults(run=_train)
+        case "plan":
+            from raymm.cli.plan import add_plan_arguments, run_plan
+
+            add_plan_arguments(command)
+            command.set_defaults(run=run_plan)
+        case "export":
+            add("--out", required=True, help="a new folder")
+            add("--merge", action="store_true",
+                help="adapters go into the weights, not into peft folders")
+            add("--ema", action="store_true",
+                help="write the average of the weights (optimizer.ema)")
+            command.set_defaults(run=_export)
+        case "profile":
+            from raymm.cli.profile import add_profile_arguments, run_profile
+
+            add_profile_arguments(command)
+            command.set_defaults(run=run_profile)
+        case "generate":
+            from raymm.cli.generate import add_generate_arguments, run_generate
+
+            add_generate_arguments(command)
+            command.set_defaults(run=run_generate)
+        case "trace":
+            from raymm.cli.trace import add_trace_arguments, run_trace
+
+            add_trace_arguments(command)
+            command.set_defaults(run=run_trace)
+        case "check":
+            from raymm.cli.check import add_check_arguments, run_check
+
+            add_check_arguments(command)
+            command.set_defaults(run=run_check)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from raymm.runtime.embedded.forked_workers import single_threaded, start_servers_early
+
+    with single_threaded():
+        from raymm.cli.without_config import FolderStart
+        from raymm.config.check_files import check_files
+        from raymm.config.sections import load_config
+    start = FolderStart.of(args)
+    if start is None:
+        config = load_config(args.config, args.overrides)
+        check_files(config)
+    # From here on it takes seconds: torch, transformers and Ray are imported.
     start_servers_early()
     from raymm.config.build import build_layouts, build_model, build_plan
-    from raymm.config.sections import load_config
     from raymm.planning.request import PlanRequest
     from raymm.training.trainer import Trainer
 
-    args.config = written_config(args)
-    config = load_config(args.config, args.overrides)
+    if start is not None:
+        args.config = start.write()
+        config = load_config(args.config)
+        check_files(config)
     model = build_model(config)
     plan, layouts = build_plan(config, model), build_layouts(config)
     parallel = layouts if layouts is not None and layouts.elastic else plan
@@ -176,11 +224,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from raymm.config.build import build_model
+    from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
-    from raymm.storage.export import export_model
 
     config = load_config(args.config, args.overrides)
+    check_files(config)
+    from raymm.config.build import build_model
+    from raymm.storage.export import export_model
+
     folders = export_model(
         build_model(config), config.run.storage_path, args.out,
         config.data.processor or config.data.tokenizer,

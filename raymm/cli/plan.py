@@ -59,6 +59,7 @@ def run_plan(args: argparse.Namespace) -> None:
         ClusterError: naming what is wrong.
     """
     from raymm.config.build import build_model
+    from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
     from raymm.training.run_start import with_vocabulary
 
@@ -66,6 +67,7 @@ def run_plan(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     config = load_config(args.config, args.overrides)
+    check_files(config)
     style = check_style(args, config.parallel.style)
     suffix = ".svg" if args.svg else ".png"
     where = ("run.storage_path", config.run.storage_path)

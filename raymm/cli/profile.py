@@ -52,6 +52,7 @@ def run_profile(args: argparse.Namespace) -> None:
         ConfigError, DataError, ProfileError, ClusterError: naming what is wrong.
     """
     from raymm.config.build import build_model
+    from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.costs.profile_files import save_table
@@ -78,6 +79,7 @@ def run_profile(args: argparse.Namespace) -> None:
     output = Output.file("--out", args.out, *companions)
     output.check()
     config = load_config(args.config, args.overrides)
+    check_files(config)
     model = of_parts(build_model(config), "raymm profile measures layers of modules")
     if args.multiplex:
         from raymm.cli.profile_surfaces import run_surfaces

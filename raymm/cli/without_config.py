@@ -1,136 +1,216 @@
-"""``raymm train --model FOLDER --data FILE``: a configuration of what a folder and a file say."""
+"""``raymm train --model MODEL --data DATA``: a configuration made of a model and its rows."""
 
 from __future__ import annotations
 
 import argparse
-import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from raymm.actors.weights.hub_folder import (
+    HubError,
+    dataset_commit,
+    is_hub_id,
+    local_folder,
+    pinned,
+    split_id,
+)
+from raymm.cli.start_settings import WARMUP, Options, apply_options, first_settings
+from raymm.data.remote.urls import is_url
+from raymm.data.samples.source_config import HUB
 from raymm.files.config_error import ConfigError
+from raymm.files.config_file import apply_override, read_sections
 from raymm.files.run_files import write_whole
 
 CONFIG = "run.yaml"
-# Columns by which items of a kind are known, and the tower that they go into.
-_COLUMNS = {
-    "image": ("images", "image"), "video": ("videos", "video"), "audio": ("audio", "audios"),
+# Options without a configuration, and the setting of a configuration that each is.
+_SETTINGS = {
+    "model": "model.path", "data": "data.train",
+    "output": "run.storage_path", "split": "data.train", "subset": "data.train",
+    "lora": "model.train", "lr": "optimizer.lr", "epochs": "run.steps",
+    "eval_fraction": "data.heldout_fraction",
 }
-_TOWERS = {"image": "vision", "video": "vision", "audio": "audio"}
-# Samples whose length is looked at; text tokens of a microbatch; samples of one, and of a step.
-_SAMPLES, _TOKENS, _MOST, _BATCH = 64, 4096, 8, 16
-_MULTIPLE = 64  # that the most tokens of a sample are rounded up to
-_EPOCHS, _LR = 3, 1e-5
 
 
 def add_folder_arguments(command: argparse.ArgumentParser) -> None:
-    """Options of ``raymm train`` without a configuration."""
+    """Add the options of ``raymm train`` without a configuration."""
     add = command.add_argument
-    add("--model", metavar="FOLDER", help="folder of a whole model with its processor")
-    add("--data", metavar="FILE", help="its samples, with messages: JSONL or parquet")
-    add("--out", metavar="FOLDER", help="of the run (default: runs/ and the model's name)")
+    add("--model", metavar="MODEL",
+        help="folder of a model, or its id on the hub: ORG/NAME or ORG/NAME@REVISION")
+    add("--data", metavar="DATA",
+        help="rows: a file, folder, glob or URL, or a data set's id on the hub: ORG/NAME or "
+        "ORG/NAME@REVISION")
+    add("--split", metavar="NAME", help="of a data set on the hub (default: train)")
+    add("--subset", metavar="NAME", help="configuration of a data set on the hub")
+    add("--output", "--out", metavar="FOLDER", dest="output",
+        help="folder of the run (default: runs/ and the model's name)")
+    add("--lora", nargs="*", metavar="KEY=VALUE",
+        help="train adapters of the language model: r=16 alpha=32 dropout=0 (the defaults), "
+        "targets, dora, base=int4")
+    add("--lr", type=float, help="learning rate (default: 1e-5, with --lora 1e-4)")
+    add("--epochs", type=float, metavar="N", help="passes over the rows (default: 3)")
+    add("--eval-fraction", type=float, metavar="F",
+        help="rows that are held out for evaluation (default: 0.02, of few rows none; 0: none)")
 
 
-def written_config(args: argparse.Namespace) -> str:
-    """The configuration file to run: the one that is given, or one that is made and written.
+@dataclass(frozen=True)
+class FolderStart:
+    """A run without a configuration file, with paths and options checked.
 
-    Raises:
-        ConfigError: not exactly one of a file and a folder with data.
-        DataError: data that cannot be used.
+    Attributes:
+        model: folder, or ``ORG/NAME@COMMIT``.
+        source: values of the source of the rows.
+        folder: of the run.
+        options: of the command line.
+        overrides: ``--set`` values.
+        earlier: values of the configuration that an earlier command wrote; None for a new run.
     """
-    options = [name for name in ("model", "data", "out") if getattr(args, name) is not None]
-    if args.config is not None and options:
-        raise ConfigError(f"--{options[0]} is given beside {args.config!r}; give one of them")
-    if args.config is not None:
-        return args.config
-    if args.model is None or args.data is None:
-        raise ConfigError("give a configuration file, or --model FOLDER and --data FILE")
-    values = chosen(args.model, args.data, args.out)
-    folder = Path(values["run"]["storage_path"])
-    file = folder / CONFIG
-    if file.is_file():
-        print(f"going on with {file}, which an earlier command wrote")
+
+    model: str
+    source: dict[str, Any]
+    folder: Path
+    options: Options
+    overrides: tuple[str, ...]
+    earlier: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> FolderStart | None:
+        """Check a command line without importing anything slow; None if it names a configuration.
+
+        Raises:
+            ConfigError: naming the option, its value and what is accepted.
+        """
+        if args.config is not None:
+            for name in _SETTINGS:
+                if getattr(args, name) is not None:
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} is given next to the configuration "
+                        f"{args.config!r}; set {_SETTINGS[name]} there, or with --set"
+                    )
+            return None
+        if args.model is None or args.data is None:
+            raise ConfigError(
+                "give a configuration file, or --model MODEL and --data DATA: a folder or hub id "
+                "of a model, and a file, folder, URL or hub id of rows"
+            )
+        options = Options.of(args)
+        folder = _run_folder(args)
+        file = folder / CONFIG
+        earlier = read_sections(file) if file.is_file() else None
+        if earlier is not None:
+            _check_same_run(args, file, earlier)
+            return cls(args.model, {}, folder, options, tuple(args.overrides), earlier)
+        source = _source(args)
+        model = _model(args.model)
+        return cls(model, source, folder, options, tuple(args.overrides), None)
+
+    def write(self) -> str:
+        """Write the configuration, print it, and return its file. Reads all rows of a new run.
+
+        Raises:
+            ConfigError, DataError: settings or rows that cannot be used.
+        """
+        from raymm.config.sections import parse_config
+
+        values = self.earlier
+        if values is None:
+            values = first_settings(self.model, self.source, self.folder, self.options)
+        else:
+            apply_options(values, self.options)
+        for override in self.overrides:
+            apply_override(values, override)
+        steps = parse_config(values).run.steps
+        values.setdefault("optimizer", {}).setdefault("warmup_steps", round(WARMUP * steps))
+        parse_config(values)
+        file = self.folder / CONFIG
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(values, sort_keys=False)
+        write_whole(file, text)
+        what = "continuing with" if self.earlier is not None else "wrote"
+        print(f"{text}\n{what} {file}; layouts are planned for the cluster, and saved next to it")
         return str(file)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(values, sort_keys=False)
-    write_whole(file, text)
-    print(f"{text}\nwrote {file}; layouts are planned for the cluster, and saved beside it")
-    return str(file)
 
 
-def chosen(model: str, data: str, out: str | None = None) -> dict[str, Any]:
-    """Values of a configuration.
+def _run_folder(args: argparse.Namespace) -> Path:
+    if args.output is not None:
+        if is_url(args.output):
+            raise ConfigError(
+                f"--output is {args.output!r}; accepted: a folder. For a bucket, write a "
+                "configuration with run.storage_path"
+            )
+        return Path(args.output)
+    name = split_id(args.model)[0] if is_hub_id(args.model) else str(Path(args.model).resolve())
+    path = Path(name)
+    return Path("runs") / (path.name if path.name != "model" else path.parent.name)
 
-    Args:
-        model: folder of a whole model.
-        data: its samples.
-        out: folder of the run.
 
-    Raises:
-        ConfigError: no such folder.
-        DataError: data that cannot be used.
+def _check_same_run(args: argparse.Namespace, file: Path, earlier: dict[str, Any]) -> None:
     """
-    if not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"--model is {model!r}; accepted: a folder with config.json and weights")
-    modalities = {kind: {"column": column} for kind, column in _kinds(data).items()}
-    rows, longest = _sizes(model, data, modalities)
-    length = -(-longest // _MULTIPLE) * _MULTIPLE
-    samples = max(1, min(_MOST, _TOKENS // length, rows))
-    microbatches = max(1, min(_BATCH, rows) // samples)
-    batch = samples * microbatches
-    towers = {_TOWERS[kind]: "frozen" for kind in modalities}
-    name = Path(model).resolve()
-    folder = out or f"runs/{name.name if name.name != 'model' else name.parent.name}"
-    return {
-        "run": {"storage_path": str(folder), "steps": max(1, _EPOCHS * rows // batch)},
-        "model": {
-            "path": str(model), "train": {**towers, "projector": "full", "language_model": "full"},
-        },
-        "data": {
-            "train": str(data), "modalities": modalities, "batch_size": batch,
-            "microbatches": microbatches, "max_length": 2 * length,
-        },
-        "optimizer": {"lr": _LR},
+    Raises:
+        ConfigError: the earlier command had another model or other rows; names both.
+    """
+    model, data = earlier.get("model") or {}, earlier.get("data") or {}
+    train = data.get("train")
+    sources = train if isinstance(train, list) else [train]
+    stored = {
+        "model": model.get("path") or (model.get("language_model") or {}).get("path"),
+        "data": sources[0].get("path") if isinstance(sources[0], dict) else sources[0],
     }
+    for name, before in stored.items():
+        now = getattr(args, name)
+        if len(sources) == 1 and _same(now, str(before)):
+            continue
+        raise ConfigError(
+            f"--{name} is {now!r}, and {file} is a run with {before!r}. Give the new run another "
+            f"folder (--output), or remove {file.parent} to begin again"
+        )
 
 
-def _kinds(data: str) -> dict[str, str]:
-    """By kind of items, the column that a file has them in."""
-    file = Path(data)
-    if not file.is_file():
-        raise ConfigError(f"--data is {data!r}; there is no such file")
-    if file.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        columns = set(parquet.read_schema(file).names)
-    else:
-        columns = set()
-        with file.open() as lines:
-            for number, line in zip(range(_SAMPLES), lines):  # noqa: B905  the file may be longer
-                try:
-                    columns |= set(json.loads(line))
-                except (ValueError, TypeError) as error:
-                    raise ConfigError(f"--data is {data!r}; line {number + 1}: {error}") from None
-    there = {
-        kind: [name for name in names if name in columns] for kind, names in _COLUMNS.items()
-    }
-    return {kind: names[0] for kind, names in there.items() if names}
+def _same(now: str, before: str) -> bool:
+    if is_hub_id(now) or before.startswith(HUB):
+        return split_id(now)[0] == split_id(before.removeprefix(HUB))[0]
+    return now == before or Path(now).resolve() == Path(before).resolve()
 
 
-def _sizes(model: str, data: str, modalities: dict[str, Any]) -> tuple[int, int]:
-    """How many samples there are, and tokens of the longest of the first."""
-    from raymm.data import DataConfig, open_split
-    from raymm.data.loading.processed import ProcessedBuilder
+def _model(model: str) -> str:
+    try:
+        reference = pinned(model)
+        folder = Path(local_folder(reference, weights=False))
+    except HubError as error:
+        raise ConfigError(f"--model is {model!r}. {error}") from None
+    if not (folder / "config.json").is_file():
+        there = "has no config.json" if folder.is_dir() else "is no folder of this machine"
+        raise ConfigError(
+            f"--model is {model!r}, which {there}; accepted: a folder with config.json and "
+            "safetensors, or the id of a model on the hub, such as Qwen/Qwen2.5-VL-3B-Instruct"
+        )
+    return reference
 
-    config = DataConfig.model_validate({
-        "train": data, "processor": model, "modalities": modalities, "batch_size": 1,
-        "microbatches": 1, "max_length": 10**6,
-    })
-    dataset = open_split(config, "train")
-    builder = ProcessedBuilder(config, dataset)
-    lengths = [
-        builder.processor_batch([index])["input_ids"].shape[1]
-        for index in range(min(_SAMPLES, len(dataset)))
-    ]
-    return len(dataset), max(lengths)
+
+def _source(args: argparse.Namespace) -> dict[str, Any]:
+    from raymm.data.readers.files import is_there  # imports numpy
+
+    data = args.data.removeprefix(HUB)
+    on_hub = data != args.data or is_hub_id(data)
+    options = {name: value for name in ("split", "subset") if (value := getattr(args, name))}
+    if not on_hub:
+        if options:
+            raise ConfigError(
+                f"--{next(iter(options))} is given, and --data is {data!r}, a file; accepted: with "
+                "the id of a data set on the hub, ORG/NAME"
+            )
+        if not is_url(data) and not is_there(data):
+            raise ConfigError(
+                f"--data is {data!r}; there is no such file (looked for {Path(data).absolute()}). "
+                "Accepted: a file, folder, glob or URL of rows, or the id of a data set on the "
+                "hub, ORG/NAME"
+            )
+        return {"path": data}
+    name, revision = split_id(data)
+    try:
+        commit = dataset_commit(name, revision)
+    except HubError as error:
+        raise ConfigError(f"--data is {args.data!r}. {error}") from None
+    return {"path": f"{HUB}{name}", **options, "revision": commit}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import model_validator
 
 from raymm.files.section import Count, Section, Tuple
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_NUMBERS = 10**8
 
@@ -42,6 +44,8 @@ class ExampleSection(Section):
 
     def tensor(self) -> torch.Tensor:
         """The tensor; the same every time."""
+        import torch
+
         dtype = getattr(torch, self.dtype)
         if self.values is not None:
             try:

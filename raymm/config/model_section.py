@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from raymm.actors.adapters.lora_config import ALL_LINEAR, LoraConfig
+from raymm.actors.weights.hub_folder import is_hub_id, split_id
 from raymm.config.example_section import ExampleSection
 from raymm.files.section import MOST_COUNT, Count, Section, Text, Tuple
 
@@ -52,11 +53,29 @@ def frozen_flag(train: Train) -> bool | None:
     return None if isinstance(train, AdaptersSection) else train == "frozen"
 
 
+def path_with_revision(path: str | None, revision: str | None) -> str | None:
+    """Return ``ORG/NAME@REVISION`` for the id of a model on the hub, other paths as they are.
+
+    Raises:
+        ValueError: a revision of what is no id.
+    """
+    if path is None or revision is None:
+        return path
+    name, said = split_id(path) if is_hub_id(path) else (path, None)
+    if name == path and not is_hub_id(path) or said not in (None, revision):
+        raise ValueError(
+            f"revision is {revision!r}, and path is {path!r}; accepted: with the id of a model on "
+            "the hub, ORG/NAME, which no folder of this machine has as its path"
+        )
+    return f"{name}@{revision}"
+
+
 class SourceSection(Section):
     """Where a module comes from: exactly one of ``path``, ``config``, ``factory``.
 
     Attributes:
-        path: local folder that ``save_pretrained`` wrote.
+        path: folder that ``save_pretrained`` wrote, or the id of a model on the hub, ``ORG/NAME``.
+        revision: branch, tag or commit of a model on the hub; by default the main branch.
         config: Hugging Face config values with their ``model_type``; random weights.
         factory: ``"package.module:function"`` that returns a plain ``nn.Module``.
         kwargs: the factory's arguments.
@@ -70,6 +89,7 @@ class SourceSection(Section):
     """
 
     path: Text | None = None
+    revision: Text | None = None
     config: dict[str, Any] | None = None
     factory: Text | None = None
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -85,10 +105,11 @@ class SourceSection(Section):
             raise ValueError(f"give exactly one of path, config, factory; got {kinds or 'none'}")
         of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
         if self.path is None:
-            of_others += ("missing_weights",)
+            of_others += ("missing_weights", "revision")
         for name in of_others:
             if getattr(self, name):
                 raise ValueError(f"{name} is given, but a {kinds[0]} has none; leave it out")
+        self.path = path_with_revision(self.path, self.revision)
         return self
 
 
@@ -147,9 +168,10 @@ class ModelSection(Section):
     """The model: a whole one by ``path``, or by its parts.
 
     Attributes:
-        path: local folder of a whole model, as it is published: its towers are found in it, and it
-            is exported as one folder again. Its processor makes the data (``data.processor``, by
-            default of the same folder).
+        path: folder of a whole model, as it is published, or its id on the hub, ``ORG/NAME``: its
+            towers are found in it, and it is exported as one folder again. Its processor makes the
+            data (``data.processor``, by default of the same folder).
+        revision: branch, tag or commit of a model on the hub; by default the main branch.
         train: of a whole model by part (``language_model``, ``projector``, and its towers, such as
             ``vision``), ``"full"`` (what is not named), ``"frozen"``, or adapters, as of a part:
             ``{language_model: {lora: {r: 8}}}``.
@@ -173,6 +195,7 @@ class ModelSection(Section):
     """
 
     path: Text | None = None
+    revision: Text | None = None
     train: dict[Text, Train] = Field(default_factory=dict)
     language_model: SourceSection | None = None
     encoders: dict[str, EncoderSection] = Field(default_factory=dict)
@@ -197,4 +220,5 @@ class ModelSection(Section):
             raise ValueError(
                 f"{sorted(own)[0]} is given, but a whole model (path) has its own; leave it out"
             )
+        self.path = path_with_revision(self.path, self.revision)
         return self

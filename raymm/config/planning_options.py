@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from raymm.files.section import MOST_COUNT, Count, Text
-from raymm.scheduler.baselines.pipelines import PIPELINES
+from raymm.scheduler.baselines.baseline import PIPELINE_NAMES
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.problem import STEPS
@@ -21,7 +21,7 @@ from raymm.scheduler.search.options import SearchOptions
 PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
 STYLES = (PIPELINED, MULTIPLEXED, AUTO)
 JOINT = "joint"
-STRATEGIES = (JOINT, *(baseline.name for baseline in PIPELINES))
+STRATEGIES = (JOINT, *PIPELINE_NAMES)
 Gib = Annotated[float, Field(gt=0, le=MOST_COUNT)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_COUNT)]
 

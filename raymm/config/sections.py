@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.storage.location import check_location
 from raymm.config.cache_section import CacheSection
 from raymm.config.evaluate_section import EvaluateSection
-from raymm.config.model_section import ModelSection
+from raymm.config.model_section import ModelSection, path_with_revision
 from raymm.config.optimizer_section import OptimizerSection
 from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
@@ -30,6 +29,9 @@ from raymm.files.section import (
     Tuple,
     section_of,
 )
+
+if TYPE_CHECKING:
+    from raymm.actors.rank.rank_resources import RankResources
 
 # Threads of one process; torch aborts where the system cannot start as many.
 MOST_THREADS = 1024
@@ -129,6 +131,9 @@ class ResourcesSection(Section):
         return custom
 
     def for_device(self, device: str) -> RankResources:
+        """Return what a rank reserves on ``"cpu"`` or ``"cuda"``."""
+        from raymm.actors.rank.rank_resources import RankResources  # imports Ray
+
         gpus = self.gpus if self.gpus is not None else float(device == "cuda")
         return RankResources(self.cpus, gpus, self.custom, self.env)
 
@@ -246,7 +251,10 @@ class TrainConfig(Section):
         model, data = (values.get(name) for name in ("model", "data")) if isinstance(
             values, dict) else (None, None)  # fmt: skip
         if isinstance(model, dict) and isinstance(data, dict) and model.get("path"):
-            return {**values, "data": {"processor": model["path"], **data}}
+            path = model["path"]
+            if isinstance(path, str) and isinstance(revision := model.get("revision"), str):
+                path = path_with_revision(path, revision)
+            return {**values, "data": {"processor": path, **data}}
         if isinstance(model, dict) and isinstance(data, dict) and model.get("loss"):
             return {**values, "data": {"preferences": True, **data}}
         return values

@@ -2,48 +2,65 @@
 
 ``DataConfig`` says what to read, ``StepLoader`` hands out steps as object references plus
 metadata, ``local_steps`` the same steps as tensors without Ray.
+
+Names are imported on first use: a configuration is checked without torch.
 """
 
-from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
-from raymm.data.loading.lengths import row_lengths
-from raymm.data.loading.loader import Step, StepLoader, local_steps
-from raymm.data.loading.processed import measure_of, step_builder
-from raymm.data.loading.shuffle import shuffle_modality
-from raymm.data.loading.sources import open_split
-from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
-from raymm.data.readers.files import is_there
-from raymm.data.samples.collate import (
-    EncodedSample,
-    Microbatch,
-    MicrobatchMeta,
-    collate,
-    describe,
-    join_parts,
-    split_parts,
-)
-from raymm.data.samples.config import (
-    BatchingConfig,
-    DataConfig,
-    ModalityDataConfig,
-    RebalanceConfig,
-    SourceConfig,
-    VideoConfig,
-)
-from raymm.data.samples.errors import DataError, DataWorkerError, SampleError
-from raymm.data.samples.sample import Sample
-from raymm.data.samples.text import IGNORE_INDEX
-from raymm.data.sampling.batching import ItemTokens, Sampler, training_sampler
-from raymm.data.sampling.group_sampler import GroupSampler
-from raymm.data.sampling.rebalanced_sampler import Decision, RebalancedSampler
-from raymm.data.sampling.sampler import START, EpochSampler, State
-from raymm.data.sampling.scan_cache import default_cache
-from raymm.data.sampling.scan_result import SampleScan
-from raymm.data.sampling.scanner import scan
-from raymm.data.video.frames import Clip
+import importlib as _importlib
+from typing import TYPE_CHECKING
+
+_PUBLIC = {
+    "BatchingConfig": "raymm.data.samples.config",
+    "BuiltStep": "raymm.data.loading.builder",
+    "Clip": "raymm.data.video.frames",
+    "DataConfig": "raymm.data.samples.config",
+    "DataError": "raymm.data.samples.errors",
+    "DataWorkerError": "raymm.data.samples.errors",
+    "Decision": "raymm.data.sampling.rebalanced_sampler",
+    "EncodedSample": "raymm.data.samples.collate",
+    "EpochSampler": "raymm.data.sampling.sampler",
+    "GroupSampler": "raymm.data.sampling.group_sampler",
+    "IGNORE_INDEX": "raymm.data.samples.text",
+    "ItemTokens": "raymm.data.sampling.batching",
+    "JsonDataset": "raymm.data.readers",
+    "Microbatch": "raymm.data.samples.collate",
+    "MicrobatchMeta": "raymm.data.samples.collate",
+    "Mixture": "raymm.data.readers",
+    "ModalityDataConfig": "raymm.data.samples.config",
+    "Reader": "raymm.data.readers",
+    "RebalanceConfig": "raymm.data.samples.config",
+    "RebalancedSampler": "raymm.data.sampling.rebalanced_sampler",
+    "START": "raymm.data.sampling.sampler",
+    "Sample": "raymm.data.samples.sample",
+    "SampleError": "raymm.data.samples.errors",
+    "SampleScan": "raymm.data.sampling.scan_result",
+    "Sampler": "raymm.data.sampling.batching",
+    "Skipped": "raymm.data.loading.builder",
+    "SourceConfig": "raymm.data.samples.config",
+    "State": "raymm.data.sampling.sampler",
+    "Step": "raymm.data.loading.loader",
+    "StepBuilder": "raymm.data.loading.builder",
+    "StepLoader": "raymm.data.loading.loader",
+    "VideoConfig": "raymm.data.samples.config",
+    "check_data": "raymm.data.loading.builder",
+    "collate": "raymm.data.samples.collate",
+    "default_cache": "raymm.data.sampling.scan_cache",
+    "describe": "raymm.data.samples.collate",
+    "is_there": "raymm.data.readers.files",
+    "join_parts": "raymm.data.samples.collate",
+    "local_steps": "raymm.data.loading.loader",
+    "measure_of": "raymm.data.loading.processed",
+    "open_source": "raymm.data.readers",
+    "open_split": "raymm.data.loading.sources",
+    "row_lengths": "raymm.data.loading.lengths",
+    "scan": "raymm.data.sampling.scanner",
+    "shuffle_modality": "raymm.data.loading.shuffle",
+    "split_parts": "raymm.data.samples.collate",
+    "step_builder": "raymm.data.loading.processed",
+    "training_sampler": "raymm.data.sampling.batching",
+}
 
 __all__ = [
-    "IGNORE_INDEX",
-    "START",
     "BatchingConfig",
     "BuiltStep",
     "Clip",
@@ -54,6 +71,7 @@ __all__ = [
     "EncodedSample",
     "EpochSampler",
     "GroupSampler",
+    "IGNORE_INDEX",
     "ItemTokens",
     "JsonDataset",
     "Microbatch",
@@ -63,6 +81,7 @@ __all__ = [
     "Reader",
     "RebalanceConfig",
     "RebalancedSampler",
+    "START",
     "Sample",
     "SampleError",
     "SampleScan",
@@ -91,3 +110,51 @@ __all__ = [
     "step_builder",
     "training_sampler",
 ]
+
+if TYPE_CHECKING:
+    from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
+    from raymm.data.loading.lengths import row_lengths
+    from raymm.data.loading.loader import Step, StepLoader, local_steps
+    from raymm.data.loading.processed import measure_of, step_builder
+    from raymm.data.loading.shuffle import shuffle_modality
+    from raymm.data.loading.sources import open_split
+    from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
+    from raymm.data.readers.files import is_there
+    from raymm.data.samples.collate import (
+        EncodedSample,
+        Microbatch,
+        MicrobatchMeta,
+        collate,
+        describe,
+        join_parts,
+        split_parts,
+    )
+    from raymm.data.samples.config import (
+        BatchingConfig,
+        DataConfig,
+        ModalityDataConfig,
+        RebalanceConfig,
+        SourceConfig,
+        VideoConfig,
+    )
+    from raymm.data.samples.errors import DataError, DataWorkerError, SampleError
+    from raymm.data.samples.sample import Sample
+    from raymm.data.samples.text import IGNORE_INDEX
+    from raymm.data.sampling.batching import ItemTokens, Sampler, training_sampler
+    from raymm.data.sampling.group_sampler import GroupSampler
+    from raymm.data.sampling.rebalanced_sampler import Decision, RebalancedSampler
+    from raymm.data.sampling.sampler import START, EpochSampler, State
+    from raymm.data.sampling.scan_cache import default_cache
+    from raymm.data.sampling.scan_result import SampleScan
+    from raymm.data.sampling.scanner import scan
+    from raymm.data.video.frames import Clip
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        return getattr(_importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

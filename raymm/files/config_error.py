@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -28,8 +29,9 @@ def explain(error: ValidationError, section: type[BaseModel]) -> str:
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "config"
         if item["type"] == "extra_forbidden":
-            accepted = ", ".join(_fields_at(section, item["loc"][:-1]))
-            lines.append(f"{where}: unknown key; accepted: {accepted}")
+            accepted = _fields_at(section, item["loc"][:-1])
+            meant = _meant(item["loc"], accepted, section)
+            lines.append(f"{where}: unknown key; {meant}accepted: {', '.join(accepted)}")
         elif item["type"] == "missing":
             lines.append(f"{where}: required, but not given")
         elif item["type"] == "model_type":
@@ -51,6 +53,30 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):  # Python prints no number of thousands of digits
         return f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def closest(name: str, accepted: Iterable[str]) -> str | None:
+    """Return the accepted name that a misspelt one is most like, or None if none is alike."""
+    return next(iter(difflib.get_close_matches(name, list(accepted), 1)), None)
+
+
+def _meant(path: Sequence[Any], accepted: Sequence[str], section: type[BaseModel]) -> str:
+    """Return "did you mean ...?" for an unknown key: a misspelt one, or one of another section."""
+    *parents, name = map(str, path)
+    if like := closest(name, accepted):
+        return f"did you mean {'.'.join([*parents, like])}? "
+    elsewhere = [".".join(place) for place in _paths(section) if place[-1] == name]
+    return f"did you mean {' or '.join(elsewhere)}? " if elsewhere else ""
+
+
+def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every field, without those of sections in lists and mappings."""
+    for name, field in section.model_fields.items():
+        yield (name,)
+        arguments = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        for inner in arguments:
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from ((name, *path) for path in _paths(inner))
 
 
 def _fields_at(section: type[BaseModel], path: Sequence[Any]) -> list[str]:

@@ -22,6 +22,18 @@ MOST_VALUES = 100_000
 MOST_BYTES = 2**22
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+# Texts in errors of the YAML parser, and what to do.
+_HINTS = {
+    "mapping values are not allowed": "; put a text that has ': ' in quotes, and indent the keys "
+    "of a section by the same number of spaces",
+    "cannot start any token": "; indent with spaces, not tabs, and put texts that begin with "
+    "@, ` or % in quotes",
+    "could not find expected ':'": "; every line of a section is 'key: value'",
+    "expected <block end>": "; indent the keys of a section by the same number of spaces",
+}
+# Files of rows, which are no configuration.
+_ROWS = (".jsonl", ".ndjson", ".parquet", ".tar", ".gz", ".zst")
+_AS_ROWS = "rows of data are given with --data: raymm train --model MODEL --data"
 _TAG = "tag:yaml.org,2002:"
 # Numbers that YAML 1.1 and 1.2 read differently: 010 is 8 or 10, 1:30 is 90 or a text.
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
@@ -91,11 +103,24 @@ def parse_yaml(text: str, what: str) -> Any:
     """
     try:
         value = yaml.load(text, _Loader)  # noqa: S506  a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{what} is not YAML that can be used: {_explained(error)}") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         # ValueError: a date such as 2024-13-45, a number of thousands of digits.
         raise ConfigError(f"{what} is not YAML that can be used: {error}") from None
     _check_size(value, what)
     return value
+
+
+def _explained(error: yaml.MarkedYAMLError) -> str:
+    """Return where a text is not YAML, why, the line itself, and what usually causes that."""
+    why = ", ".join(filter(None, (error.context, error.problem)))
+    hint = next((hint for part, hint in _HINTS.items() if part in why), "")
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return f"{why}{hint}"
+    snippet = mark.get_snippet(indent=2)
+    return f"line {mark.line + 1}: {why}{hint}" + (f"\n{snippet}" if snippet else "")
 
 
 def _check_size(value: Any, what: str) -> None:
@@ -157,11 +182,26 @@ def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     Raises:
         ConfigError: naming the file, or the override.
     """
+    if str(path).endswith(_ROWS) and os.path.isfile(path):
+        raise ConfigError(f"{path} is no configuration by its name; {_AS_ROWS} {path}")
+    if os.path.isdir(path):
+        raise ConfigError(
+            f"config is {str(path)!r}, which is a folder; give a YAML file, or a model's folder "
+            f"with --model: raymm train --model {path} --data FILE"
+        )
     data = parse_yaml(read_text(path, "config"), str(path))
     if data is None:
         raise ConfigError(f"{path} is empty; it needs the sections run, model and data")
+    if isinstance(data, list):
+        raise ConfigError(
+            f"{path} holds a list, and a configuration has the sections run, model and data; "
+            f"{_AS_ROWS} {path}"
+        )
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds a {type(data).__name__}, not sections")
+        raise ConfigError(
+            f"{path} holds a {type(data).__name__}; a configuration has the sections run, model "
+            "and data"
+        )
     for override in overrides:
         apply_override(data, override)
     return data

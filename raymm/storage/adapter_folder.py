@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.adapters.lora import MAGNITUDE, AdaptedLayer, is_adapter
+from raymm.actors.weights.hub_folder import is_hub_id, split_id
 
 # How ``peft`` names a model's layers within its own.
 _PREFIX = "base_model.model."
@@ -21,15 +22,18 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
     Args:
         module: whole, with adapters.
         folder: is made.
-        base: where the module without them is; None if ``peft`` is to be told.
+        base: folder, or id on the hub, of the module without them; None if ``peft`` is to be told.
         causal: whether it is a causal language model, which ``peft`` wraps as one.
     """
     layers = {name: m for name, m in module.named_modules() if isinstance(m, AdaptedLayer)}
     lora = next(iter(layers.values())).lora
     others = {name: layer.lora for name, layer in layers.items()}
+    revision = None
+    if base is not None and is_hub_id(base):
+        base, revision = split_id(base)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None,
-        "base_model_name_or_path": base, "inference_mode": True, "r": lora.r,
+        "base_model_name_or_path": base, "revision": revision, "inference_mode": True, "r": lora.r,
         "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(layers),
         "rank_pattern": {n: own.r for n, own in others.items() if own.r != lora.r},
         "alpha_pattern": {n: own.alpha for n, own in others.items() if own.alpha != lora.alpha},

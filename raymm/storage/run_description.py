@@ -14,6 +14,7 @@ from torch import nn
 
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.weights.hub_folder import local_folder
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
 from raymm.config.sections import RunConfig
@@ -39,7 +40,8 @@ _TOKENIZER_FILES = (
 )
 # Of data: how they are loaded, not which they are.
 _LOADING = {
-    "train", "heldout", "tokenizer", "modalities", "num_workers", "prefetch_steps", "worker_cpus",
+    "train", "heldout", "heldout_fraction", "tokenizer", "modalities", "num_workers",
+    "prefetch_steps", "worker_cpus",
     "worker_timeout",
 }
 
@@ -117,11 +119,12 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
             }
             for reader, source in zip(readers, data.sources(split), strict=True)
         ]
-    tokenizer = Path(data.tokenizer)
+    tokenizer = Path(local_folder(data.tokenizer, weights=False))
     files = {file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)}
     fields["data.tokenizer"] = fingerprint_of_files(sorted(files), tokenizer)
     if data.processor is not None:
-        settings = sorted(Path(data.processor).glob("*processor*.json"))
+        processor = Path(local_folder(data.processor, weights=False))
+        settings = sorted(processor.glob("*processor*.json"))
         fields["data.processor_files"] = fingerprint_of_files(settings)
     for name, modality in data.modalities.items():
         fields |= describe_modality(f"data.modalities.{name}", modality)
@@ -140,7 +143,7 @@ def describe_modality(where: str, modality: ModalityDataConfig) -> dict[str, Any
     }
     if modality.processor is None:  # the whole model's makes them
         return fields
-    if (folder := Path(modality.processor)).is_dir():
+    if (folder := Path(local_folder(modality.processor, weights=False))).is_dir():
         settings = sorted(folder.glob("*processor*.json"))
         fields[f"{where}.processor_files"] = fingerprint_of_files(settings)
     else:
@@ -187,7 +190,7 @@ def describe_source(where: str, source: ModuleSource, skeleton: nn.Module) -> di
     if isinstance(source, LiveSource) or all(p.requires_grad for p in skeleton.parameters()):
         return fields  # all its values are in checkpoints
     if isinstance(source, PretrainedSource):
-        files = sorted(Path(source.path).glob("*.safetensors"))
+        files = sorted(Path(source.folder).glob("*.safetensors"))
         fields[f"{where}.weights"] = fingerprint_of_files(files)
     elif (weights := getattr(source, "weights", None)) is not None:
         fields[f"{where}.weights"] = fingerprint_of_files([Path(weights)])

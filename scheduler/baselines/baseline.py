@@ -11,6 +11,10 @@ from raymm.errors import InputError
 Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
 
+# Names of raymm.scheduler.baselines.pipelines.PIPELINES, for configurations, which are checked
+# before the solvers are imported.
+PIPELINE_NAMES = ("loosely_coupled", "unaware", "layers", "parameters", "omnibal")
+
 
 @dataclass(frozen=True)
 class Baseline(Generic[Problem, Solution]):

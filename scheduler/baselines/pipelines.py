@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from raymm.scheduler.baselines.baseline import Baseline
+from raymm.scheduler.baselines.baseline import PIPELINE_NAMES, Baseline
 from raymm.scheduler.baselines.loosely_coupled import loosely_coupled
 from raymm.scheduler.baselines.omnibal_partition import PartitionCandidate, partition_candidates
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, layer_work
@@ -130,11 +130,13 @@ def _baseline(name: str, source: str, search: Search) -> Baseline[PlanProblem, P
     return Baseline(name, source, lambda problem: find_plans(problem, planner))
 
 
-PIPELINES = (
-    _baseline("loosely_coupled", "Cornstarch v1, Algorithm 1", _loosely_coupled),
-    _baseline("unaware", "joint search, frozen layers unknown", partial(_expecting, unaware_work)),
-    _baseline("layers", "equally many layers per stage", partial(_expecting, _layers)),
-    _baseline("parameters", "equally many parameters per stage", partial(_expecting, _parameters)),
-    _baseline("omnibal", "OmniBal §4.2", _joint),
+PIPELINES = tuple(
+    _baseline(name, source, search) for name, (source, search) in zip(PIPELINE_NAMES, (
+        ("Cornstarch v1, Algorithm 1", _loosely_coupled),
+        ("joint search, frozen layers unknown", partial(_expecting, unaware_work)),
+        ("equally many layers per stage", partial(_expecting, _layers)),
+        ("equally many parameters per stage", partial(_expecting, _parameters)),
+        ("OmniBal §4.2", _joint),
+    ), strict=True)
 )
 """From a problem to what the planner proposes. They have no degrees within modules."""

@@ -265,4 +265,4 @@ def test_a_folder_and_a_file_are_enough(tmp_path, capsys):
     assert main([*arguments, "--set", "run.steps=3"]) == 0  # it goes on
     assert len([r for r in read_metrics(out / "metrics.jsonl") if "loss" in r]) == 3
     assert main(["train", "--model", folder]) == 2
-    assert "--data FILE" in capsys.readouterr().err
+    assert "--data DATA" in capsys.readouterr().err

@@ -16,6 +16,7 @@ import torch
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
 from raymm.data.samples.config import KINDS
 from raymm.data.samples.errors import DataError
+from raymm.data.samples.text import processor_folder
 from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES
 from raymm.packages import PackageError, explained_imports
@@ -27,10 +28,10 @@ _PROBE = "raymmprobe"
 
 
 class ModelProcessor:
-    """A processor of a local folder.
+    """A model's processor.
 
     Args:
-        folder: that ``save_pretrained`` wrote.
+        folder: that ``save_pretrained`` wrote, or the id of a model on the hub.
         trust_remote_code: run Python files that it brings, if it names some.
 
     Raises:
@@ -169,8 +170,7 @@ def _metadata(video: Clip | Sequence[Any]) -> dict[str, Any]:
 
 
 def _load(folder: str, trust_remote_code: bool) -> Any:
-    if not Path(folder).is_dir():
-        raise DataError(f"{FIELD}: {folder!r} is not a local folder")
+    folder = processor_folder(folder, FIELD)
     from transformers import AutoProcessor  # seconds to import
 
     try:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -35,7 +34,12 @@ from raymm.data.samples.processors import (
     read_video,
 )
 from raymm.data.samples.sample import Sample
-from raymm.data.samples.text import TextEncoder, check_vocabulary, load_tokenizer
+from raymm.data.samples.text import (
+    TextEncoder,
+    check_vocabulary,
+    load_tokenizer,
+    processor_folder,
+)
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
 from raymm.data.video.container import VideoError, decoder
 from raymm.errors import USER_CODE_RAISES
@@ -109,8 +113,7 @@ def check_tools(config: DataConfig) -> None:
         if config.vocabulary is not None:
             check_vocabulary(processor.tokenizer, config.processor, config.vocabulary)
         return
-    if not Path(config.tokenizer).is_dir():
-        raise DataError(f"data.tokenizer: {config.tokenizer!r} is not a local folder")
+    processor_folder(config.tokenizer, "data.tokenizer")
     for name, modality in config.modalities.items():
         field = f"data.modalities.{name}.processor"
         load_processor(modality.processor or "", field, config.trust_remote_code)

@@ -1,5 +1,7 @@
 """The data set of a split: its sources, opened."""
 
+import numpy as np
+
 from raymm.data.readers import (
     Dataset,
     Mixture,
@@ -24,13 +26,33 @@ def open_split(config: DataConfig, split: str) -> Dataset:
     sources = config.sources(split)
     if not sources:
         raise DataError(f"data.{split} is not set")
-    readers = [_open(config, source) for source in sources]
+    readers = [_open(config, source, split) for source in sources]
     return readers[0] if len(readers) == 1 else Mixture(readers)
 
 
-def _open(config: DataConfig, source: SourceConfig) -> Reader | Repeated:
+def _open(config: DataConfig, source: SourceConfig, split: str) -> Reader | Repeated:
     reader = open_source(source.path, source.format, _options(config, source))
-    return reader if source.repeat == 1 else Repeated(reader, source.repeat, config.seed)
+    rows = None
+    if config.heldout_fraction is not None:
+        is_heldout = _heldout_rows(len(reader), config.heldout_fraction, config.seed)
+        rows = np.flatnonzero(is_heldout == (split == "heldout"))
+        if not len(rows):
+            raise DataError(
+                f"data.heldout_fraction is {config.heldout_fraction:g}, and {source.path!r} has "
+                f"{len(reader)} row; accepted: at least 2 rows, or no heldout_fraction"
+            )
+    elif source.repeat == 1:
+        return reader
+    return Repeated(reader, source.repeat, config.seed, rows)
+
+
+def _heldout_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
+    """Return which rows of a source are held out, (rows,) bool: a fraction of them, at least one
+    but not all, drawn with the seed."""
+    chosen = np.zeros(rows, bool)
+    count = min(max(1, round(fraction * rows)), rows - 1)
+    chosen[np.random.default_rng(seed).permutation(rows)[:count]] = True
+    return chosen
 
 
 def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:

@@ -24,6 +24,7 @@ class Repeated:
         reader: of the source.
         repeat: above 0.
         seed: of the random part, >= 0.
+        rows: numbers of the reader's samples that there are, in order; by default all of them.
 
     Raises:
         DataError: that rounds to no sample at all.
@@ -33,18 +34,20 @@ class Repeated:
         counts: modality -> (M,) int32, items per sample.
     """
 
-    def __init__(self, reader: Reader, repeat: float, seed: int = 0):
+    def __init__(
+        self, reader: Reader, repeat: float, seed: int = 0, rows: np.ndarray | None = None
+    ) -> None:
         self.reader = reader
-        whole, part = divmod(int(np.floor(repeat * len(reader) + 0.5)), len(reader))
+        rows = np.arange(len(reader)) if rows is None else rows
+        whole, part = divmod(int(np.floor(repeat * len(rows) + 0.5)), len(rows))
         if not whole and not part:
             raise DataError(
-                f"repeat {repeat:g} of source {reader.name!r} leaves none of its {len(reader)} "
-                f"samples; accepted: {0.5 / len(reader):g} or more"
+                f"repeat {repeat:g} of source {reader.name!r} leaves none of its {len(rows)} "
+                f"samples; accepted: {0.5 / len(rows):g} or more"
             )
         generator = np.random.default_rng([seed, zlib.crc32(reader.name.encode())])
-        passes = [np.arange(len(reader))] * whole
-        chosen = np.sort(generator.choice(len(reader), part, replace=False))
-        self.rows = np.concatenate([*passes, chosen]).astype(np.int64)
+        chosen = np.sort(generator.choice(len(rows), part, replace=False))
+        self.rows = np.concatenate([*[rows] * whole, rows[chosen]]).astype(np.int64)
         self.counts = {name: counts[self.rows] for name, counts in reader.counts.items()}
 
     def __len__(self) -> int:

@@ -184,6 +184,9 @@ class DataConfig(Section):
     Attributes:
         train: the training samples: a path, a :class:`SourceConfig`, or a list of both.
         heldout: the same for evaluation, or None.
+        heldout_fraction: hold out this fraction of the rows of each training source for
+            evaluation, instead of ``heldout``: at least one row, drawn with ``seed``. No other
+            rows are trained on, and a resumed run has the same ones.
         tokenizer: local folder of a Hugging Face tokenizer; by default that of ``processor``.
         processor: local folder of a whole model's own processor (``AutoProcessor``) with its chat
             template, which makes everything that the model is given.
@@ -223,6 +226,7 @@ class DataConfig(Section):
 
     train: list[SourceConfig] = Field(min_length=1)
     heldout: list[SourceConfig] | None = Field(default=None, min_length=1)
+    heldout_fraction: float | None = Field(default=None, gt=0, lt=1)
     tokenizer: Text = ""
     processor: Text | None = None
     modalities: dict[str, ModalityDataConfig] = Field(default_factory=dict)
@@ -273,6 +277,18 @@ class DataConfig(Section):
                     f"a modality cannot be named {name!r}; taken by the text: {RESERVED_NAMES}"
                 )
         return modalities
+
+    @model_validator(mode="after")
+    def _rows_are_held_out_once(self):
+        if self.heldout_fraction is None:
+            return self
+        same = [
+            source.model_copy(update={"weight": None, "repeat": 1.0}) for source in self.train
+        ]
+        if self.heldout not in (None, same):
+            raise ValueError("heldout and heldout_fraction are both given; accepted: one of them")
+        self.heldout = same
+        return self
 
     @model_validator(mode="after")
     def _processors_fit(self):

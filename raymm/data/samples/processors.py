@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
+from raymm.actors.weights.hub_folder import HubError, local_folder
 from raymm.data.remote.urls import is_url
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, check_whole, kind_of
@@ -66,7 +67,7 @@ def load_processor(
     """The function behind ``ModalityDataConfig.processor``.
 
     Args:
-        name: ``"pkg.mod:fn"`` or a local folder of a Hugging Face image processor, feature
+        name: ``"pkg.mod:fn"``, or the folder or hub id of a Hugging Face image processor, feature
             extractor, or processor of both, of which the item's kind decides. Folders get RGB
             images (transparency over white, EXIF rotation applied; lists of them where items
             are made of frames) or mono sound resampled to the extractor's rate.
@@ -80,8 +81,12 @@ def load_processor(
     Raises:
         DataError: it cannot be imported or is not such a folder.
     """
-    if Path(name).is_dir():
-        return _folder_processor(Path(name), field, trust_remote_code)
+    try:
+        folder = Path(local_folder(name, weights=False))
+    except HubError as error:
+        raise DataError(f"{field}: {error}") from None
+    if folder.is_dir():
+        return _folder_processor(folder, field, trust_remote_code)
     module, separator, function = name.partition(":")
     if not separator or not module or not function:
         raise DataError(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
+from raymm.actors.weights.hub_folder import HubError, local_folder
 from raymm.data.samples.config import ModalityDataConfig
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import (
@@ -25,17 +26,16 @@ IGNORE_INDEX = -100  # torch's cross_entropy ignores it; so does every Hugging F
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
-    """Tokenizer of a local folder.
+    """Return the tokenizer of a folder.
 
     Args:
-        folder: the folder.
+        folder: on this machine, or the id of a model on the hub.
         trust_remote_code: run Python files that it brings, if it names some.
 
     Raises:
         DataError: the folder does not exist, holds no tokenizer, or one that needs its own code.
     """
-    if not Path(folder).is_dir():
-        raise DataError(f"data.tokenizer: {folder!r} is not a local folder")
+    folder = processor_folder(folder, "data.tokenizer")
     from transformers import AutoTokenizer  # seconds to import; the driver may not need it
 
     try:
@@ -49,6 +49,25 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
         raise DataError(
             f"data.tokenizer: no tokenizer in {folder!r}: {type(error).__name__}: {error}"
         ) from error
+
+
+def processor_folder(path: str, field: str) -> str:
+    """Return the folder of a tokenizer or processor on this machine.
+
+    Args:
+        path: the folder, or the id of a model on the hub, whose settings are downloaded.
+        field: that names it, for errors.
+
+    Raises:
+        DataError: there is no such folder, and no such model in the cache or on the hub.
+    """
+    try:
+        folder = local_folder(path, weights=False)
+    except HubError as error:
+        raise DataError(f"{field}: {error}") from None
+    if not Path(folder).is_dir():
+        raise DataError(f"{field}: {path!r} is not a local folder")
+    return folder
 
 
 def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.data.remote.path import size_of, version_of
 from raymm.data.samples.config import DataConfig
+from raymm.data.samples.text import processor_folder
 from raymm.data.sampling.scan_result import SampleScan
 
 _VERSION = 1
@@ -50,17 +51,17 @@ def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
     content = {
         "version": _VERSION,
         "sources": sources,
-        "tokenizer": _fingerprint(Path(config.tokenizer)),
-        "processor": config.processor and _fingerprint(Path(config.processor)),
+        "tokenizer": _fingerprint(config.tokenizer, "data.tokenizer"),
+        "processor": config.processor and _fingerprint(config.processor, "data.processor"),
         "measure": measure,
         "config": config.model_dump(mode="json", include=fields),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprint(folder: Path) -> str:
+def _fingerprint(path: str, field: str) -> str:
     digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
+    for file in sorted(Path(processor_folder(path, field)).iterdir()):
         if file.is_file() and file.suffix in _TOKENIZER_SUFFIXES:
             digest.update(f"{file.name} {file.stat().st_size} ".encode())
             digest.update(file.read_bytes())

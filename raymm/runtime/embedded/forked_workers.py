@@ -109,7 +109,7 @@ def start_servers_early() -> None:
     if os.environ.get("RAY_ADDRESS") not in (None, "", "local") or not _possible() or _servers:
         return
     if _threads() == 1:
-        with _single_threaded():
+        with single_threaded():
             for module in MODULES:
                 importlib.import_module(module)
     # Ray in a worker has read its settings from the worker's environment.
@@ -129,9 +129,9 @@ def _threads() -> int:
 
 
 @contextmanager
-def _single_threaded() -> Iterator[None]:
-    """Libraries that are loaded in here start no threads then. Those of torch are set afterwards,
-    as ever; numpy's linear algebra in this process stays with one."""
+def single_threaded() -> Iterator[None]:
+    """Import libraries without threads, so that this process can still be forked. torch's threads
+    are set afterwards, as always; numpy's linear algebra in this process stays with one."""
     name = "OPENBLAS_NUM_THREADS"
     before = os.environ.get(name)
     os.environ[name] = "1"

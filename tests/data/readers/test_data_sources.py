@@ -57,7 +57,10 @@ def test_a_run_configurations_errors_list_what_is_accepted():
         "run": {"storage_path": "x", "steps": 1}, "model": {"language_model": {"path": "x"}},
         "data": FIELDS | {"train": [{"path": "a", "colum": {}}], "modalities": {}},
     }
-    message = r"data.train.0.colum: unknown key; accepted: columns, format, name, path, repeat"
+    message = (
+        r"data.train.0.colum: unknown key; did you mean data.train.0.columns.*"
+        "accepted: columns, format, name, path, repeat"
+    )
     with pytest.raises(ConfigError, match=message):
         parse_config(values)
 

@@ -1,0 +1,138 @@
+"""Folders of models, on this machine or by their id on Hugging Face's hub."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from raymm.errors import InputError
+
+# What describes a model and its processor; code runs only with trust_remote_code.
+_SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+# What transformers reads, and none of the other formats of a repository.
+_WEIGHTS = ("model*.safetensors",)
+_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-][\w./-]*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# Seconds until the hub must have answered.
+_TIMEOUT_S = 10.0
+
+
+class HubError(InputError, ValueError):
+    """A model or data set that the hub does not give. Names the id and both of its readings."""
+
+
+def is_hub_id(path: str) -> bool:
+    """Return whether a path is an id on the hub, ``ORG/NAME`` or ``ORG/NAME@REVISION``: it has the
+    form of one, and there is no such file or folder on this machine."""
+    return bool(_ID.fullmatch(path)) and not Path(path).exists()
+
+
+def split_id(path: str) -> tuple[str, str | None]:
+    """Return the name and the revision of an id."""
+    name, _, revision = path.partition("@")
+    return name, revision or None
+
+
+def pinned(path: str) -> str:
+    """Return ``ORG/NAME@COMMIT`` for an id on the hub, with its settings in the cache; a path of
+    this machine as it is.
+
+    Raises:
+        HubError: the hub does not have it or cannot be reached, and neither has the cache.
+    """
+    if not is_hub_id(path) or _COMMIT.fullmatch(split_id(path)[1] or ""):
+        return path
+    return f"{split_id(path)[0]}@{Path(local_folder(path, weights=False)).name}"
+
+
+@functools.cache
+def local_folder(path: str, weights: bool = True) -> str:
+    """Return the folder with a model's files: a path of this machine as it is, an id on the hub as
+    its snapshot in this machine's cache, to which missing files are downloaded.
+
+    Args:
+        path: a folder, or an id that :func:`pinned` has returned, so that all nodes get the same
+            files.
+        weights: also the safetensors files; without, what a processor and a tokenizer need.
+
+    Raises:
+        HubError: as of :func:`pinned`.
+    """
+    if not is_hub_id(path):
+        return path
+    from huggingface_hub import constants, errors, snapshot_download
+
+    name, revision = split_id(path)
+    no_folder = f"There is no folder {str(Path(path).absolute())!r}"
+    suffix = f" at revision {revision!r}" if revision else ""
+    try:
+        return snapshot_download(
+            name, revision=revision, allow_patterns=[*_SETTINGS, *(_WEIGHTS if weights else ())]
+        )
+    except errors.GatedRepoError:
+        raise HubError(
+            f"{name!r} is a gated model: accept its terms on its page of the hub "
+            f"({constants.ENDPOINT}/{name}), and log in with `hf auth login` or set HF_TOKEN, on "
+            "every node"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise HubError(f"the hub has {name!r}, but not its revision {revision!r}") from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(
+            f"{no_folder}, and the hub ({constants.ENDPOINT}) has no model {name!r} that this "
+            "machine's token may read. Accepted: a folder with config.json and safetensors, or the "
+            "id of a model; for a private one, log in with `hf auth login` or set HF_TOKEN"
+        ) from None
+    except (errors.HTTPError, OSError) as error:
+        reason = error.__cause__ or error
+        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+        raise HubError(
+            f"{no_folder}, and {name!r} as a model of the hub{suffix} is not in the cache "
+            f"({constants.HF_HUB_CACHE}) and cannot be downloaded "
+            f"({type(reason).__name__}: {str(reason).strip().splitlines()[0]}). Where there is a "
+            f"network, `{command}` fills the cache; HF_HOME moves it"
+        ) from None
+
+
+def dataset_commit(name: str, revision: str | None) -> str:
+    """Return the commit of a data set on the hub, so that all nodes read the same rows.
+
+    Args:
+        name: ``ORG/NAME``.
+        revision: a branch, tag or commit; by default the main branch.
+
+    Raises:
+        HubError: the hub does not have it, or cannot be reached and neither has the cache.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    if _COMMIT.fullmatch(revision or ""):
+        return str(revision)
+    try:
+        return str(HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_S).sha)
+    except errors.RevisionNotFoundError:
+        raise HubError(
+            f"the hub has the data set {name!r}, but not its revision {revision!r}"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(
+            f"There is no file or folder {str(Path(name).absolute())!r}, and the hub "
+            f"({constants.ENDPOINT}) has no data set {name!r} that this machine's token may read. "
+            "Accepted: a file, folder, glob or URL, or the id of a data set; for a private one, "
+            "log in with `hf auth login` or set HF_TOKEN"
+        ) from None
+    except (errors.HTTPError, OSError) as error:
+        ref = Path(
+            constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "refs",
+            revision or "main",
+        )
+        if ref.is_file():
+            return ref.read_text().strip()
+        raise HubError(
+            f"There is no file or folder {str(Path(name).absolute())!r}, and {name!r} as a data "
+            f"set of the hub is not in the cache ({constants.HF_HUB_CACHE}) and cannot be "
+            f"downloaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). Where "
+            f"there is a network, `hf download --repo-type dataset {name}` fills the cache; "
+            "HF_HOME moves it"
+        ) from None

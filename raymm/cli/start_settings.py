@@ -1,0 +1,197 @@
+"""Settings of a run without a configuration file: from its model, its rows and a few options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from raymm.actors.weights.hub_folder import is_hub_id, local_folder, split_id
+from raymm.config.model_section import LoraSection
+from raymm.files.config_error import ConfigError, closest, explain
+from raymm.files.config_file import parse_yaml
+
+EPOCHS, LR, LORA_LR, WARMUP = 3.0, 1e-5, 1e-4, 0.03
+LORA = {"r": 16, "alpha": 32.0}
+# Rows of a step, rows of a microbatch at most, and text tokens of a microbatch.
+_BATCH, _MICROBATCH, _TOKENS = 16, 8, 4096
+# Held-out rows: a fraction of all, so many at most, and none where there are few.
+_EVAL_FRACTION, _MOST_EVAL_ROWS, _LEAST_ROWS = 0.02, 512, 200
+_EVALUATIONS = 10  # of a run
+_MULTIPLE = 64  # to which max_length is rounded up
+# Files that only models of text with images, video or sound have.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of ``raymm train`` next to ``--model`` and ``--data``; None where not given."""
+
+    lora: dict[str, Any] | None
+    lr: float | None
+    epochs: float | None
+    eval_fraction: float | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Options:
+        """
+        Raises:
+            ConfigError: naming the option, its value and what is accepted.
+        """
+        for name, value in (("lr", args.lr), ("epochs", args.epochs)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name} is {value:g}; accepted: a number above 0")
+        fraction = args.eval_fraction
+        if fraction is not None and not 0 <= fraction < 1:
+            raise ConfigError(f"--eval-fraction is {fraction:g}; accepted: from 0 to below 1")
+        lora = None if args.lora is None else _lora(args.lora)
+        return cls(lora, args.lr, args.epochs, fraction)
+
+
+def _lora(words: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    accepted = list(LoraSection.model_fields)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or name not in accepted:
+            like = closest(name, accepted)
+            raise ConfigError(
+                f"--lora has {word!r}; " + (f"did you mean {like}=...? " if like else "")
+                + f"Accepted: r=16 and the like, of {', '.join(accepted)}"
+            )
+        values[name] = parse_yaml(text, f"--lora {name}")
+    values = {**LORA, **values}
+    if "alpha" not in "".join(words):
+        values["alpha"] = 2.0 * values["r"]
+    try:
+        LoraSection.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"--lora: {explain(error, LoraSection)}") from None
+    return values
+
+
+def first_settings(
+    model: str, source: dict[str, Any], folder: Path, options: Options
+) -> dict[str, Any]:
+    """Return the values of the configuration of a new run. Reads all rows.
+
+    Args:
+        model: folder, or ``ORG/NAME@COMMIT``.
+        source: values of the source of the rows.
+        folder: of the run.
+        options: of the command line.
+
+    Raises:
+        ConfigError, DataError: rows that the model cannot be trained on.
+    """
+    from raymm.data import DataConfig, open_split, row_lengths
+    from raymm.data.loading.processed import TOWER_OF
+    from raymm.data.readers.base import ReaderOptions
+    from raymm.data.readers.detect import detect
+
+    place = {key: value for key, value in source.items() if key != "path"}
+    detected = detect(source["path"], options=ReaderOptions(**place))
+    print(detected.summary)
+    data = {**detected.data_section, "train": [source] if place else source["path"]}
+    path, revision = split_id(model) if is_hub_id(model) else (model, None)
+    reference = {"path": path} | ({"revision": revision} if revision else {})
+    if _is_text_only(model):
+        if detected.modalities:
+            raise ConfigError(
+                f"--data has items of {', '.join(detected.modalities)}, and --model {path!r} is a "
+                "model of text alone (its folder has no processor); give a model that takes them"
+            )
+        sections: dict[str, Any] = {"language_model": {**reference, "train": "full"}}
+        if detected.preferences:
+            sections["loss"] = {"dpo": {"reference": "base" if options.lora else "initial"}}
+        data["tokenizer"] = model
+    else:
+        if detected.preferences:
+            raise ConfigError(
+                f"{detected.preferences} rows of --data have a chosen and a rejected answer; "
+                "accepted with a model of images or sound: rows of one answer"
+            )
+        towers = dict.fromkeys((TOWER_OF[kind] for kind in detected.modalities), "frozen")
+        train = {**towers, "projector": "full", "language_model": "full"}
+        sections = {**reference, "train": train}
+        data["processor"] = model
+    config = DataConfig.model_validate({
+        **data, "batch_size": 1, "microbatches": 1, "preferences": bool(detected.preferences),
+    })
+    lengths = row_lengths(config, open_split(config, "train"))
+    data.pop("processor", None)  # the model's
+    longest = -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE
+    samples = max(1, min(_MICROBATCH, _TOKENS // longest, len(lengths)))
+    microbatches = max(1, min(_BATCH, len(lengths)) // samples)
+    values: dict[str, Any] = {
+        "run": {"storage_path": str(folder), **_device()},
+        "model": sections,
+        "data": {
+            **data, "batch_size": samples * microbatches, "microbatches": microbatches,
+            "max_length": longest,
+        },
+        "optimizer": {"schedule": "cosine"},
+    }
+    fraction = 0.0 if len(lengths) < _LEAST_ROWS else min(
+        _EVAL_FRACTION, _MOST_EVAL_ROWS / len(lengths)
+    )  # fmt: skip
+    apply_options(values, Options(
+        options.lora, options.lr or (LR if options.lora is None else LORA_LR),
+        options.epochs or EPOCHS,
+        round(fraction, 6) if options.eval_fraction is None else options.eval_fraction,
+    ))
+    return values
+
+
+def apply_options(values: dict[str, Any], options: Options) -> None:
+    """Put options into the values of a configuration, in place."""
+    run, model, data = values["run"], values["model"], values["data"]
+    if options.lora is not None:
+        part = {"lora": options.lora}
+        if "train" in model:  # what is between the towers and the language model stays, too
+            model["train"] |= {"projector": "frozen", "language_model": part}
+        else:
+            model["language_model"]["train"] = part
+    if options.lr is not None:
+        values.setdefault("optimizer", {})["lr"] = options.lr
+    if options.eval_fraction is not None:
+        data.pop("heldout_fraction", None)
+        run.pop("eval_every", None)
+        if options.eval_fraction:
+            data["heldout_fraction"] = options.eval_fraction
+    if options.epochs is not None:
+        from raymm.config.sections import parse_config
+        from raymm.data import open_split
+
+        config = parse_config({**values, "run": {**run, "steps": 1}})
+        rows = len(open_split(config.data, "train"))
+        run["steps"] = max(1, round(options.epochs * rows / data["batch_size"]))
+    if data.get("heldout_fraction"):
+        run.setdefault("eval_every", max(1, run["steps"] // _EVALUATIONS))
+
+
+def _is_text_only(model: str) -> bool:
+    folder = Path(local_folder(model, weights=False))
+    if any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        return False
+    config = json.loads((folder / "config.json").read_text())
+    return not any(name.endswith("_config") and name != "text_config" for name in config)
+
+
+def _device() -> dict[str, Any]:
+    """Return the device and the precision of a run: bfloat16 on GPUs."""
+    from raymm.runtime.cluster import connected, pick_device
+
+    if os.environ.get("RAY_ADDRESS") in (None, "", "local"):
+        import torch
+
+        is_gpu = torch.cuda.is_available()
+    else:
+        with connected():
+            is_gpu = pick_device("auto") == "cuda"
+    return {"device": "cuda", "precision": "bf16"} if is_gpu else {}
