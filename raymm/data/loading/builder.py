@@ -330,7 +330,7 @@ class StepBuilder:
             name: str | None = getattr(error, "modality", None)
             items = sample.media.get(name, ()) if name else ()
             path = media_name(items[0]) if len(items) == 1 else None
-            column = sample.columns.get(name, self.config.columns[name]) if name else None
+            column = sample.columns.get(name, self.config.columns.get(name)) if name else None
             raise SampleError(
                 sample.id, path, str(error), column, sample.place or None
             ) from error

@@ -12,6 +12,7 @@ from raymm.data.readers import (
 )
 from raymm.data.samples.config import DataConfig, SourceConfig
 from raymm.data.samples.errors import DataError
+from raymm.data.samples.placeholders import part_types
 from raymm.data.samples.rows import TEXT_ROLES
 
 
@@ -60,7 +61,10 @@ def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
     return ReaderOptions(
         name=source.name or "",
         columns={name: column for name, column in columns.items() if column is not None},
+        parts=part_types(config.modalities),
         text_columns={r: name for r in TEXT_ROLES if (name := source.columns.get(r)) is not None},
+        row_form=source.row_form or config.row_form,
+        ignore_columns=frozenset([*config.ignore_columns, *source.ignore_columns]),
         frames=frozenset(name for name, modality in config.modalities.items() if modality.frames),
         media_folders=tuple(config.media_folders),
         subset=source.subset,

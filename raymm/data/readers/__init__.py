@@ -4,20 +4,28 @@ A reader has ``len``, ``reader[index] -> Sample``, ``counts``, ``sources`` and `
 ``raymm.data.readers.base``.
 """
 
-from collections.abc import Iterable
+import glob
+import json
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from raymm.data.readers.base import Reader, ReaderOptions
+from raymm.data.readers.compressed import data_suffix
 from raymm.data.readers.datasets_folder import SPLITS_FILE, STATE_FILE, DatasetsFolder
+from raymm.data.readers.files import DESCRIPTIONS, visible_files
 from raymm.data.readers.hub_dataset import HubDataset
 from raymm.data.readers.json_rows import JsonDataset
 from raymm.data.readers.mixture import Mixture
 from raymm.data.readers.parquet import ParquetDataset
 from raymm.data.readers.repeated import Repeated
+from raymm.data.readers.row_index import Progress
 from raymm.data.readers.tar_shards import TarDataset
-from raymm.data.remote.path import DataPath, RemotePath, located
+from raymm.data.remote.path import DataPath, RemotePath, located, open_data, size_of
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.source_config import HUB
+
+_LOGGER = logging.getLogger(__name__)
 
 Dataset = Reader | Repeated | Mixture
 
@@ -31,64 +39,91 @@ FORMATS: dict[str, type[Reader]] = {
 _SUFFIXES = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tar": "tar",
 }
+# Next to Parquet files or tar shards, a .json file of at most so many bytes may describe them.
+_MOST_DESCRIPTION = 2**20
 
 
 def format_of(path: str | Path) -> str:
-    """The format of a file, folder or glob, by suffix; a folder by what is in it.
+    """Return the format of a file, folder or glob, by suffix; of a folder by the files in it.
+
+    In a folder of Parquet files or tar shards, ``.json`` files that hold one JSON object describe
+    the data and are not read. JSON lines and arrays next to other data are ambiguous.
 
     Raises:
-        DataError: it does not exist, or nothing tells.
+        DataError: there is no such path, or files of several formats.
     """
     if str(path).startswith(HUB):
         return "hub"
     place = located(path)
+    # A link may lead to a file without a suffix, as those of the hub's cache do.
+    suffix = data_suffix(place if isinstance(place, RemotePath) else Path(path))
     if isinstance(place, RemotePath):
-        return _remote_format(place)
+        if suffix in _SUFFIXES:
+            return _SUFFIXES[suffix]
+        if place.is_file():
+            return "json"
+        files = place.files() if place.url.in_bucket else []
+        if place.has_magic():
+            files = place.matches()
+        if not files:
+            raise DataError(f"data file {str(place)!r} does not exist")
+        return _format_within(place, files)
     path = Path(path)
-    if path.suffix in _SUFFIXES and not path.is_dir():
-        return _SUFFIXES[path.suffix]
+    if suffix in _SUFFIXES and not path.is_dir():
+        return _SUFFIXES[suffix]
     if path.is_dir():
         if (path / STATE_FILE).is_file() or (path / SPLITS_FILE).is_file():
             return "datasets"
-        return _format_within(path, path.rglob("*"))
+        return _format_within(path, visible_files(path))
     if path.is_file():
-        return "json"  # as before there were others
+        return "json"
+    if files := [Path(file) for file in glob.glob(str(path), recursive=True)]:
+        return _format_within(path, [file for file in files if file.is_file()])
     raise DataError(f"data file {str(path)!r} does not exist (looked for {path.absolute()})")
 
 
-def _remote_format(path: RemotePath) -> str:
-    if path.suffix in _SUFFIXES:
-        return _SUFFIXES[path.suffix]
-    if path.is_file():
-        return "json"
-    files = path.files() if path.url.in_bucket else []
-    if not files:
-        raise DataError(f"data file {str(path)!r} does not exist")
-    return _format_within(path, files)
-
-
-def _format_within(folder: DataPath, files: Iterable[DataPath]) -> str:
-    """The format of the files in a folder."""
-    formats = {_SUFFIXES[file.suffix] for file in files if file.suffix in _SUFFIXES}
-    formats -= {"json"}  # a folder of shards often has a description beside them
+def _format_within(folder: DataPath, files: Sequence[DataPath]) -> str:
+    """The format of some files."""
+    files = [file for file in files if data_suffix(file) in _SUFFIXES]
+    formats = {_SUFFIXES[data_suffix(file)] for file in files}
+    if len(formats) > 1 and "json" in formats:
+        texts = [file for file in files if _SUFFIXES[data_suffix(file)] == "json"]
+        if all(map(_is_description, texts)):
+            _LOGGER.info("not read, as they describe the data: %s", ", ".join(map(str, texts)))
+            formats.remove("json")
     if len(formats) == 1:
         return formats.pop()
     raise DataError(
-        f"folder {str(folder)!r} has "
-        + (f"files of {sorted(formats)}" if formats else "no .parquet or .tar file")
-        + f"; say 'format', one of {sorted(FORMATS)}"
+        f"{str(folder)!r} has "
+        + (f"files of {sorted(formats)}" if formats else f"no {', '.join(_SUFFIXES)} file")
+        + f"; set 'format' to one of {sorted(FORMATS)}"
     )
 
 
+def _is_description(file: DataPath) -> bool:
+    """True for a file of one JSON object."""
+    if file.name in DESCRIPTIONS:
+        return True
+    if file.suffix != ".json" or size_of(file) > _MOST_DESCRIPTION:
+        return False
+    try:
+        with open_data(file) as opened:
+            return isinstance(json.loads(opened.read()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
 def open_source(
-    path: str | Path, format: str | None = None, options: ReaderOptions | None = None
+    path: str | Path, format: str | None = None, options: ReaderOptions | None = None,
+    progress: Progress | None = None,
 ) -> Reader:
-    """A reader of one source.
+    """Open a source.
 
     Args:
         path: file, folder or glob, or its URL.
         format: a key of ``FORMATS``; by ``format_of`` if None.
         options: columns, limits and the like.
+        progress: called about once a second while the source is read.
 
     Raises:
         DataError: what ``format_of`` and the reader raise.
@@ -96,7 +131,7 @@ def open_source(
     if format is not None and format not in FORMATS:
         raise DataError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
     try:
-        return FORMATS[format or format_of(path)](path, None, options)
+        return FORMATS[format or format_of(path)](path, None, options, progress)
     except DataError:
         raise
     except ValueError as error:  # a URL of another kind

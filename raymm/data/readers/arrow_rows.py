@@ -1,15 +1,150 @@
 """Rows and item counts of Arrow columns, without making Python objects of media bytes."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from raymm.data.readers.base import ReaderOptions
+from raymm.data.readers.row_index import MEDIA_COLUMNS, RowIndex
 from raymm.data.samples.errors import DataError, RowError
+from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
+from raymm.data.samples.row_forms import FORMS
+
+# Roles whose value may be messages; as a string, JSON.
+_MESSAGES = (
+    "messages", "conversations", "prompt", "completion", "chosen", "rejected", "rejected_response",
+    "rejected_messages",
+)
+_JSON_MESSAGES = ("messages", "conversations", "rejected_messages")
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """Columns of an Arrow schema that are read.
+
+    Attributes:
+        used: all of them, in order of the schema.
+        text: those that are not of media.
+        media: columns of media -> modality, or itself while a source is surveyed.
+        scan: the text must be read to index the rows: it may hold media, or several row forms fit.
+        forms: row forms that the columns allow.
+        unused: columns that nothing uses.
+    """
+
+    used: list[str]
+    text: list[str]
+    media: dict[str, str]
+    scan: bool
+    forms: list[str]
+    unused: list[str]
+
+
+def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPlan:
+    """Decide which columns of a schema are read.
+
+    Args:
+        schema: a ``pyarrow.Schema``.
+        options: of the reader.
+        where: file or folder, for errors.
+
+    Raises:
+        DataError: no row form fits.
+    """
+    ignored = options.ignore_columns or frozenset()
+    present = [name for name in schema.names if name not in ignored]
+    media = {column: modality for modality, column in options.columns.items()}
+    if options.survey:
+        media |= {name: name for name in present if name in MEDIA_COLUMNS}
+
+    def column(role: str) -> str:
+        return options.text_columns.get(role, role)
+
+    there = {name for name in present if name not in media or name in options.text_columns.values()}
+    names = list(FORMS) if options.row_form is None else [options.row_form]
+    forms = [
+        form for form in names if all(column(role) in there for role in FORMS[form].required)
+    ]
+    if not forms:
+        needed = "; ".join(
+            " and ".join(repr(column(role)) for role in FORMS[form].required) for form in names
+        )
+        raise DataError(
+            f"{where} needs columns of a row form: {needed}; its columns are "
+            f"{sorted(schema.names)}. If they have other names, set them: "
+            "columns: {messages: NAME}"
+        )
+    known = set().union(*(options.form_columns(form) for form in forms))
+    roles = {
+        role for form in forms for role in (*FORMS[form].required, *FORMS[form].optional)
+        if column(role) in there
+    }
+    scan = options.survey or len(forms) > 1 or any(
+        _may_hold_media(schema.field(column(role)).type, role) for role in roles
+    )
+    return ColumnPlan(
+        [name for name in present if name in known or name in media],
+        [name for name in present if name in known and name in there],
+        media, scan, forms,
+        [name for name in present if name not in known and name not in media],
+    )
+
+
+def _may_hold_media(kind: Any, role: str) -> bool:
+    """True if a column of this type may have media in parts of messages."""
+    import pyarrow.types as types
+
+    if role not in _MESSAGES:
+        return False
+    if _is_string(kind):
+        return role in _JSON_MESSAGES
+    while _is_list(kind):
+        kind = kind.value_type
+    if not types.is_struct(kind):
+        return True
+    contents = [
+        kind.field(number).type for number in range(kind.num_fields)
+        if kind.field(number).name in ("content", "value")
+    ]
+    return not contents or not all(
+        _is_string(content) or _is_list(content) and _is_string(content.value_type)
+        for content in contents
+    )
+
+
+def index_batch(
+    index: RowIndex, table: Any, counts: dict[str, np.ndarray], first: int, place: str,
+    folders: MediaFolders,
+) -> None:
+    """Add the rows of a table to an index.
+
+    Args:
+        index: to add to.
+        table: the text columns of some rows, of pyarrow.
+        counts: modality -> (rows,) items in its column.
+        first: number of the first row.
+        place: name of the file.
+        folders: of the media.
+    """
+    for number, row in enumerate(table.to_pylist()):
+        counted = {modality: int(values[number]) for modality, values in counts.items()}
+        index.add(without_nulls(row), f"{place}[{first + number}]", folders, counted)
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove the keys of structs that a columnar file filled with nulls."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def count_column(values, column: str, frames: bool) -> np.ndarray:
-    """(rows,) int32 items of a media column; see ``raymm.data.samples.rows.items_of`` for what
+    """(rows,) int32 items of a media column; see ``raymm.data.samples.row_media.items_of`` for what
     counts.
 
     Args:
@@ -40,12 +175,12 @@ def count_column(values, column: str, frames: bool) -> np.ndarray:
     return np.asarray(lengths.to_numpy(zero_copy_only=False), dtype=np.int32)
 
 
-def row_of(table, at: int, limits: Limits) -> dict:
-    """Column -> value of one row of a pyarrow table.
+def row_of(table: Any, at: int, limits: Limits) -> dict:
+    """Return the values of one row of a pyarrow table by column, without nulls.
 
     Args:
         table: of pyarrow.
-        at: the row's number.
+        at: number of the row.
         limits: of sizes.
 
     Raises:
@@ -54,7 +189,7 @@ def row_of(table, at: int, limits: Limits) -> dict:
     row = table.slice(at, 1)
     for name, values in zip(row.column_names, row.columns, strict=True):
         _check_lengths(values.combine_chunks(), name, limits.max_item_bytes)
-    return row.to_pylist()[0]
+    return without_nulls(row.to_pylist()[0])
 
 
 def _check_lengths(values, column: str, limit: int) -> None:

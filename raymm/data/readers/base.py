@@ -1,50 +1,47 @@
-"""What every reader of a format does alike: index a source once, hand out samples of it.
+"""Interface of all readers: index a source once, give samples of it by number.
 
-A reader of a format says how its rows are found; text, media and errors are treated here.
+A subclass says how rows of its format are found; text, media and errors are treated here.
 """
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from raymm.data.readers.compressed import COMPRESSED
+from raymm.data.readers.row_index import Progress, ProgressReport, RowIndex, Survey, check_unused
 from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.errors import DataError, RowError, SampleError
 from raymm.data.samples.folders import MediaFolders, OutsideError
-from raymm.data.samples.limits import Limits
-from raymm.data.samples.rows import ID, TEXT_ROLES, count_items, items_of, text_of
+from raymm.data.samples.rows import ID, TEXT_ROLES, RowRules, parse_row
 from raymm.data.samples.sample import Sample
 
 
 @dataclass(frozen=True)
-class ReaderOptions:
+class ReaderOptions(RowRules):
     """What a reader needs to know besides the path.
 
     Attributes:
         name: of the source; every sample carries it.
-        columns: modality -> its column.
-        text_columns: ``"text"``, ``"messages"``, ``"prompt"``, ``"chosen"``, ``"rejected"``,
-            ``"id"`` -> column, where it has another name.
-        frames: modalities whose items are lists of frames.
         media_folders: where rows may name files, besides the source's own folder.
         subset, split, revision: of a data set by name
             (:class:`raymm.data.readers.hub_dataset.HubDataset`).
         skip: keep rows that cannot be used, and raise only when they are read.
-        limits: of items.
+        survey: read all rows while opening, and look for media in the usual columns
+            (:mod:`raymm.data.readers.detect`).
     """
 
     name: str = ""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    text_columns: Mapping[str, str] = field(default_factory=dict)
-    frames: frozenset[str] = frozenset()
     media_folders: tuple[str, ...] = ()
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
     skip: bool = False
-    limits: Limits = Limits()
+    survey: bool = False
 
 
 class Reader(ABC):
@@ -54,23 +51,25 @@ class Reader(ABC):
 
     Args:
         path: the file, folder or glob, or its URL.
-        columns: modality -> its column (see ``raymm.data.samples.rows.items_of`` for what may be
-            in it).
+        columns: modality -> its column (see ``raymm.data.samples.row_media.items_of`` for the
+            values that are accepted).
         options: everything else; its ``columns`` are used where ``columns`` is None.
+        progress: called while the source is read; see ``Progress``.
 
     Raises:
         DataError: no such file, no rows, a malformed row (with ``skip``, reading it raises
-            ``SampleError`` instead), or a column that no row has.
+            ``SampleError`` instead), a column that no row has, or one that nothing uses.
 
     Attributes:
         path: absolute, or remote.
         name: of the source.
         counts: modality -> (N,) int32, items per sample; 0 for rows that cannot be used.
         files: the files that it reads, absolute.
+        survey: summary of the rows that were read while opening.
     """
 
-    # Whether every row is read while the source is opened; what is wrong with one later has
-    # become wrong since.
+    # True if every row is read while the source is opened. A row that cannot be used later has
+    # changed since.
     checked_when_opened = True
 
     def __init__(
@@ -78,21 +77,25 @@ class Reader(ABC):
         path: str | DataPath,
         columns: Mapping[str, str] | None = None,
         options: ReaderOptions | None = None,
+        progress: Progress | None = None,
     ):
         self.path: DataPath = located(path)
-        self.options = options or ReaderOptions()
-        self.columns = dict(self.options.columns if columns is None else columns)
-        self.name = self.options.name or self.path.stem
+        options = options or ReaderOptions()
+        self.options = options if columns is None else replace(options, columns=dict(columns))
+        self.columns = dict(self.options.columns)
+        self.name = self.options.name or _stem(self.path)
         self.counts: dict[str, np.ndarray] = {}
         self.files: Sequence[DataPath] = (self.path,)
+        self.survey = Survey()
         self._bad: dict[int, RowError] = {}
-        self._open()
+        self._open(ProgressReport(self.path, progress))
         if not len(self):
             raise DataError(f"data file {self.path} has no samples")
+        check_unused(self.survey, self.options, self.path)
 
     @abstractmethod
-    def _open(self) -> None:
-        """Index the files; sets ``counts`` (with ``_check_rows`` or otherwise)."""
+    def _open(self, report: ProgressReport) -> None:
+        """Index the files; sets ``counts``, ``survey`` and ``files``."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -143,66 +146,46 @@ class Reader(ABC):
         sample_id = place
         try:
             row = self._row(index)
+            if not isinstance(row, dict):
+                raise RowError(f"a sample is a JSON object, got {type(row).__name__}")
             value = row.get(self.options.text_columns.get(ID, ID))
             sample_id = place if value is None else str(value)
-            messages, text, preference = text_of(row, self.options.text_columns)
-            media = {}
-            for modality, column in self.columns.items():
-                items = self._items(modality, row.get(column), column, place)
-                if items:
-                    media[modality] = items
+            folders = self._media_folders(index)
+            parsed = parse_row(row, self.options, folders, place)
+            self._check_links(parsed.media, folders, parsed.column)
         except (RowError, OSError, ValueError) as error:
             # Links are looked at when they are read.
             of_row = isinstance(error, OutsideError) or not self.checked_when_opened
             if isinstance(error, RowError) and of_row:
                 raise self._sample_error(sample_id, place, error) from None
             raise DataError(f"{place} changed while the run was reading it: {error}") from error
+        text = parsed.text
+        role = "messages" if text.text is None else "text"
         return Sample(
-            index, sample_id, messages, text, media, self.name, place, preference,
-            {**self.options.text_columns, **self.columns},
+            index, sample_id, text.messages, text.text, parsed.media, self.name, place,
+            text.preference, {**self.options.text_columns, role: parsed.column, **self.columns},
+            text.tools, text.template, text.prompt_characters,
         )
 
-    def _items(self, modality: str, value: object, column: str, place: str) -> tuple:
-        folders = self._media_folders
-        items = items_of(value, column, folders, place, modality in self.options.frames)
-        for item in items:
-            for file in item if isinstance(item, tuple) else (item,):
-                if isinstance(file, str):
-                    folders.check(file, column)
-        return items
+    def _check_links(
+        self, media: Mapping[str, tuple], folders: MediaFolders, text_column: str
+    ) -> None:
+        for modality, items in media.items():
+            for item in items:
+                for file in item if isinstance(item, tuple) else (item,):
+                    if isinstance(file, str):
+                        folders.check(file, self.columns.get(modality, text_column))
 
-    @property
-    def _media_folders(self) -> MediaFolders:
+    def _media_folders(self, index: int) -> MediaFolders:
+        """Folders of the media of a row."""
         return MediaFolders(self.folder, self.options.media_folders)
 
     def _sample_error(self, sample_id: str, place: str, error: RowError) -> SampleError:
         return SampleError(sample_id, error.file, error.reason, error.column, place)
 
-    def _checked_counts(self, place: str, index: int, row: Any) -> dict[str, int]:
-        """Items per modality of a row while it is indexed.
-
-        Raises:
-            DataError: the row cannot be used (without ``skip``; with it, that is noted).
-        """
-        try:
-            if isinstance(row, RowError):
-                raise row
-            text_of(row, self.options.text_columns)
-            return {
-                modality: count_items(
-                    row.get(column), column, self._media_folders, modality in self.options.frames
-                )
-                for modality, column in self.columns.items()
-            }
-        except RowError as error:
-            self._reject(place, index, error)
-            return dict.fromkeys(self.columns, 0)
-
-    def _reject(self, place: str, index: int, error: RowError) -> None:
-        if not self.options.skip:
-            where = f", file {error.file}" if error.file else ""
-            raise DataError(f"{place}{where}: {error.reason}") from None
-        self._bad[index] = error
+    def _use(self, index: RowIndex) -> None:
+        """Take the counts, the bad rows and the summary of an index."""
+        self.counts, self._bad, self.survey = index.counts, index.bad, index.survey
 
     def _check_columns(self, present: set[str]) -> None:
         """
@@ -223,3 +206,8 @@ class Reader(ABC):
                     f"column {column!r} ({role}) is in no row of {self.path}; its columns are "
                     f"{sorted(present)}"
                 )
+
+
+def _stem(path: DataPath) -> str:
+    """Name of a file without its suffixes."""
+    return Path(path.stem).stem if path.suffix in COMPRESSED else path.stem

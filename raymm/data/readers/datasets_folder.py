@@ -4,11 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from raymm.data.readers.arrow_rows import count_column, row_of
+from raymm.data.readers.arrow_rows import (
+    ColumnPlan,
+    count_column,
+    index_batch,
+    plan_columns,
+    row_of,
+)
 from raymm.data.readers.base import Reader
+from raymm.data.readers.row_index import ProgressReport, RowIndex, stored_index
 from raymm.data.remote.path import DataPath, RemotePath
 from raymm.data.samples.errors import DataError
-from raymm.data.samples.rows import ID, MESSAGES, TEXT
 from raymm.packages import require
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
@@ -21,7 +27,7 @@ class DatasetsFolder(Reader):
 
     checked_when_opened = False  # the text is not read until it is wanted
 
-    def _open(self) -> None:
+    def _open(self, report: ProgressReport) -> None:
         if isinstance(self.path, RemotePath):
             raise DataError(
                 f"{self.path}: a folder of datasets is mapped into memory, and not read by URL; "
@@ -36,24 +42,46 @@ class DatasetsFolder(Reader):
         if not (self.path / STATE_FILE).is_file():
             raise DataError(f"{self.path} is no folder that datasets' save_to_disk wrote")
         self.files = sorted(file for file in self.path.iterdir() if file.is_file())
-        self._index(self._loaded())
+        self._index(self._loaded(), report)
 
-    def _index(self, rows) -> None:
+    def _index(self, rows: Any, report: ProgressReport) -> None:
         """Look at the columns of a ``datasets.Dataset``, and count items."""
         self._rows = None
         self._length = len(rows)
         self._check_columns(set(rows.column_names))
-        columns = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
-        if not set(rows.column_names) & set(columns):
-            raise DataError(
-                f"{self.path} needs a column {columns[1]!r} or {columns[0]!r}; its columns are "
-                f"{sorted(rows.column_names)}"
-            )
-        for modality, column in self.columns.items():
-            self.counts[modality] = self._count(rows, modality, column)
+        plan = plan_columns(rows.features.arrow_schema, self.options, self.path)
+        self._used = plan.used
+        if plan.scan:
+            self._use(stored_index(self, lambda: self._build(rows, plan, report), self.files))
+        else:
+            self._use(self._build(rows, plan, report))
+        for name in plan.unused:
+            self.survey.unused.setdefault(name, str(self.path))
 
-    def _count(self, rows, modality: str, column: str) -> np.ndarray:
-        frames = modality in self.options.frames
+    def _build(self, rows: Any, plan: ColumnPlan, report: ProgressReport) -> RowIndex:
+        index = RowIndex(self.options)
+        folders = self._media_folders(0)
+        counts = {
+            modality: self._count(rows, column) for column, modality in plan.media.items()
+        }
+        if self.options.survey:
+            index.survey.add_media(counts)
+        if not plan.scan:
+            index.add_counts(counts, len(rows), plan.forms[0])
+            return index.finish()
+        counts = {name: values for name, values in counts.items() if name in index.counts}
+        selected = rows.select_columns(plan.text)
+        for start in range(0, len(rows), _COUNT_ROWS):
+            table = selected[start : start + _COUNT_ROWS]
+            part = {name: values[start : start + _COUNT_ROWS] for name, values in counts.items()}
+            index_batch(index, table, part, start, str(self.path), folders)
+            report(len(index), len(index) / len(rows))
+        return index.finish()
+
+    def _count(self, rows: Any, column: str) -> np.ndarray:
+        frames = any(
+            name in self.options.frames for name, own in self.columns.items() if own == column
+        )
         parts = [np.zeros(0, np.int32)]
         selected = rows.select_columns([column])
         for start in range(0, len(rows), _COUNT_ROWS):
@@ -74,9 +102,7 @@ class DatasetsFolder(Reader):
         """The same with the used columns only, loaded once."""
         if self._rows is None:
             rows = self._loaded()
-            roles = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES, ID)]
-            used = {*roles, *self.columns.values()}
-            self._rows = rows.select_columns([c for c in rows.column_names if c in used])
+            self._rows = rows.select_columns(self._used)
         return self._rows
 
     def __len__(self) -> int:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from raymm.data.readers import format_of, open_source
-from raymm.data.readers.base import ReaderOptions
+from raymm.data.readers.base import Reader, ReaderOptions
+from raymm.data.readers.row_index import MEDIA_COLUMNS, Progress
+from raymm.data.samples.errors import DataError
 
-# Columns in which rows have media, by kind.
-MEDIA_COLUMNS = {
-    "image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio"),
+# Kinds of media, and the types of message parts that hold them.
+_PARTS = {"image": "image", "video": "video", "audio": "audio"}
+# Extensions of tar members, by kind.
+_EXTENSIONS = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"), "image"),
+    **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi"), "video"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
 }
-_FORMS = {
-    "messages": ("messages",), "conversations": ("conversations",),
-    "preference": ("chosen", "rejected"), "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"), "query_response": ("query", "response"),
-    "text": ("text",),
-}
-# Called with the rows read so far and the fraction of the data that they are.
-Progress = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,8 @@ class Detected:
         preferences: number of rows with a chosen and a rejected answer.
         tools: number of rows with ``tools``.
         template: number of rows with ``chat_template_kwargs``.
-        unused: columns that no row form and no modality uses.
+        frames: kinds whose items are lists of frames.
+        unused: columns, and keys of message parts, that no row form and no modality uses.
     """
 
     path: str
@@ -52,6 +50,7 @@ class Detected:
     preferences: int = 0
     tools: int = 0
     template: int = 0
+    frames: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()
 
     @property
@@ -61,7 +60,8 @@ class Detected:
         values: dict[str, Any] = {
             "train": self.path,
             "modalities": {
-                kind: {} if column is None else {"column": column}
+                kind: ({} if column is None else {"column": column})
+                | ({"frames": True} if kind in self.frames else {})
                 for kind, column in self.modalities.items()
             },
         }
@@ -100,29 +100,63 @@ def detect(
         DataError: no such file, or a row that cannot be used, with its line.
     """
     format = format or format_of(path)
-    reader = open_source(path, format, options)
-    forms: Counter = Counter()
-    items: Counter = Counter()
-    unused: dict[str, None] = {}
-    modalities: dict[str, str | None] = {}
-    tools = template = preferences = 0
-    kinds = {column: kind for kind, columns in MEDIA_COLUMNS.items() for column in columns}
-    for index in range(len(reader)):
-        row = {key: value for key, value in reader._row(index).items() if value is not None}
-        form = next((name for name, keys in _FORMS.items() if set(keys) <= set(row)), "unknown")
-        forms[form] += 1
-        preferences += form == "preference"
-        tools += "tools" in row
-        template += "chat_template_kwargs" in row
-        for key, value in row.items():
-            if key in kinds:
-                modalities[kinds[key]] = key
-                items[kinds[key]] += len(value) if isinstance(value, list) else 1
-            elif key not in (*_FORMS.get(form, ()), "id", "tools", "chat_template_kwargs"):
-                unused[key] = None
-    if progress is not None:
-        progress(len(reader), 1.0)
-    return Detected(
-        str(path), format, len(reader), dict(forms.most_common()), modalities, dict(items),
-        preferences, tools, template, tuple(unused),
+    options = replace(options or ReaderOptions(), columns={}, parts=_PARTS, survey=True)
+    reader = open_source(path, format, options, progress)
+    survey = reader.survey
+    columns = _media_columns(reader) if format != "tar" else _members(reader)
+    for kind in survey.inline:
+        columns.setdefault(kind, None)
+    ignored = options.ignore_columns or frozenset()
+    used = {name for name in survey.media if survey.media[name]}
+    used |= {name for name in survey.unused if _extension(name) in _EXTENSIONS} & set(
+        survey.columns if format == "tar" else ()
     )
+    items = {
+        kind: survey.inline.get(kind, 0) + sum(
+            count for name, count in survey.media.items() if MEDIA_COLUMNS[name] == kind
+        )
+        for kind in columns
+    }
+    return Detected(
+        str(path), format, len(reader), dict(survey.forms.most_common()),
+        {kind: columns[kind] for kind in _PARTS if kind in columns}, items, survey.preferences,
+        survey.tools, survey.template,
+        frozenset(MEDIA_COLUMNS[name] for name in survey.frames),
+        tuple(name for name in survey.unused if name not in used | ignored),
+    )
+
+
+def _media_columns(reader: Reader) -> dict[str, str | None]:
+    """By kind, the column that has its items.
+
+    Raises:
+        DataError: two columns have items of a kind.
+    """
+    columns: dict[str, str | None] = {}
+    for name, count in reader.survey.media.items():
+        kind = MEDIA_COLUMNS[name]
+        if count and kind in columns:
+            raise DataError(
+                f"{reader.path} has items of kind {kind!r} in the columns {columns[kind]!r} and "
+                f"{name!r}; accepted: one column. Rename one, or list it in data.ignore_columns"
+            )
+        if count:
+            columns[kind] = name
+    return columns
+
+
+def _members(reader: Reader) -> dict[str, str | None]:
+    """By kind, the extensions of the members of tar shards that have its items."""
+    columns: dict[str, str | None] = {}
+    for name in sorted(reader.survey.columns):
+        if kind := _EXTENSIONS.get(_extension(name)):
+            pattern = name if "." not in name else f"*.{_extension(name)}"
+            before = columns.get(kind)
+            names = [*(before.split(";") if before else ()), pattern]
+            columns[kind] = ";".join(dict.fromkeys(names))
+    return columns
+
+
+def _extension(name: str) -> str:
+    """Last part of an extension like ``0.png``."""
+    return name.rpartition(".")[2].lower()

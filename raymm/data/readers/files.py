@@ -4,13 +4,22 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+from raymm.data.readers.compressed import data_suffix
 from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.source_config import HUB
 
+# Files of a folder that describe its data, as ``datasets`` and LLaMA-Factory write them.
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
+
 
 def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
-    """Files of some suffixes, by name: the path itself, all below a folder, or a glob's.
+    """Return the files of some suffixes, by name: the path itself, all below a folder, or those of
+    a glob. Hidden files and folders within a folder are left out.
+
+    Args:
+        path: file, folder or glob.
+        suffixes: without that of a compression.
 
     Raises:
         DataError: there is none.
@@ -20,9 +29,7 @@ def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = sorted(
-            file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()
-        )
+        files = [file for file in visible_files(path) if data_suffix(file) in suffixes]
         what = "folder"
     else:
         files = sorted(Path(file) for file in glob.glob(str(path), recursive=True))
@@ -35,6 +42,15 @@ def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
     return files
 
 
+def visible_files(folder: Path) -> list[Path]:
+    """Return the files below a folder by name, without hidden ones."""
+    return sorted(
+        file for file in folder.rglob("*")
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        and file.is_file()
+    )
+
+
 def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]:
     if path.is_file():  # also one whose name looks like a pattern, as on this machine
         return [path]
@@ -42,7 +58,7 @@ def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]
         files, what = path.matches(), "pattern"
     else:
         below = path.files() if path.url.in_bucket else []
-        files = [file for file in below if file.suffix in suffixes]
+        files = [file for file in below if data_suffix(file) in suffixes]
         what = "folder" if below else "data file"
     if not files:
         kinds = " or ".join(suffixes)

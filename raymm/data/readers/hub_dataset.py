@@ -7,6 +7,7 @@ from typing import Any
 
 from raymm.data.readers.base import ReaderOptions
 from raymm.data.readers.datasets_folder import DatasetsFolder, datasets_package
+from raymm.data.readers.row_index import Progress, ProgressReport
 from raymm.data.remote.path import DataPath
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.source_config import HUB
@@ -22,17 +23,17 @@ class HubDataset(DatasetsFolder):
 
     Args:
         path: ``hf://datasets/ORG/NAME``.
-        columns, options: as of :class:`raymm.data.readers.base.Reader`.
+        columns, options, progress: as of :class:`raymm.data.readers.base.Reader`.
     """
 
     def __init__(
         self, path: str | DataPath, columns: Mapping[str, str] | None = None,
-        options: ReaderOptions | None = None,
+        options: ReaderOptions | None = None, progress: Progress | None = None,
     ) -> None:
         self._hub_name = str(path).removeprefix(HUB)
-        super().__init__(path, columns, options)
+        super().__init__(path, columns, options, progress)
 
-    def _open(self) -> None:
+    def _open(self, report: ProgressReport) -> None:
         rows = self._fetched(self.options.revision)
         self.files = [Path(file["filename"]) for file in rows.cache_files]
         if not self.files:
@@ -40,7 +41,7 @@ class HubDataset(DatasetsFolder):
         self.path = self.files[0].parent
         commit = self.path.name if _COMMIT.fullmatch(self.path.name) else None
         self._commit = commit or self.options.revision
-        self._index(rows)
+        self._index(rows, report)
 
     @property
     def _url(self) -> str:

@@ -1,60 +1,112 @@
-"""Rows of a JSON or JSONL file, found by byte offset; nothing is kept parsed."""
+"""Rows of JSON and JSON lines files, found by byte offset; nothing is kept parsed."""
 
+from __future__ import annotations
+
+import codecs
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from raymm.data.readers.base import Reader
-from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, read_range
+from raymm.data.readers.compressed import plain_file
+from raymm.data.readers.files import DESCRIPTIONS, find_files
+from raymm.data.readers.row_index import ProgressReport, RowIndex, stored_index
+from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, read_range, size_of
 from raymm.data.samples.errors import DataError, RowError
+from raymm.data.samples.folders import MediaFolders
 
+SUFFIXES = (".json", ".jsonl", ".ndjson")
 _BOM = b"\xef\xbb\xbf"
-# A line is read whole: one above this is no row, but a file that is not JSONL.
+_SPACE = re.compile(r"[ \t\r\n\ufeff]*")
+# A line is read whole: a longer one is no row, and the file not JSON lines.
 MAX_LINE_BYTES = 2**26
 
 
 class JsonDataset(Reader):
-    """Samples of a JSON array or JSONL file (recognised by a leading ``[``).
+    """Samples of JSON files: arrays, or JSON lines. A file that begins with ``[`` is an array.
 
-    Opening it reads the file once, checks every row and keeps per row its byte range and the
-    number of items of each modality. Blank lines are ignored. Relative media paths are relative
-    to the file's folder; the media themselves are not opened.
+    The path is a file, a folder (all ``.json``, ``.jsonl`` and ``.ndjson`` files below it, by
+    name) or a glob; files may be compressed (``.gz``, ``.zst``). Opening reads every file once,
+    checks every row, and keeps per row its byte range and the number of items of each modality.
+    Blank lines and byte order marks are ignored. Relative media paths are relative to the folder of
+    their file; the media themselves are not opened.
     """
 
-    def _open(self) -> None:
-        if not self.path.is_file():
-            raise DataError(f"data file {str(self.path)!r} does not exist")
-        self._array = _is_array(self.path)
-        ranges, places, seen = [], [], set()
-        counts = {modality: [] for modality in self.columns}
-        for start, stop, place, row in (_array_rows if self._array else _line_rows)(self.path):
-            row_counts = self._checked_counts(self._where(place), len(ranges), row)
-            for modality, count in row_counts.items():
-                counts[modality].append(count)
-            if isinstance(row, dict):
-                seen.update(row)
-            ranges.append((start, stop))
-            places.append(place)
-        if not ranges:
+    def _open(self, report: ProgressReport) -> None:
+        files = find_files(self.path, SUFFIXES)
+        if len(files) > 1:
+            files = [file for file in files if file.name not in DESCRIPTIONS]
+        self.files = files
+        self._plain = [plain_file(file, lambda part: report(0, part)) for file in files]
+        index = stored_index(self, lambda: self._build(report), self.files)
+        self._ranges, self._places = index.arrays["ranges"], index.arrays["places"]
+        self._arrays = index.arrays["arrays"]
+        self._use(index)
+        if not len(self._ranges):
             raise DataError(f"data file {self.path} has no samples")
-        self._check_columns(seen)
-        self._ranges = np.asarray(ranges, dtype=np.int64)
-        self._places = np.asarray(places, dtype=np.int64)
-        self.counts = {name: np.asarray(count, dtype=np.int32) for name, count in counts.items()}
+        self._check_columns(set(self.survey.columns))
+
+    def _build(self, report: ProgressReport) -> RowIndex:
+        index = RowIndex(self.options)
+        ranges, places, arrays = [], [], []
+        total = max(sum(size_of(file) for file in self._plain), 1)
+        before = 0
+        for number, path in enumerate(self._plain):
+            arrays.append(_is_array(path))
+            folders = self._folders_of(number)
+            rows = (_array_rows if arrays[-1] else _line_rows)(path, self.files[number])
+            for start, stop, place, row in rows:
+                index.add(row, self._where(number, place, arrays[-1]), folders)
+                ranges.append((number, start, stop))
+                places.append(place)
+                report(len(ranges), (before + stop) / total)
+            before += size_of(path)
+        return index.finish(
+            ranges=np.asarray(ranges, np.int64).reshape(-1, 3),
+            places=np.asarray(places, np.int64), arrays=np.asarray(arrays, np.bool_),
+        )
 
     def __len__(self) -> int:
         return len(self._ranges)
 
-    def _row(self, index: int) -> dict:
-        start, stop = self._ranges[index]
-        return json.loads(read_range(self.path, int(start), int(stop - start)))
+    def _row(self, index: int) -> Any:
+        number, start, stop = map(int, self._ranges[index])
+        return json.loads(read_range(self._local(number), start, stop - start))
+
+    def _local(self, number: int) -> DataPath:
+        """The file to read rows of. A node without the decompressed copy makes one.
+
+        Raises:
+            ValueError: the compressed file is not what it was when it was opened.
+        """
+        path = self._plain[number]
+        if path != self.files[number] and not path.is_file():
+            path = plain_file(self.files[number])
+            if path.name != self._plain[number].name:
+                raise ValueError("the compressed file is another one")
+        return path
 
     def place(self, index: int) -> str:
-        return self._where(self._places[index])
+        number = int(self._ranges[index, 0])
+        return self._where(number, int(self._places[index]), bool(self._arrays[number]))
 
-    def _where(self, place: int) -> str:
-        return f"{self.path}[{place}]" if self._array else f"{self.path}:{place}"
+    def _where(self, number: int, place: int, array: bool) -> str:
+        path = self.files[number]
+        return f"{path}[{place}]" if array else f"{path}:{place}"
+
+    def _media_folders(self, index: int) -> MediaFolders:
+        return self._folders_of(int(self._ranges[index, 0]))
+
+    def _folders_of(self, number: int) -> MediaFolders:
+        """Folders of the media of a file: its own, and the whole source's."""
+        allowed = self.options.media_folders
+        if isinstance(self.path, Path) and self.path.is_dir():
+            allowed = (str(self.path), *allowed)
+        return MediaFolders(self.files[number].parent, allowed)
 
 
 def _is_array(path: DataPath) -> bool:
@@ -66,7 +118,7 @@ def _is_array(path: DataPath) -> bool:
     return False
 
 
-def _line_rows(path: DataPath) -> Iterator[tuple[int, int, int, object]]:
+def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, object]]:
     """(first byte, end byte, line number from 1, parsed line) of every line that is not blank;
     a ``RowError`` in place of a line that is not JSON."""
     offset = number = 0
@@ -83,47 +135,110 @@ def _line_rows(path: DataPath) -> Iterator[tuple[int, int, int, object]]:
                 yield start, stop, number, RowError(reason)
                 continue
             offset = stop
-            if line.startswith(_BOM):
+            while line.startswith(_BOM):
                 start, line = start + len(_BOM), line[len(_BOM) :]
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                row = RowError(f"is not a JSON value: {error}")
+                row = RowError(f"is not a JSON value: {error}{_advice(line, number)}")
             yield start, stop, number, row
 
 
-def _array_rows(path: DataPath) -> Iterator[tuple[int, int, int, object]]:
-    """The same for a JSON array, numbered from 0. Holds the file's text while it runs."""
-    with open_data(path) as file:
-        content = file.read()
-    try:
-        text = content.removeprefix(_BOM).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}") from None
+def _advice(line: bytes, number: int) -> str:
+    """What to do with a line that is not JSON."""
+    line = line.strip()
+    if line.startswith(b"{'"):
+        return ". JSON has double quotes: write the row with json.dumps, not str"
+    if number == 1 and line in (b"{", b"[{"):
+        return ". An object over several lines: write each row on one line, or a JSON array of rows"
+    if not line.startswith(b"{"):
+        return ". Each line must be one JSON object, or the file a JSON array"
+    return ". The line may be cut off, or hold a row that goes on in the next line"
+
+
+class _Window:
+    """Text of a UTF-8 file, block by block, with the byte and the line of a position."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.text, self.at, self.byte, self.line = "", 0, 0, 1
+        self._file, self._block, self._ended = file, SCAN_BLOCK, False
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+
+    def more(self) -> bool:
+        """Read on; False at the end. What is before the position is dropped."""
+        if self._ended:
+            return False
+        data = self._file.read(self._block)
+        self._ended = not data
+        self.text, self.at = self.text[self.at :] + self._decode(data, not data), 0
+        return True
+
+    def move(self, stop: int) -> None:
+        """Go to a later position."""
+        passed = self.text[self.at : stop]
+        self.byte += len(passed.encode())
+        self.line += passed.count("\n")
+        self.at = stop
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            match = _SPACE.match(self.text, self.at)
+            self.move(match.end() if match else self.at)
+            if self.at < len(self.text) or not self.more():
+                return self.text[self.at : self.at + 1]
+
+    def value(self, decoder: json.JSONDecoder) -> tuple[object, int]:
+        """The JSON value at the position, and its end. More is read until it is whole, each time
+        twice as much."""
+        while True:
+            try:
+                value, stop = decoder.raw_decode(self.text, self.at)
+                if stop < len(self.text) or not self.more():
+                    self._block = SCAN_BLOCK
+                    return value, stop
+            except json.JSONDecodeError:
+                if not self.more():
+                    raise
+            self._block *= 2
+
+
+def _array_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, object]]:
+    """The same for a JSON array, numbered from 0."""
     decoder = json.JSONDecoder()
-    byte, last = (len(_BOM) if content.startswith(_BOM) else 0), 0  # byte offset of text[last]
-    at = _skip_space(text, _skip_space(text, 0) + 1)
-    index = 0
-    while text[at : at + 1] != "]":
+    with open_data(path, SCAN_BLOCK) as file:
+        window = _Window(file)
         try:
-            row, stop = decoder.raw_decode(text, at)
+            yield from _elements(window, decoder, name)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} is not UTF-8: {error}") from None
+
+
+def _elements(
+    window: _Window, decoder: json.JSONDecoder, name: DataPath
+) -> Iterator[tuple[int, int, int, object]]:
+    window.peek()
+    window.move(window.at + 1)  # the bracket
+    index = 0
+    while window.peek() != "]":
+        try:
+            row, stop = window.value(decoder)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: element {index} is not a JSON value: {error}") from None
-        byte += len(text[last:at].encode())
-        last = at
-        yield byte, byte + len(text[at:stop].encode()), index, row
+            if isinstance(error, UnicodeDecodeError):
+                raise
+            raise DataError(
+                f"{name}:{window.line}: element {index} of the array is not a JSON value: {error}"
+            ) from None
+        start = window.byte
+        window.move(stop)
+        yield start, window.byte, index, row
         index += 1
-        at = _skip_space(text, stop)
-        if text[at : at + 1] == ",":
-            at = _skip_space(text, at + 1)
-        elif text[at : at + 1] != "]":
-            line = text.count("\n", 0, at) + 1
-            raise DataError(f"{path}:{line}: expected ',' or ']' after element {index - 1}")
-
-
-def _skip_space(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
+        if (following := window.peek()) == ",":
+            window.move(window.at + 1)
+        elif following != "]":
+            what = "the file ends" if not following else f"{following!r} follows"
+            raise DataError(
+                f"{name}:{window.line}: expected ',' or ']' after element {index - 1}, and {what}"
+            )

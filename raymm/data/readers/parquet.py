@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from raymm.data.readers.arrow_rows import count_column, row_of
+from raymm.data.readers.arrow_rows import (
+    ColumnPlan,
+    count_column,
+    index_batch,
+    plan_columns,
+    row_of,
+)
 from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
+from raymm.data.readers.row_index import ProgressReport, RowIndex, stored_index
 from raymm.data.remote.path import DataPath
 from raymm.data.samples.errors import DataError, RowError
-from raymm.data.samples.rows import ID, MESSAGES, TEXT
 from raymm.packages import require
 
 # Row groups that stay in memory, if together they keep ``max_row_group_bytes``.
@@ -37,50 +43,70 @@ class ParquetDataset(Reader):
 
     checked_when_opened = False  # the text is not read until it is wanted
 
-    def _open(self) -> None:
+    def _open(self, report: ProgressReport) -> None:
         self.files = find_files(self.path, (".parquet",))
         self._groups: list[tuple[int, int]] = []
         self._batch_rows: list[int] = []
-        self._used: list[list[str]] = []  # of every file, its columns that are read
-        starts, counts = [0], {modality: [] for modality in self.columns}
+        self._used: list[list[str]] = []  # columns that are read, by file
+        plans, starts = [], [0]
         for number, path in enumerate(self.files):
-            try:
-                with _opened(path) as file:
-                    self._used.append(self._used_columns(file, path))
-                    for group in range(file.num_row_groups):
-                        size = self._checked_size(file.metadata.row_group(group), path, group)
-                        self._groups.append((number, group))
-                        # What one entry of a dictionary stands for may be far larger than the
-                        # metadata says, but no value is larger than that: so many rows cannot
-                        # be above the limit.
-                        rows = self.options.limits.max_row_group_bytes // max(size, 1)
-                        self._batch_rows.append(min(max(rows, 1), _BATCH_ROWS))
-                        starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
-                    for modality, column in self.columns.items():
-                        counts[modality] += self._count(file, number, modality, column)
-            except (OSError, ValueError) as error:  # pyarrow's errors are of these
-                raise DataError(f"{path} cannot be read as Parquet: {error}") from None
+            with _read(path) as file:
+                plan = plan_columns(file.schema_arrow, self.options, path)
+                self._check_columns(set(file.schema_arrow.names))
+                plans.append(plan)
+                self._used.append(plan.used)
+                for group in range(file.num_row_groups):
+                    size = self._checked_size(file.metadata.row_group(group), path, group)
+                    self._groups.append((number, group))
+                    # What one entry of a dictionary stands for may be far larger than the
+                    # metadata says, but no value is larger than that: so many rows cannot
+                    # be above the limit.
+                    rows = self.options.limits.max_row_group_bytes // max(size, 1)
+                    self._batch_rows.append(min(max(rows, 1), _BATCH_ROWS))
+                    starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
         self._starts = np.asarray(starts, dtype=np.int64)
         if not len(self):
             raise DataError(f"data file {self.path} has no samples")
-        self.counts = {name: np.concatenate(parts) for name, parts in counts.items()}
+        if any(plan.scan for plan in plans):
+            self._use(stored_index(self, lambda: self._build(plans, report), self.files))
+        else:
+            self._use(self._build(plans, report))
+        for plan, path in zip(plans, self.files, strict=True):
+            for name in plan.unused:
+                self.survey.unused.setdefault(name, str(path))
         self._kept: OrderedDict = OrderedDict()
         self._refused: dict[int, str] = {}  # row groups that are too large, and why
 
-    def _used_columns(self, file, path: DataPath) -> list[str]:
-        """
-        Raises:
-            DataError: a column that is needed is not there.
-        """
-        present = set(file.schema_arrow.names)
-        self._check_columns(present)
-        columns = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
-        if not present & set(columns):
-            raise DataError(f"{path} needs a column {columns[1]!r} or {columns[0]!r}; its columns "
-                            f"are {sorted(present)}")
-        roles = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES, ID)]
-        used = {*roles, *self.columns.values()}
-        return [name for name in file.schema_arrow.names if name in used]
+    def _build(self, plans: list[ColumnPlan], report: ProgressReport) -> RowIndex:
+        """Count items per row, from as little of the columns as tells them; read the text where
+        it may hold media, or decides the row form."""
+        index = RowIndex(self.options)
+        folders = self._media_folders(0)
+        for number, (path, plan) in enumerate(zip(self.files, plans, strict=True)):
+            with _read(path) as file:
+                counts = {
+                    modality: self._count(file, number, column)
+                    for column, modality in plan.media.items()
+                }
+                if self.options.survey:
+                    index.survey.add_media(counts)
+                rows = file.metadata.num_rows
+                if not plan.scan:
+                    index.add_counts(counts, rows, plan.forms[0])
+                    continue
+                counts = {name: c for name, c in counts.items() if name in index.counts}
+                at = 0
+                for table in self._batches(file, number, plan.text):
+                    part = {name: c[at : at + table.num_rows] for name, c in counts.items()}
+                    index_batch(index, table, part, at, str(path), folders)
+                    at += table.num_rows
+                    report(len(index), len(index) / len(self))
+        return index.finish()
+
+    def _batches(self, file: Any, number: int, columns: list[str]) -> Iterator[Any]:
+        for (owner, group), rows in zip(self._groups, self._batch_rows, strict=True):
+            if owner == number:
+                yield from file.iter_batches(rows, [group], columns)
 
     def _checked_size(self, group, path: DataPath, number: int) -> int:
         """Bytes of the used columns of a row group, if they are not too many."""
@@ -100,18 +126,18 @@ class ParquetDataset(Reader):
             )
         return sum(sizes.values())
 
-    def _count(self, file, number: int, modality: str, column: str) -> list[np.ndarray]:
-        """Items per row, from as little of the column as tells them."""
+    def _count(self, file: Any, number: int, column: str) -> np.ndarray:
+        """(rows of the file,) items in a column, from as little of it as tells them."""
         columns = (leaf.path for leaf in _leaves(file.schema))
         leaves = [path for path in columns if path.split(".")[0] == column]
         paths = [leaf for leaf in leaves if leaf.endswith(".path")]
-        frames = modality in self.options.frames
-        counts = []
-        for (of_file, group), rows in zip(self._groups, self._batch_rows, strict=True):
-            if of_file == number:
-                for batch in file.iter_batches(rows, [group], paths or [column]):
-                    counts.append(count_column(batch.column(0), column, frames))
-        return counts
+        frames = any(
+            name in self.options.frames for name, own in self.columns.items() if own == column
+        )
+        counts = [np.zeros(0, np.int32)]
+        for batch in self._batches(file, number, paths or [column]):
+            counts.append(count_column(batch.column(0), column, frames))
+        return np.concatenate(counts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -175,6 +201,22 @@ class ParquetDataset(Reader):
 
 def _leaves(schema) -> list:
     return [schema.column(number) for number in range(len(schema))]
+
+
+@contextmanager
+def _read(path: DataPath) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile``, while a source is opened.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with _opened(path) as file:
+            yield file
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from None
 
 
 @contextmanager

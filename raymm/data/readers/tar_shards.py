@@ -15,6 +15,7 @@ import numpy as np
 
 from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
+from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import DataPath, RemotePath, open_data, size_of
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.media import MediaRange
@@ -36,13 +37,13 @@ class TarDataset(Reader):
     ignored. Compressed archives cannot be read by offset and are refused.
     """
 
-    def _open(self) -> None:
+    def _open(self, report: ProgressReport) -> None:
         self.files = find_files(self.path, (".tar",))
         self._extensions: list[str] = []
         numbers: dict[str, int] = {}
         samples, keys, members = [], [], []  # (shard, first member), str, (extension, start, size)
-        counts = {modality: [] for modality in self.columns}
-        seen: set[str] = set()
+        index = RowIndex(self.options)
+        folders = self._media_folders(0)
         for shard, path in enumerate(self.files):
             with open_data(path) as file:
                 for key, sample in _samples(path):
@@ -52,20 +53,16 @@ class TarDataset(Reader):
                         number = numbers.setdefault(extension, len(numbers))
                         members.append((number, start, size))
                     row = self._described(file, path, key, sample)
-                    if isinstance(row, dict):
-                        seen.update(row)
-                    place = f"{path}[{key}]"
-                    counted = self._checked_counts(place, len(samples) - 1, row)
-                    for modality, count in counted.items():
-                        counts[modality].append(count)
+                    index.add(row, f"{path}[{key}]", folders)
+                    report(len(index), (shard + file.tell() / size_of(path)) / len(self.files))
         if not samples:
             raise DataError(f"no tar shard of {self.path} has a sample")
         self._extensions = list(numbers)
         self._samples = np.asarray([*samples, (0, len(members))], dtype=np.int64)
         self._keys = np.asarray([key.encode() for key in keys])
         self._members = np.asarray(members, dtype=np.int64)
-        self._check_columns(seen)
-        self.counts = {name: np.asarray(count, dtype=np.int32) for name, count in counts.items()}
+        self._use(index.finish())
+        self._check_columns(set(self.survey.columns))
 
     @property
     def folder(self) -> DataPath:
@@ -116,11 +113,18 @@ class TarDataset(Reader):
         if clash := sorted(set(row) & set(media) - {JSON, TXT}):
             raise RowError(f"is a member of the shard and a field of {JSON!r}", clash[0])
         row = {**media, **row}
+        named: set[str] = {JSON, TXT}
         for column in self.columns.values():
             if column not in row:
                 matches = _matches(column, list(media))
                 if matches:
                     row[column] = [media[extension] for extension in matches]
+                named |= {name for part in column.split(";") for name in media
+                          if fnmatch.fnmatchcase(name, part)}
+        # Their items are in the column of the pattern, their fields are columns.
+        for extension in named - set(self.columns.values()):
+            if isinstance(row.get(extension), MediaRange):
+                del row[extension]
         return row
 
 

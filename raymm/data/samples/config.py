@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from raymm.data.remote.urls import is_url, parse
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.rows import TEXT_ROLES
-from raymm.data.samples.source_config import SourceConfig, as_sources, check_weights
+from raymm.data.samples.source_config import FormName, SourceConfig, as_sources, check_weights
 from raymm.data.video.container import MAX_RATE
 from raymm.data.video.frames import FrameSampling
 from raymm.files.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
@@ -53,7 +53,10 @@ class ModalityDataConfig(Section):
 
     Attributes:
         column: column of the row that holds its items: a path, bytes, {"path", "bytes"} or a
-            list of them. Of tar shards an extension (``raymm.data.readers.tar_shards``).
+            list of them (``raymm.data.samples.row_media``). Of tar shards an extension
+            (``raymm.data.readers.tar_shards``). Without one, items come only from parts of
+            messages: {"type": "image", "image": ...}. A row has its items in the column or in
+            parts, not both.
         processor: ``"pkg.mod:fn"``, a function from one item to its dict of tensors; or a local
             folder of a Hugging Face image processor, feature extractor, or of both. Left out
             where ``data.processor`` is given, which takes items of all kinds.
@@ -79,7 +82,7 @@ class ModalityDataConfig(Section):
             gives.
     """
 
-    column: Text
+    column: Text | None = None
     processor: Text | None = None
     input: Literal["file", "bytes", "image"] = "file"
     frames: bool = False
@@ -198,6 +201,12 @@ class DataConfig(Section):
         preferences: rows are prompts with a chosen and a rejected answer, each of which becomes two
             rows of its microbatch; in a configuration, ``model.loss`` says so. ``"chosen"``: of
             each the chosen answer alone, as of a row with one answer.
+        row_form: how all rows say what is asked and answered, a key of
+            :data:`raymm.data.samples.row_forms.FORMS`: ``messages``, ``conversations``,
+            ``preference``, ``prompt_completion``, ``alpaca``, ``query_response`` or ``text``. By
+            default the columns of each row decide.
+        ignore_columns: columns of rows, and keys of message parts, that are not used on purpose.
+            Any other column that is not used is refused.
         shuffle: a new seeded permutation each epoch; else file order.
         batching: which samples share a step: a method, or a :class:`BatchingConfig`. Held-out
             data is one pass in a fixed order whatever it says.
@@ -234,6 +243,8 @@ class DataConfig(Section):
     microbatches: Count
     max_length: int = Field(default=512, ge=2, le=MOST_COUNT)
     preferences: bool | Literal["chosen"] = False
+    row_form: FormName | None = None
+    ignore_columns: list[Text] = Field(default_factory=list)
     shuffle: bool = True
     batching: BatchingConfig = Field(default_factory=BatchingConfig)
     seed: Seed = 0
@@ -409,5 +420,8 @@ class DataConfig(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Modality name -> column of its paths."""
-        return {name: modality.column for name, modality in self.modalities.items()}
+        """Modality name -> column of its items, of the modalities that have one."""
+        return {
+            name: modality.column
+            for name, modality in self.modalities.items() if modality.column is not None
+        }

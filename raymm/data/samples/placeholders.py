@@ -59,7 +59,7 @@ def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
     """Type of a message's part -> modality."""
     types: dict[str, str] = {}
     for name, modality in modalities.items():
-        column = modality.column
+        column = modality.column or name
         names = [name, column, column.removesuffix("s")] + ["image"] * (name == "vision")
         for part in [modality.part] if modality.part else names:
             types.setdefault(part, name)

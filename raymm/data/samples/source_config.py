@@ -11,12 +11,16 @@ from pydantic import Field, field_validator, model_validator
 
 from raymm.actors.storage.location import check_location
 from raymm.data.remote.urls import parse
-from raymm.data.samples.rows import TEXT_ROLES
+from raymm.data.samples.row_forms import TEXT_ROLES
 from raymm.files.section import MOST_COUNT, Section, Text
 
 # How often a source's samples may come per epoch, whose order is kept in memory.
 MOST_REPEAT = 10_000
 Weight = Annotated[float, Field(ge=0, le=MOST_REPEAT)]
+FormName = Literal[
+    "messages", "conversations", "preference", "prompt_completion", "alpaca", "query_response",
+    "text",
+]
 StepNumber = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 # What names of data sets of the hub begin with.
 HUB = "hf://datasets/"
@@ -31,12 +35,14 @@ class SourceConfig(Section):
         path: file, folder or glob, or the URL of one: ``s3://BUCKET/...``, ``gs://BUCKET/...``, or
             of one file ``https://...``, of a server that answers range requests; or the name of a
             data set of Hugging Face's hub, ``hf://datasets/ORG/NAME``.
-        format: ``"json"`` (or JSONL), ``"parquet"``, ``"tar"`` (webdataset's shards) or
+        format: ``"json"`` (or JSON lines), ``"parquet"``, ``"tar"`` (webdataset's shards) or
             ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
         name: samples carry it; by default the file's name without its suffix.
-        columns: where columns have other names in this source: ``text``, ``messages``, ``prompt``,
-            ``chosen``, ``rejected``, ``id`` or a modality -> column; null says that this source
-            lacks the modality.
+        columns: where columns have other names in this source: a role of a row form (``text``,
+            ``messages``, ``prompt``, ``chosen``, ``instruction``, ...), ``id`` or a modality ->
+            column; null says that this source lacks the modality.
+        row_form: as of ``data.row_form``, for this source.
+        ignore_columns: as of ``data.ignore_columns``, for this source in addition.
         subset, split, revision: of a data set by name: its configuration, the name of a split, and
             a branch, tag or commit.
         repeat: how often each of its samples comes per epoch, which mixes sources in other
@@ -53,6 +59,8 @@ class SourceConfig(Section):
     format: Literal["json", "parquet", "tar", "datasets"] | None = None
     name: Text | None = None
     columns: dict[str, Text | None] = Field(default_factory=dict)
+    row_form: FormName | None = None
+    ignore_columns: list[Text] = Field(default_factory=list)
     subset: Text | None = None
     split: Text = "train"
     revision: Text | None = None

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from raymm.data.readers import Dataset, Mixture, Repeated
+from raymm.data.readers.cache import cache_folder, written_file
 from raymm.data.remote.path import size_of, version_of
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.text import processor_folder
@@ -22,8 +21,8 @@ _LENGTHS, _HEADERS = "counts/", "items/"
 
 
 def default_cache() -> Path:
-    """``scans`` below ``$RAYMM_CACHE``, or below ``~/.cache/raymm``."""
-    return Path(os.environ.get("RAYMM_CACHE") or Path.home() / ".cache" / "raymm") / "scans"
+    """Return ``scans`` below ``$RAYMM_CACHE``, or below ``~/.cache/raymm``."""
+    return cache_folder("scans")
 
 
 def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
@@ -77,7 +76,6 @@ def save_scan(folder: str | Path, key: str, scan: SampleScan) -> Path:
         scan: the scan.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     arrays = {
         "key": np.array(key),
         "text_tokens": scan.text_tokens,
@@ -88,16 +86,8 @@ def save_scan(folder: str | Path, key: str, scan: SampleScan) -> Path:
     }
     arrays |= {_LENGTHS + name: counts for name, counts in scan.counts.items()}
     arrays |= {_HEADERS + name: items for name, items in scan.items.items()}
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=key[:16], suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, _file(folder, key))
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with written_file(_file(folder, key)) as file:
+        np.savez_compressed(file, **arrays)
     return _file(folder, key)
 
 

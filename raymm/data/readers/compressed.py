@@ -1,0 +1,89 @@
+"""Compressed files of rows: decompressed once into a cache, so that rows are read by offset."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from raymm.data.readers.cache import cache_folder, written_file
+from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, size_of, version_of
+from raymm.data.samples.errors import DataError
+
+COMPRESSED = (".gz", ".zst")
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+def data_suffix(path: Any) -> str:
+    """Return the suffix of a path or URL without that of its compression."""
+    name = path.name
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return Path(name).suffix
+
+
+def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) -> DataPath:
+    """Return a decompressed copy of a file, made once per size and time of change; the file itself
+    if it is not compressed.
+
+    Args:
+        path: file; compression is recognised by its first bytes.
+        progress: called with the fraction that is decompressed.
+
+    Raises:
+        DataError: the file is broken, the package ``zstandard`` is missing, or there is no space.
+    """
+    with open_data(path) as file:
+        head = file.read(4)
+    if not head.startswith((_GZIP, _ZSTD)):
+        return path
+    size = size_of(path)
+    key = hashlib.sha256(json.dumps([str(path), size, version_of(path)]).encode()).hexdigest()
+    target = cache_folder("decompressed") / f"{key[:32]}{data_suffix(path)}"
+    if target.is_file():
+        return target
+    try:
+        with open_data(path, SCAN_BLOCK) as source, written_file(target) as file:
+            is_gzip = head.startswith(_GZIP)
+            stream: Any = gzip.GzipFile(fileobj=source) if is_gzip else _zstd(source, path)
+            while block := stream.read(SCAN_BLOCK):
+                file.write(block)
+                if progress is not None:
+                    progress(source.tell() / max(size, 1))
+    except DataError:
+        raise
+    except OSError as error:
+        if not isinstance(error, gzip.BadGzipFile):
+            free = shutil.disk_usage(target.parent).free
+            raise DataError(
+                f"{path} cannot be decompressed into {target.parent}, which has {free:,} bytes "
+                f"free ({error}). Set RAYMM_CACHE to a folder with more space, or decompress the "
+                "file"
+            ) from None
+        raise _broken(path, error) from None
+    except (EOFError, zlib.error) as error:
+        raise _broken(path, error) from None
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":  # the package is optional
+            raise
+        raise _broken(path, error) from None
+    return target
+
+
+def _broken(path: DataPath, error: Exception) -> DataError:
+    return DataError(f"{path} is no whole compressed file ({error}); is it cut off?")
+
+
+def _zstd(source: BinaryIO, path: DataPath) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(
+            f"reading {path} needs the package zstandard: pip install 'raymm[zstd]'"
+        ) from None
+    return zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)

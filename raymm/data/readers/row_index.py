@@ -1,0 +1,317 @@
+"""One pass over the rows of a source: items per row, rows that cannot be used, and a summary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raymm.data.readers.cache import cache_folder, written_file
+from raymm.data.remote.path import size_of, version_of
+from raymm.data.samples.errors import DataError, RowError
+from raymm.data.samples.folders import MediaFolders
+from raymm.data.samples.row_media import MediaRules, items_of
+from raymm.data.samples.rows import ParsedRow, RowRules, parse_row
+
+if TYPE_CHECKING:
+    from raymm.data.readers.base import Reader, ReaderOptions
+
+# Columns in which rows have media, by kind.
+MEDIA_COLUMNS = {
+    "images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio",
+    "audio": "audio",
+}
+# Called with the rows read so far and the fraction of the data that they are.
+Progress = Callable[[int, float], None]
+# The index of sources of so many bytes is stored.
+LARGE_SOURCE = 2**26
+_REPORT_SECONDS, _LOG_SECONDS = 1.0, 10.0
+_VERSION = 1
+_COUNTS, _ARRAYS = "counts/", "arrays/"
+_LOGGER = logging.getLogger(__name__)
+
+
+class ProgressReport:
+    """Calls a progress function about once a second, or logs every ten seconds without one.
+
+    Args:
+        what: name of the source.
+        progress: the function.
+    """
+
+    def __init__(self, what: object, progress: Progress | None = None) -> None:
+        self._what, self._progress = what, progress
+        self._interval = _LOG_SECONDS if progress is None else _REPORT_SECONDS
+        self._last = time.monotonic()
+
+    def __call__(self, rows: int, fraction: float) -> None:
+        """Report.
+
+        Args:
+            rows: read so far.
+            fraction: of the source, 0 to 1.
+        """
+        now = time.monotonic()
+        if now - self._last < self._interval:
+            return
+        self._last = now
+        if self._progress is not None:
+            self._progress(rows, min(fraction, 1.0))
+        else:
+            _LOGGER.info("reading %s: %d rows, %.0f %%", self._what, rows, 100 * fraction)
+
+
+@dataclass
+class Survey:
+    """Summary of rows.
+
+    Attributes:
+        forms: row form -> rows.
+        columns: columns that rows have.
+        media: column of :data:`MEDIA_COLUMNS` -> items.
+        frames: those of these columns that have lists of lists.
+        inline: modality -> items inside of messages.
+        unused: columns that nothing uses -> the first row that has it.
+        tools, template, preferences: rows with tools, template arguments, two answers.
+    """
+
+    forms: Counter = field(default_factory=Counter)
+    columns: dict[str, None] = field(default_factory=dict)
+    media: Counter = field(default_factory=Counter)
+    frames: dict[str, None] = field(default_factory=dict)
+    inline: Counter = field(default_factory=Counter)
+    unused: dict[str, str] = field(default_factory=dict)
+    tools: int = 0
+    template: int = 0
+    preferences: int = 0
+
+    def add_media(self, counts: Mapping[str, np.ndarray]) -> None:
+        """Add the items of columns of media, by column."""
+        for column, values in counts.items():
+            if values.any():
+                self.media[column] += int(values.sum())
+
+    def add(self, parsed: ParsedRow, place: str) -> None:
+        """Add a row."""
+        self.forms[parsed.form] += 1
+        self.tools += parsed.text.tools is not None
+        self.template += bool(parsed.text.template)
+        self.preferences += parsed.text.preference is not None
+        for modality in parsed.inline:
+            self.inline[modality] += len(parsed.media[modality])
+        for name in parsed.unused:
+            self.unused.setdefault(name, place)
+
+
+class RowIndex:
+    """Index of the rows of a source.
+
+    Args:
+        options: of the reader.
+
+    Attributes:
+        counts: modality -> (rows,) int32 once finished.
+        bad: row -> why it cannot be used.
+        survey: of all rows that can be used.
+        arrays: what else the reader keeps, by name.
+    """
+
+    def __init__(self, options: ReaderOptions) -> None:
+        self._rules = options
+        self.counts: dict[str, Any] = {name: [] for name in options.modalities}
+        self.bad: dict[int, RowError] = {}
+        self.survey = Survey()
+        self.arrays: dict[str, np.ndarray] = {}
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def add(
+        self, row: Any, place: str, folders: MediaFolders,
+        counted: Mapping[str, int] | None = None,
+    ) -> None:
+        """Parse the next row and count its items.
+
+        Args:
+            row: column -> value, or the ``RowError`` of a row that cannot be read.
+            place: of the row.
+            folders: of its media.
+            counted: items of media columns by modality, where ``row`` has the other columns only.
+
+        Raises:
+            DataError: the row cannot be used, unless such rows are kept.
+        """
+        counts = dict.fromkeys(self.counts, 0)
+        try:
+            counts |= self._counted(row, place, folders, counted)
+        except RowError as error:
+            if not self._rules.skip:
+                where = f", file {error.file}" if error.file else ""
+                raise DataError(f"{place}{where}: {error.reason}") from None
+            self.bad[self._rows] = error
+        for modality, count in counts.items():
+            self.counts[modality].append(count)
+        self._rows += 1
+
+    def _counted(
+        self, row: Any, place: str, folders: MediaFolders, counted: Mapping[str, int] | None
+    ) -> dict[str, int]:
+        if isinstance(row, RowError):
+            raise row
+        rules = self._rules if counted is None else replace(self._rules, columns={})
+        parsed = parse_row(row, rules, folders, place)
+        if counted is None:
+            self.survey.columns |= dict.fromkeys(row)
+            if self._rules.survey:
+                self._add_media(row, MediaRules(folders, rules.limits))
+        counts = {modality: len(items) for modality, items in parsed.media.items()}
+        for modality, count in (counted or {}).items():
+            if count and counts.get(modality):
+                raise RowError(
+                    f"the row has {modality} items in column {self._rules.columns[modality]!r} and "
+                    "in parts of its messages; accepted: one of them"
+                )
+            counts[modality] = counts.get(modality, 0) + count
+        self.survey.add(parsed, place)
+        return counts
+
+    def _add_media(self, row: dict, rules: MediaRules) -> None:
+        for column in set(MEDIA_COLUMNS) - (self._rules.ignore_columns or frozenset()):
+            value = row.get(column)
+            frames = bool(value) and isinstance(value, list) and all(
+                isinstance(item, list) for item in value
+            )
+            count = len(items_of(value, column, rules, frames))
+            if count:
+                self.survey.media[column] += count
+            if frames:
+                self.survey.frames[column] = None
+
+    def add_counts(self, counts: Mapping[str, np.ndarray], rows: int, form: str) -> None:
+        """Add rows whose text is not read.
+
+        Args:
+            counts: modality -> (rows,) items.
+            rows: how many.
+            form: row form of all of them.
+        """
+        for modality, values in self.counts.items():
+            values.extend(counts.get(modality, np.zeros(rows, np.int32)).tolist())
+        self.survey.forms[form] += rows
+        self._rows += rows
+
+    def finish(self, **arrays: Any) -> RowIndex:
+        """Make arrays of what was collected.
+
+        Args:
+            arrays: by name, what else the reader keeps.
+        """
+        self.counts = {name: np.asarray(c, dtype=np.int32) for name, c in self.counts.items()}
+        self.arrays = {name: np.asarray(values) for name, values in arrays.items()}
+        return self
+
+
+def check_unused(survey: Survey, rules: RowRules, source: object) -> None:
+    """Refuse columns that nothing uses.
+
+    Args:
+        survey: of the rows.
+        rules: which columns may be unused.
+        source: for the error.
+
+    Raises:
+        DataError: names the columns, and what to do.
+    """
+    if rules.ignore_columns is None:
+        return
+    unused = [name for name in survey.unused if name not in rules.ignore_columns]
+    if not unused:
+        return
+    hints = [
+        f"{name!r} holds media: data.modalities: {{{MEDIA_COLUMNS[name]}: {{column: {name}}}}}"
+        for name in unused if name in MEDIA_COLUMNS
+    ]
+    forms = ", ".join(repr(form) for form, _ in survey.forms.most_common())
+    raise DataError(
+        f"{source}: columns {unused} are not used (row form {forms}, first at "
+        f"{survey.unused[unused[0]]}). List them in data.ignore_columns, or name what they are in "
+        "the columns of the source: {path: ..., columns: {messages: NAME}}"
+        + "".join(f". {hint}" for hint in hints)
+    )
+
+
+def stored_index(
+    reader: Reader, build: Callable[[], RowIndex], files: Sequence[Any]
+) -> RowIndex:
+    """Return the stored index of a large source, or build it, and store it.
+
+    Args:
+        reader: whose options the index depends on.
+        build: reads all rows.
+        files: of the source.
+    """
+    if sum(size_of(file) for file in files) < LARGE_SOURCE:
+        return build()
+    options = reader.options
+    content = {
+        "version": _VERSION, "reader": type(reader).__name__, "path": str(reader.path),
+        "files": [[str(file), size_of(file), version_of(file)] for file in files],
+        "options": {
+            **asdict(options), "frames": sorted(options.frames),
+            "ignore_columns":
+                None if options.ignore_columns is None else sorted(options.ignore_columns),
+        },
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path = cache_folder("indexes") / f"{digest}.npz"
+    index = _load(path, options)
+    if index is None:
+        index = build()
+        with written_file(path) as file:
+            np.savez_compressed(file, **_to_arrays(index))
+    return index
+
+
+def _to_arrays(index: RowIndex) -> dict[str, Any]:
+    survey = asdict(index.survey)
+    bad = [[row, e.reason, e.column, e.file] for row, e in index.bad.items()]
+    return {
+        "summary": np.array(json.dumps({"survey": survey, "bad": bad, "rows": len(index)})),
+        **{_COUNTS + name: values for name, values in index.counts.items()},
+        **{_ARRAYS + name: values for name, values in index.arrays.items()},
+    }
+
+
+def _load(path: Any, options: ReaderOptions) -> RowIndex | None:
+    try:
+        # The checksums of the file are compared while the arrays are read.
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        summary = json.loads(str(arrays["summary"]))
+        index = RowIndex(options)
+        index.counts = {name: arrays[_COUNTS + name] for name in index.counts}
+        index.arrays = {
+            name.removeprefix(_ARRAYS): values for name, values in arrays.items()
+            if name.startswith(_ARRAYS)
+        }
+        index.bad = {
+            row: RowError(reason, column, file) for row, reason, column, file in summary["bad"]
+        }
+        survey = summary["survey"]
+        for name in ("forms", "media", "inline"):
+            survey[name] = Counter(survey[name])
+        index.survey = Survey(**survey)
+        index._rows = summary["rows"]
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error):
+        return None
+    return index

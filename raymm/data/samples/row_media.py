@@ -1,0 +1,292 @@
+"""Media of a row: items of a column, and items inside the parts of messages."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raymm.data.remote.urls import is_url
+from raymm.data.samples.errors import RowError
+from raymm.data.samples.folders import MediaFolders
+from raymm.data.samples.headers import OTHER, kind_of
+from raymm.data.samples.limits import Limits
+from raymm.data.samples.media import Media, MediaBytes, MediaRange
+
+# Longest path that Linux accepts.
+LONGEST_PATH = 4096
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+# Base64 is recognised by its first bytes, so a text must be long enough not to be a path.
+_SHORTEST_BASE64, _HEAD_CHARACTERS = 64, 1024
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+# Part types of OpenAI and others -> kind.
+_KINDS = {
+    "image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio",
+    "input_audio": "audio",
+}
+_ITEM_KEYS = ("path", "url", "base64", "bytes")
+
+
+@dataclass(frozen=True)
+class MediaRules:
+    """What the media of a row may be.
+
+    Attributes:
+        folders: where files may lie.
+        limits: sizes of items.
+        place: place of the row, part of the name of items without a path.
+        frames: modalities whose items are lists of frames.
+        parts: type of a message part -> modality.
+    """
+
+    folders: MediaFolders
+    limits: Limits = Limits()
+    place: str = ""
+    frames: frozenset[str] = frozenset()
+    parts: Mapping[str, str] | None = None
+
+
+def items_of(
+    value: object, column: str, rules: MediaRules, frames: bool = False
+) -> tuple[Media, ...]:
+    """Return the items of a media column.
+
+    Args:
+        value: a path, bytes, base64 of a known format, a ``data:`` URI, {"path", "bytes", "url"}
+            as ``datasets`` stores media, a ``MediaRange``, a list of such, or None / "" / [] for
+            none.
+        column: for errors.
+        rules: folders and limits.
+        frames: every item is made of frames: a list is one item, a list of lists several.
+
+    Raises:
+        RowError: anything else, or an item above a limit.
+        OutsideError: a path that leaves the folders.
+    """
+    if value is None or (isinstance(value, str | list | tuple) and not value):
+        return ()
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if frames:
+        groups: list[Any] = values if all(isinstance(v, list) for v in values) else [values]
+        if not all(groups):
+            raise RowError(f"column {column!r} has an item without frames", column)
+        return tuple(
+            _frames(group, column, rules, f"{rules.place}.{column}[{number}]")
+            for number, group in enumerate(groups)
+        )
+    return tuple(
+        _item(source, column, rules, f"{rules.place}.{column}[{number}]")
+        for number, source in enumerate(values)
+    )
+
+
+class PartMedia:
+    """Collector of the media inside of message parts.
+
+    Args:
+        rules: folders, limits and modalities.
+        column: column of the messages, for errors.
+
+    Attributes:
+        items: modality -> items, in the order of the parts.
+        unused: keys of parts that nothing uses.
+    """
+
+    def __init__(self, rules: MediaRules, column: str) -> None:
+        self.items: dict[str, list[Media]] = {}
+        self.unused: set[str] = set()
+        self._rules, self._column = rules, column
+        self._places: dict[str, int] = {}
+
+    def take(self, messages: list[dict]) -> list[dict]:
+        """Return the messages with places instead of items: ``{"type": "image"}``.
+
+        Raises:
+            RowError: an item that cannot be used, or whose modality is not configured.
+        """
+        return [
+            {
+                **message,
+                "content": [
+                    self._part(part, f"{self._column}[{number}].content[{at}]")
+                    for at, part in enumerate(message["content"])
+                ],
+            }
+            if isinstance(message["content"], list) else message
+            for number, message in enumerate(messages)
+        ]
+
+    def _part(self, part: dict, where: str) -> dict:
+        given = {key: value for key, value in part.items() if value is not None and key != "type"}
+        if part["type"] == "text":
+            self.unused |= set(given) - {"text"}
+            return {"type": "text", "text": part["text"]}
+        kind = _KINDS.get(part["type"], part["type"])
+        names = (part["type"], kind, f"{kind}_url", *_ITEM_KEYS)
+        sources = {key: given[key] for key in names if given.get(key) not in (None, "", [])}
+        parts = self._rules.parts or {}
+        place = part["type"] if part["type"] in parts else kind
+        self._check_index(given.get("index"), place, where, bool(sources))
+        self.unused |= {
+            key for key, value in given.items()
+            if key not in (*names, "index") and (key, value) != ("text", "")
+        }
+        if not sources:
+            return {"type": place}
+        if place not in parts:
+            raise RowError(
+                f"{where} has an item of type {part['type']!r}, and no modality takes it; accepted "
+                f"types: {sorted(parts) or 'none'}. Name the modality in data.modalities",
+                self._column,
+            )
+        modality = parts[place]
+        item = self._item(sources, modality, where)
+        self.items.setdefault(modality, []).append(item)
+        return {"type": place}
+
+    def _check_index(self, index: Any, place: str, where: str, inline: bool) -> None:
+        """Compare the number that a place gives of its item."""
+        if inline:
+            return
+        number = self._places.get(place, 0)
+        self._places[place] = number + 1
+        if index is not None and index != number:
+            raise RowError(
+                f"{where} is the place of item {index!r} of its column, and it is place {number} "
+                "of the row; accepted: places in the order of the items", self._column,
+            )
+
+    def _item(self, sources: dict[str, Any], modality: str, where: str) -> Media:
+        names = set(sources)
+        value: Any = sources if names <= set(_ITEM_KEYS) else None
+        if len(sources) == 1 and value is None:
+            (value,) = sources.values()
+        if value is None:
+            raise RowError(
+                f"{where} has {sorted(names)}; accepted: one of them", self._column
+            )
+        if isinstance(value, dict):
+            settings = set(value) - {*_ITEM_KEYS, "data", "format"}
+            self.unused |= {key for key in settings if value[key] is not None}
+            value = {key: value[key] for key in value if key not in settings}
+        name = f"{self._rules.place}.{where}"
+        if isinstance(value, list | tuple):
+            return _frames(list(value), self._column, self._rules, name)
+        item = _item(value, self._column, self._rules, name)
+        return (item,) if modality in self._rules.frames else item
+
+
+def _frames(values: list, column: str, rules: MediaRules, name: str) -> tuple[Media, ...]:
+    return tuple(
+        _item(value, column, rules, f"{name}[{frame}]") for frame, value in enumerate(values)
+    )
+
+
+def _item(value: object, column: str, rules: MediaRules, name: str) -> Media:
+    if isinstance(value, str) and value:
+        return _from_text(value, column, rules, name)
+    if isinstance(value, bytes):
+        return MediaBytes(name, value)
+    if isinstance(value, MediaRange):
+        return value
+    if isinstance(value, dict):
+        given = {key: item for key, item in value.items() if item is not None}
+        if "data" in given and set(given) <= {"data", "format"}:  # OpenAI's input_audio
+            given = {"bytes": given["data"]}
+        if set(given) <= set(_ITEM_KEYS) and isinstance(value, dict):
+            return _from_dict(given, column, rules, name)
+    raise RowError(
+        f"column {column!r} must be a path or a list of paths (or bytes, or {{'path', 'bytes'}}), "
+        f"got {_short(value)}",
+        column,
+    )
+
+
+def _from_dict(given: Mapping[str, Any], column: str, rules: MediaRules, name: str) -> Media:
+    path, data = given.get("path"), given.get("bytes", given.get("base64"))
+    if isinstance(data, str):
+        data = _decoded(data, column, rules.limits)
+    if isinstance(data, bytes):
+        return MediaBytes(f"{name} {path!r}" if path else name, data)
+    source = given.get("url", path)
+    if data is None and isinstance(source, str) and source:
+        return _from_text(source, column, rules, name)
+    if data is None and not source:
+        raise RowError(f"column {column!r} has an item with neither 'bytes' nor 'path'", column)
+    raise RowError(
+        f"column {column!r} has an item whose 'bytes' are {type(data).__name__} and whose path is "
+        f"{type(source).__name__}; accepted: bytes or base64, or a path", column,
+    )
+
+
+def _from_text(text: str, column: str, rules: MediaRules, name: str) -> Media:
+    if match := _DATA_URI.match(text):
+        return MediaBytes(name, _decoded(text[match.end() :], column, rules.limits))
+    if _is_base64_media(text):
+        return MediaBytes(name, _decoded(text, column, rules.limits))
+    text = text.removeprefix("file://")
+    _check_path(text, column)
+    return rules.folders.path(text, column)
+
+
+def _is_base64_media(text: str) -> bool:
+    """Whether a text is base64 of a known format, by its length and first bytes."""
+    if len(text) < _SHORTEST_BASE64 or len(text.rstrip()) % 4:
+        return False
+    head = text[:_HEAD_CHARACTERS]
+    if not _BASE64.fullmatch(head) or not _BASE64.fullmatch(text):
+        return False
+    head = "".join(head.split())
+    try:
+        data = base64.b64decode(head[: len(head) // 4 * 4])
+    except ValueError:
+        return False
+    return kind_of(io.BytesIO(data)) != OTHER
+
+
+def _decoded(text: str, column: str, limits: Limits) -> bytes:
+    """Decode base64, with or without padding and line ends.
+
+    Raises:
+        RowError: the text is not base64, or its bytes are above the limit.
+    """
+    size = len(text) * 3 // 4
+    if size > limits.max_item_bytes + 4:
+        raise RowError(
+            f"it has {size:,} bytes, above data.max_item_bytes ({limits.max_item_bytes:,})", column
+        )
+    text = "".join(text.split()).rstrip("=")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except ValueError as error:
+        raise RowError(f"column {column!r} has base64 that is broken: {error}", column) from None
+
+
+def _check_path(value: str, column: str) -> None:
+    """
+    Raises:
+        RowError: a text that cannot be the path of a file.
+    """
+    if value.startswith("data:"):
+        what, cure = "a data: URI without base64", "accepted: data:TYPE;base64,..."
+    elif (match := _URL.match(value)) is not None and not is_url(value):
+        what, cure = f"a {match[1]} URL", "it is not fetched: download it, and give its path"
+    elif len(value) > LONGEST_PATH:
+        what = f"a text of {len(value):,} characters, which is no path"
+        cure = "it is not base64 of a known format either; accepted: a path, bytes or base64"
+    elif "\0" in value:
+        what, cure = "a path with a null character", "give the path of a file"
+    elif not value:
+        what, cure = "an empty path", "give the path of a file"
+    else:
+        return
+    raise RowError(f"column {column!r} has {what} ({value[:60]!r}); {cure}", column)
+
+
+def _short(value: object) -> str:
+    keys = f" with {sorted(map(str, value))}" if isinstance(value, dict) else ""
+    return type(value).__name__ + keys
