@@ -57,7 +57,10 @@ def _heldout_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
-    columns = {name: source.columns.get(name, column) for name, column in config.columns.items()}
+    columns = {
+        name: source.columns.get(name, modality.column)
+        for name, modality in config.modalities.items()
+    }
     return ReaderOptions(
         name=source.name or "",
         columns={name: column for name, column in columns.items() if column is not None},

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from raymm.data.readers.base import ReaderOptions
+from raymm.data.readers.options import ReaderOptions
 from raymm.data.readers.row_index import MEDIA_COLUMNS, RowIndex
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
-from raymm.data.samples.row_forms import FORMS
+from raymm.data.samples.row_forms import FORMS, RENAME, accepted_columns
 
 # Roles whose value may be messages; as a string, JSON.
 _MESSAGES = (
@@ -63,33 +63,30 @@ def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPl
     def column(role: str) -> str:
         return options.text_columns.get(role, role)
 
-    there = {name for name in present if name not in media or name in options.text_columns.values()}
+    own = set(options.text_columns.values())
+    texts = {name for name in present if name not in media or name in own}
     names = list(FORMS) if options.row_form is None else [options.row_form]
     forms = [
-        form for form in names if all(column(role) in there for role in FORMS[form].required)
+        form for form in names if all(column(role) in texts for role in FORMS[form].required)
     ]
     if not forms:
-        needed = "; ".join(
-            " and ".join(repr(column(role)) for role in FORMS[form].required) for form in names
-        )
         raise DataError(
-            f"{where} needs columns of a row form: {needed}; its columns are "
-            f"{sorted(schema.names)}. If they have other names, set them: "
-            "columns: {messages: NAME}"
+            f"{where} needs columns {accepted_columns(column, names)}; its columns are "
+            f"{sorted(schema.names)}{RENAME}"
         )
-    known = set().union(*(options.form_columns(form) for form in forms))
+    needed = set().union(*(options.form_columns(form) for form in forms))
     roles = {
         role for form in forms for role in (*FORMS[form].required, *FORMS[form].optional)
-        if column(role) in there
+        if column(role) in texts
     }
     scan = options.survey or len(forms) > 1 or any(
         _may_hold_media(schema.field(column(role)).type, role) for role in roles
     )
     return ColumnPlan(
-        [name for name in present if name in known or name in media],
-        [name for name in present if name in known and name in there],
+        [name for name in present if name in needed or name in media],
+        [name for name in present if name in needed and name in texts],
         media, scan, forms,
-        [name for name in present if name not in known and name not in media],
+        [name for name in present if name not in needed and name not in media],
     )
 
 

@@ -6,42 +6,27 @@ A subclass says how rows of its format are found; text, media and errors are tre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from raymm.data.readers.compressed import COMPRESSED
-from raymm.data.readers.row_index import Progress, ProgressReport, RowIndex, Survey, check_unused
+from raymm.data.readers.options import ReaderOptions
+from raymm.data.readers.row_index import (
+    Progress,
+    ProgressReport,
+    RowIndex,
+    Survey,
+    check_unused,
+    stored_index,
+)
 from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.errors import DataError, RowError, SampleError
 from raymm.data.samples.folders import MediaFolders, OutsideError
-from raymm.data.samples.rows import ID, TEXT_ROLES, RowRules, parse_row
+from raymm.data.samples.rows import ID, TEXT_ROLES, parse_row
 from raymm.data.samples.sample import Sample
-
-
-@dataclass(frozen=True)
-class ReaderOptions(RowRules):
-    """What a reader needs to know besides the path.
-
-    Attributes:
-        name: of the source; every sample carries it.
-        media_folders: where rows may name files, besides the source's own folder.
-        subset, split, revision: of a data set by name
-            (:class:`raymm.data.readers.hub_dataset.HubDataset`).
-        skip: keep rows that cannot be used, and raise only when they are read.
-        survey: read all rows while opening, and look for media in the usual columns
-            (:mod:`raymm.data.readers.detect`).
-    """
-
-    name: str = ""
-    media_folders: tuple[str, ...] = ()
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    skip: bool = False
-    survey: bool = False
 
 
 class Reader(ABC):
@@ -182,6 +167,10 @@ class Reader(ABC):
 
     def _sample_error(self, sample_id: str, place: str, error: RowError) -> SampleError:
         return SampleError(sample_id, error.file, error.reason, error.column, place)
+
+    def _stored(self, build: Callable[[], RowIndex]) -> RowIndex:
+        """The stored index of a large source, or a new one."""
+        return stored_index((type(self).__name__, str(self.path)), self.options, self.files, build)
 
     def _use(self, index: RowIndex) -> None:
         """Take the counts, the bad rows and the summary of an index."""

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from raymm.data.readers.cache import cache_folder, written_file
 from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, size_of, version_of
 from raymm.data.samples.errors import DataError
+from raymm.packages import require
 
 COMPRESSED = (".gz", ".zst")
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -36,7 +37,8 @@ def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) 
         progress: called with the fraction that is decompressed.
 
     Raises:
-        DataError: the file is broken, the package ``zstandard`` is missing, or there is no space.
+        DataError: the file is broken, or there is no space.
+        PackageError: the package ``zstandard`` is missing.
     """
     with open_data(path) as file:
         head = file.read(4)
@@ -55,8 +57,6 @@ def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) 
                 file.write(block)
                 if progress is not None:
                     progress(source.tell() / max(size, 1))
-    except DataError:
-        raise
     except OSError as error:
         if not isinstance(error, gzip.BadGzipFile):
             free = shutil.disk_usage(target.parent).free
@@ -80,10 +80,5 @@ def _broken(path: DataPath, error: Exception) -> DataError:
 
 
 def _zstd(source: BinaryIO, path: DataPath) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(
-            f"reading {path} needs the package zstandard: pip install 'raymm[zstd]'"
-        ) from None
+    zstandard = require("zstandard", "zstd", f"reading {path}")
     return zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)

@@ -12,7 +12,7 @@ from raymm.data.readers.arrow_rows import (
     row_of,
 )
 from raymm.data.readers.base import Reader
-from raymm.data.readers.row_index import ProgressReport, RowIndex, stored_index
+from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import DataPath, RemotePath
 from raymm.data.samples.errors import DataError
 from raymm.packages import require
@@ -52,7 +52,7 @@ class DatasetsFolder(Reader):
         plan = plan_columns(rows.features.arrow_schema, self.options, self.path)
         self._used = plan.used
         if plan.scan:
-            self._use(stored_index(self, lambda: self._build(rows, plan, report), self.files))
+            self._use(self._stored(lambda: self._build(rows, plan, report)))
         else:
             self._use(self._build(rows, plan, report))
         for name in plan.unused:

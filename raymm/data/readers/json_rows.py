@@ -14,7 +14,7 @@ import numpy as np
 from raymm.data.readers.base import Reader
 from raymm.data.readers.compressed import plain_file
 from raymm.data.readers.files import DESCRIPTIONS, find_files
-from raymm.data.readers.row_index import ProgressReport, RowIndex, stored_index
+from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, read_range, size_of
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
@@ -42,7 +42,7 @@ class JsonDataset(Reader):
             files = [file for file in files if file.name not in DESCRIPTIONS]
         self.files = files
         self._plain = [plain_file(file, lambda part: report(0, part)) for file in files]
-        index = stored_index(self, lambda: self._build(report), self.files)
+        index = self._stored(lambda: self._build(report))
         self._ranges, self._places = index.arrays["ranges"], index.arrays["places"]
         self._arrays = index.arrays["arrays"]
         self._use(index)

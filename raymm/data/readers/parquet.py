@@ -17,7 +17,7 @@ from raymm.data.readers.arrow_rows import (
 )
 from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
-from raymm.data.readers.row_index import ProgressReport, RowIndex, stored_index
+from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import DataPath
 from raymm.data.samples.errors import DataError, RowError
 from raymm.packages import require
@@ -68,7 +68,7 @@ class ParquetDataset(Reader):
         if not len(self):
             raise DataError(f"data file {self.path} has no samples")
         if any(plan.scan for plan in plans):
-            self._use(stored_index(self, lambda: self._build(plans, report), self.files))
+            self._use(self._stored(lambda: self._build(plans, report)))
         else:
             self._use(self._build(plans, report))
         for plan, path in zip(plans, self.files, strict=True):

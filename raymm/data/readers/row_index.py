@@ -11,19 +11,17 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from raymm.data.readers.cache import cache_folder, written_file
-from raymm.data.remote.path import size_of, version_of
+from raymm.data.readers.options import ReaderOptions
+from raymm.data.remote.path import DataPath, size_of, version_of
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.row_media import MediaRules, items_of
 from raymm.data.samples.rows import ParsedRow, RowRules, parse_row
-
-if TYPE_CHECKING:
-    from raymm.data.readers.base import Reader, ReaderOptions
 
 # Columns in which rows have media, by kind.
 MEDIA_COLUMNS = {
@@ -251,25 +249,26 @@ def check_unused(survey: Survey, rules: RowRules, source: object) -> None:
 
 
 def stored_index(
-    reader: Reader, build: Callable[[], RowIndex], files: Sequence[Any]
+    source: Sequence[str], options: ReaderOptions, files: Sequence[DataPath],
+    build: Callable[[], RowIndex],
 ) -> RowIndex:
     """Return the stored index of a large source, or build it, and store it.
 
     Args:
-        reader: whose options the index depends on.
-        build: reads all rows.
+        source: kind of reader and path.
+        options: of the reader.
         files: of the source.
+        build: reads all rows.
     """
-    if sum(size_of(file) for file in files) < LARGE_SOURCE:
+    if sum(map(size_of, files)) < LARGE_SOURCE:
         return build()
-    options = reader.options
+    ignored = options.ignore_columns
     content = {
-        "version": _VERSION, "reader": type(reader).__name__, "path": str(reader.path),
+        "version": _VERSION, "source": list(source),
         "files": [[str(file), size_of(file), version_of(file)] for file in files],
         "options": {
             **asdict(options), "frames": sorted(options.frames),
-            "ignore_columns":
-                None if options.ignore_columns is None else sorted(options.ignore_columns),
+            "ignore_columns": None if ignored is None else sorted(ignored),
         },
     }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -7,7 +7,7 @@ A form is found by the columns that a row has (:func:`find_form`). Columns go by
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from raymm.data.samples.sample import Preference
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+# What errors say where no form fits.
+RENAME = ". If its columns have other names, set them: columns: {messages: NAME}"
 # Columns that every form of messages may have.
 _CHAT = ("system", "tools", "chat_template_kwargs")
 
@@ -126,14 +128,20 @@ def find_form(values: RoleValues, name: str | None, present: list[str]) -> str:
     for form, (required, *_) in FORMS.items():
         if all(role in values for role in required):
             return form
-    forms = "; ".join(
-        " and ".join(repr(values.column(role)) for role in form.required)
-        for form in FORMS.values()
-    )
-    raise RowError(
-        f"no row form fits: it has {present}; accepted: {forms}. If its columns have other names, "
-        "set them: columns: {messages: NAME}"
-    )
+    raise RowError(f"a sample needs {accepted_columns(values.column)}; it has {present}{RENAME}")
+
+
+def accepted_columns(column: Callable[[str], str], names: Sequence[str] = ()) -> str:
+    """Return the columns of row forms, for errors.
+
+    Args:
+        column: from a role to its column.
+        names: of the forms; all of them if empty.
+    """
+    columns = [
+        " and ".join(repr(column(role)) for role in FORMS[name].required) for name in names or FORMS
+    ]
+    return " (or ".join([columns[0], ", ".join(columns[1:])]) + ")" if columns[1:] else columns[0]
 
 
 def convert_row(values: RoleValues, form: str) -> RowText:
@@ -288,17 +296,17 @@ def _from_query(values: RoleValues) -> RowText:
 
 def _history(values: RoleValues) -> list[dict]:
     """Earlier turns: a list of [question, answer]."""
-    turns, column = values.parsed("history") or [], values.column("history")
-    pairs = isinstance(turns, list) and all(
-        isinstance(turn, list | tuple) and len(turn) == 2
-        and all(isinstance(text, str) for text in turn)
-        for turn in turns
+    history, column = values.parsed("history") or [], values.column("history")
+    is_pairs = isinstance(history, list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2
+        and all(isinstance(text, str) for text in pair)
+        for pair in history
     )
-    if not pairs:
+    if not is_pairs:
         raise RowError(f"{column!r} must be a list of [question, answer], both texts", column)
     return [
         {"role": role, "content": text}
-        for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)
+        for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
 
 

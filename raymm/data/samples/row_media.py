@@ -121,18 +121,18 @@ class PartMedia:
         ]
 
     def _part(self, part: dict, where: str) -> dict:
-        given = {key: value for key, value in part.items() if value is not None and key != "type"}
+        fields = {key: value for key, value in part.items() if value is not None and key != "type"}
         if part["type"] == "text":
-            self.unused |= set(given) - {"text"}
+            self.unused |= set(fields) - {"text"}
             return {"type": "text", "text": part["text"]}
         kind = _KINDS.get(part["type"], part["type"])
         names = (part["type"], kind, f"{kind}_url", *_ITEM_KEYS)
-        sources = {key: given[key] for key in names if given.get(key) not in (None, "", [])}
+        sources = {key: fields[key] for key in names if fields.get(key) not in (None, "", [])}
         parts = self._rules.parts or {}
         place = part["type"] if part["type"] in parts else kind
-        self._check_index(given.get("index"), place, where, bool(sources))
+        self._check_index(fields.get("index"), place, where, bool(sources))
         self.unused |= {
-            key for key, value in given.items()
+            key for key, value in fields.items()
             if key not in (*names, "index") and (key, value) != ("text", "")
         }
         if not sources:
@@ -194,11 +194,11 @@ def _item(value: object, column: str, rules: MediaRules, name: str) -> Media:
     if isinstance(value, MediaRange):
         return value
     if isinstance(value, dict):
-        given = {key: item for key, item in value.items() if item is not None}
-        if "data" in given and set(given) <= {"data", "format"}:  # OpenAI's input_audio
-            given = {"bytes": given["data"]}
-        if set(given) <= set(_ITEM_KEYS) and isinstance(value, dict):
-            return _from_dict(given, column, rules, name)
+        fields = {key: item for key, item in value.items() if item is not None}
+        if "data" in fields and set(fields) <= {"data", "format"}:  # OpenAI's input_audio
+            fields = {"bytes": fields["data"]}
+        if set(fields) <= set(_ITEM_KEYS) and isinstance(value, dict):
+            return _from_dict(fields, column, rules, name)
     raise RowError(
         f"column {column!r} must be a path or a list of paths (or bytes, or {{'path', 'bytes'}}), "
         f"got {_short(value)}",
@@ -206,13 +206,13 @@ def _item(value: object, column: str, rules: MediaRules, name: str) -> Media:
     )
 
 
-def _from_dict(given: Mapping[str, Any], column: str, rules: MediaRules, name: str) -> Media:
-    path, data = given.get("path"), given.get("bytes", given.get("base64"))
+def _from_dict(fields: Mapping[str, Any], column: str, rules: MediaRules, name: str) -> Media:
+    path, data = fields.get("path"), fields.get("bytes", fields.get("base64"))
     if isinstance(data, str):
         data = _decoded(data, column, rules.limits)
     if isinstance(data, bytes):
         return MediaBytes(f"{name} {path!r}" if path else name, data)
-    source = given.get("url", path)
+    source = fields.get("url", path)
     if data is None and isinstance(source, str) and source:
         return _from_text(source, column, rules, name)
     if data is None and not source:

@@ -117,7 +117,8 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
         if items:
             media[modality] = items
     used = rules.form_columns(form) | set(rules.columns.values())
-    unused = (set(present) - used | parts.unused) - ignored
+    names = {str(key) for key, value in row.items() if value not in (None, "", [], {})}
+    unused = (names - used | parts.unused) - ignored
     return ParsedRow(form, text, media, frozenset(parts.items), frozenset(unused), column)
 
 

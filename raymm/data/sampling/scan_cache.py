@@ -15,7 +15,7 @@ from raymm.data.samples.config import DataConfig
 from raymm.data.samples.text import processor_folder
 from raymm.data.sampling.scan_result import SampleScan
 
-_VERSION = 1
+_VERSION = 2
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe")
 _LENGTHS, _HEADERS = "counts/", "items/"
 
@@ -42,6 +42,7 @@ def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
             "files": [[str(f), size_of(f), version_of(f)] for f in reader.files],
             "columns": reader.columns,
             "text_columns": dict(reader.options.text_columns),
+            "row_form": reader.options.row_form,
         }
         | ({"rows": reader.digest} if isinstance(reader, Repeated) else {})
         for reader in readers

@@ -42,7 +42,7 @@ def test_a_path_a_source_or_a_list_of_both():
         ([{"path": "a", "repeat": 0}], r"train.0.repeat"),
         ([{"path": "a", "repeat": float("inf")}], r"train.0.repeat"),
         ([{"path": "a", "columns": {"vison": "x"}}],
-         r"train.0.columns: unknown key 'vison'; accepted: text, messages, .*, id, vision"),
+         r"train.0.columns: unknown key 'vison'; accepted: text, messages, .*, id, .*, vision"),
         ([{"path": "a", "columns": {"text": None}}], r"'text' needs the name of a column"),
         ([{"path": "a", "name": "n"}, {"path": "b", "name": "n"}], "two sources have the name 'n'"),
     ],
@@ -59,7 +59,7 @@ def test_a_run_configurations_errors_list_what_is_accepted():
     }
     message = (
         r"data.train.0.colum: unknown key; did you mean data.train.0.columns.*"
-        "accepted: columns, format, name, path, repeat"
+        "accepted: columns, format, ignore_columns, name, path, repeat"
     )
     with pytest.raises(ConfigError, match=message):
         parse_config(values)

@@ -153,9 +153,9 @@ def test_rows_without_text_are_sample_errors_in_parquet(tmp_path):
     path = parquet(tmp_path, {"id": ["a", "b"], "text": ["x", None]})
     dataset = ParquetDataset(path)
     assert dataset[0].text == "x"
-    with pytest.raises(SampleError, match=r"'b' \(.*x.parquet\[1\]\).*needs 'messages' or 'text'"):
+    with pytest.raises(SampleError, match=r"'b' \(.*x.parquet\[1\]\).*needs 'messages' \(or"):
         dataset[1]
-    with pytest.raises(DataError, match="needs a column 'messages' or 'text'.*'caption'"):
+    with pytest.raises(DataError, match=r"needs columns 'messages' \(or .*'text'\).*'caption'"):
         ParquetDataset(parquet(tmp_path, {"caption": ["x"]}))
 
 
@@ -226,7 +226,7 @@ def test_members_of_one_key_are_one_sample(tmp_path):
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("1.png", b"")], r"s.tar\[1\]: a sample needs 'messages' or 'text'"),
+        ([("1.png", b"")], r"s.tar\[1\]: a sample needs 'messages' \(or"),
         ([("1.json", b"[]")], "must be a JSON object, got list"),
         ([("1.json", b"{")], "is not json"),
         ([("1.txt", b"\xff")], "is not txt"),
@@ -272,7 +272,7 @@ def test_datasets_folders_say_their_splits_and_are_checked(tmp_path):
         DatasetsFolder(tmp_path)
     caption = datasets.Dataset.from_dict({"caption": ["a"]})
     caption.save_to_disk(tmp_path / "c")
-    with pytest.raises(DataError, match="'messages' or 'text'.*'caption'"):
+    with pytest.raises(DataError, match=r"'messages' \(or .*'text'\).*'caption'"):
         open_source(tmp_path / "c")
     shuffled = one.select([1, 0, 1])
     shuffled.save_to_disk(tmp_path / "e")
@@ -299,7 +299,7 @@ def test_formats_are_told_by_suffix_or_said(tmp_path):
     with pytest.raises(DataError, match=r"format must be one of .*'tar'.*got 'csv'"):
         open_source(tmp_path / "rows.txt", "csv")
     write_parquet(tmp_path, 4)
-    with pytest.raises(DataError, match=r"\['parquet', 'tar'\]; say 'format'"):
+    with pytest.raises(DataError, match=r"\['json', 'parquet', 'tar'\]; set 'format'"):
         open_source(tmp_path)
 
 
@@ -353,8 +353,9 @@ def test_lists_of_parts_come_from_parquet_as_from_json(tmp_path):
              {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]
     pq.write_table(pa.table({"messages": [turns]}), tmp_path / "p.parquet")
     (tmp_path / "j.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    assert open_source(tmp_path / "p.parquet")[0].messages == turns
-    assert open_source(tmp_path / "j.jsonl")[0].messages == turns
+    expected = [{**turns[0], "content": [{"type": "image"}, turns[0]["content"][1]]}, turns[1]]
+    assert open_source(tmp_path / "p.parquet")[0].messages == expected
+    assert open_source(tmp_path / "j.jsonl")[0].messages == expected
     # Sequence({...}) of datasets is a dict of lists.
     old = {"role": ["user", "assistant"], "content": ["hi", "yes"]}
     (tmp_path / "o.jsonl").write_text(json.dumps({"messages": old}) + "\n")

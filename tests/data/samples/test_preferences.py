@@ -9,7 +9,8 @@ from trl.data_utils import maybe_extract_prompt
 from raymm.data import DataConfig, SampleError, open_split
 from raymm.data.loading.builder import StepBuilder
 from raymm.data.samples.errors import RowError
-from raymm.data.samples.rows import text_of
+from raymm.data.samples.folders import MediaFolders
+from raymm.data.samples.rows import RowRules, parse_row
 
 USER, CAT, DOG = (
     {"role": role, "content": content}
@@ -75,11 +76,11 @@ def test_pairs_stay_together(tmp_path):
     ({"chosen": "a", "rejected": "cat"}, "'chosen' is a text"),
     ({"chosen": [USER, CAT], "rejected": [USER, CAT]}, "must begin with the same messages"),
     ({"chosen": [CAT], "rejected": [DOG]}, "must begin with the same messages"),
-    ({"chosen": [CAT]}, "or 'prompt', 'chosen' and 'rejected'"),
+    ({"chosen": [CAT]}, "'chosen' and 'rejected'"),
 ])  # fmt: skip
-def test_rows_that_are_none(row, says):
+def test_rows_that_are_none(tmp_path, row, says):
     with pytest.raises(RowError) as error:
-        text_of(row, {})
+        parse_row(row, RowRules(), MediaFolders(tmp_path))
     assert says in error.value.reason
 
 

@@ -9,21 +9,25 @@ from sample_files import build_tokenizer
 from raymm.data import DataError, JsonDataset, Sample, SampleError
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
-from raymm.data.samples.rows import items_of, text_of
+from raymm.data.samples.row_media import MediaRules, items_of
+from raymm.data.samples.rows import RowRules, parse_row
 from raymm.data.samples.text import TextEncoder, check_vocabulary
 
 
 @pytest.mark.parametrize(("row", "parts"), [
-    ({"conversations": []}, ["'conversations'", "columns: {messages: conversations}"]),
+    ({"conversations": []}, ["'conversations'", "at least one message"]),
+    ({"turns": []}, ["['turns']", "columns: {messages: NAME}"]),
     (
-        {"messages": [{"from": "human", "value": "x"}]},
-        ["messages[0]", "'human': 'user'", "'gpt': 'assistant'", "m['value']"],
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        ["conversations[0]", "'narrator'", "gpt, human"],
     ),
+    ({"messages": "hello"}, ["'messages'", "not JSON", "list of messages"]),
+    ({"messages": [{"role": "assistant", "content": None}]}, ["messages[0]", "'tool_calls'"]),
     ({"messages": [{"speaker": "x"}]}, ["messages[0]", "'role'", "'speaker'"]),
 ])
 def test_messages_of_other_formats(row, parts):
     with pytest.raises(RowError) as caught:
-        text_of(row, {})
+        parse_row(row, RowRules(), MediaFolders(Path("/data")))
     assert not [part for part in parts if part not in str(caught.value)], str(caught.value)
 
 
@@ -33,13 +37,14 @@ def test_messages_of_other_formats(row, parts):
     ("https://a.b/c/d.png", ["https://a.b/c/d.png, outside", "media_folders: [https://a.b/c]"]),
     ("s3://bucket/key.png", ["s3://bucket/key.png, outside", "media_folders: [s3://bucket]"]),
     ("http://a.b/c.png", ["'http://a.b/c.png'", "of this machine alone"]),
-    ("data:image/png;base64,iVBORw0KGgo=", ["data: URI", "bytes"]),
-    ("iVBORw0KGgo" * 500, ["no path", "base64 is not decoded", "bytes"]),
+    ("data:image/svg+xml,%3Csvg/%3E", ["data: URI without base64", "base64"]),
+    ("data:image/png;base64,iVBO#w0KGgo=", ["base64 that is broken"]),
+    ("aGVsbG8gd29y" * 500, ["no path", "not base64 of a known format"]),
     ("a\0b.png", ["null character"]),
 ])
 def test_images_that_are_no_files(item, value, parts):
     with pytest.raises(RowError) as caught:
-        items_of(item(value), "images", MediaFolders(Path("/data")), "row 1")
+        items_of(item(value), "images", MediaRules(MediaFolders(Path("/data"))))
     text = str(caught.value)
     assert "'images'" in text and not [part for part in parts if part not in text], text
     assert len(text) < 400

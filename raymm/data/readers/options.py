@@ -1,0 +1,30 @@
+"""Options of readers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymm.data.samples.rows import RowRules
+
+
+@dataclass(frozen=True)
+class ReaderOptions(RowRules):
+    """What a reader needs to know besides the path.
+
+    Attributes:
+        name: of the source; every sample carries it.
+        media_folders: where rows may name files, besides the source's own folder.
+        subset, split, revision: of a data set by name
+            (:class:`raymm.data.readers.hub_dataset.HubDataset`).
+        skip: keep rows that cannot be used, and raise only when they are read.
+        survey: read all rows while opening, and look for media in the usual columns
+            (:mod:`raymm.data.readers.detect`).
+    """
+
+    name: str = ""
+    media_folders: tuple[str, ...] = ()
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    skip: bool = False
+    survey: bool = False
