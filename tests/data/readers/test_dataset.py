@@ -51,7 +51,10 @@ def test_missing_file(tmp_path):
     [
         ('{"text": "a"', r":3: is not a JSON value"),
         ("[1]", r":3: a sample is a JSON object"),
-        ('{"caption": "a"}', r":3: a sample needs 'messages' \(or .*'text'\); it has \['caption'\]"),
+        (
+            '{"caption": "a"}',
+            r":3: a sample needs 'messages' \(or .*'text'\); it has \['caption'\]",
+        ),
         ('{"text": "a", "messages": []}', r":3: 'messages' must be a list with"),
         ('{"text": 5}', r":3: 'text' must be a string"),
         ('{"messages": [{"role": "user"}]}', r":3: messages\[0\] needs a string 'content'"),
