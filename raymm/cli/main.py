@@ -198,7 +198,7 @@ def _train(args: argparse.Namespace) -> int:
     start = FolderStart.of(args)
     if start is None:
         config = load_config(args.config, args.overrides)
-        check_files(config)
+        check_files(config, with_data=True)
     # From here on it takes seconds: torch, transformers and Ray are imported.
     start_servers_early()
     from raymm.config.build import build_layouts, build_model, build_plan
@@ -208,7 +208,7 @@ def _train(args: argparse.Namespace) -> int:
     if start is not None:
         args.config = start.write()
         config = load_config(args.config)
-        check_files(config)
+        check_files(config, with_data=True)
     model = build_model(config)
     plan, layouts = build_plan(config, model), build_layouts(config)
     parallel = layouts if layouts is not None and layouts.elastic else plan

@@ -58,10 +58,8 @@ def run_plan(args: argparse.Namespace) -> None:
         ConfigError, PlanError, DeviceError, ProfileError, LoadError, StageSearchError,
         ClusterError: naming what is wrong.
     """
-    from raymm.config.build import build_model
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
-    from raymm.training.run_start import with_vocabulary
 
     for name in ("microbatches", "measure"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -80,11 +78,15 @@ def run_plan(args: argparse.Namespace) -> None:
         *(where if args.out is None else ("--out", args.out)), *plan_files(suffix)
     )
     output.check()
+    from raymm.config.build import build_model
+    from raymm.training.run_start import with_vocabulary
+
     if args.microbatches is not None:
         config = _with_microbatches(config, args.microbatches)
     model = build_model(config)
     config = config.model_copy(update={"data": with_vocabulary(config.data, model)})
     plan = given_plan(config, model)
+    _check_runs(config, model, plan)
     if plan is not None and args.compare and style != MULTIPLEXED:
         raise ConfigError(
             "--compare is of plans that raymm makes, but the configuration gives one (parallel); "
@@ -112,6 +114,29 @@ def run_plan(args: argparse.Namespace) -> None:
         if args.measure is not None:
             planned = _measured(args.measure, config, model, planned, console)
     save_pipelined(planned, output, suffix, console)
+
+
+def _check_runs(
+    config: TrainConfig, model: MultimodalModule | WholeModel, plan: Plan | None
+) -> None:
+    """Check what ``raymm train`` checks before it starts processes, of a plan that the
+    configuration gives also whether the model can run under it. The search itself leaves out
+    plans that cannot run.
+
+    Raises:
+        PlanError, ProbeError, ConfigError, ModelError: what ``raymm train`` would raise.
+    """
+    from raymm.training.execution import Execution
+    from raymm.training.run_start import check_updates
+
+    run, optimizer = config.run, config.optimizer.build(config.run.steps)
+    check_updates(optimizer, run, model, plan)
+    if plan is not None:
+        is_cpu = run.device == "cpu" or config.planning.device == "cpu"
+        Execution(plan).check(
+            model, optimizer=optimizer, precision=run.precision, kernels=run.kernels,
+            exact_autocast=run.exact_autocast, device="cpu" if is_cpu else "cuda",
+        )
 
 
 def _with_microbatches(config: TrainConfig, microbatches: int) -> TrainConfig:

@@ -51,16 +51,8 @@ def run_profile(args: argparse.Namespace) -> None:
     Raises:
         ConfigError, DataError, ProfileError, ClusterError: naming what is wrong.
     """
-    from raymm.config.build import build_model
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
-    from raymm.costs.full_microbatch import full_microbatch
-    from raymm.costs.profile_files import save_table
-    from raymm.draw.profile import draw_profile
-    from raymm.model.multimodal import module_graph
-    from raymm.model.whole_model import of_parts
-    from raymm.profiling.layers import profile_model
-    from raymm.runtime.cluster import connected, pick_device
 
     lengths = parse_lengths(args.lengths)
     if Path(args.out).suffix != ".json":
@@ -80,6 +72,15 @@ def run_profile(args: argparse.Namespace) -> None:
     output.check()
     config = load_config(args.config, args.overrides)
     check_files(config)
+    from raymm.config.build import build_model
+    from raymm.costs.full_microbatch import full_microbatch
+    from raymm.costs.profile_files import save_table
+    from raymm.draw.profile import draw_profile
+    from raymm.model.multimodal import module_graph
+    from raymm.model.whole_model import of_parts
+    from raymm.profiling.layers import profile_model
+    from raymm.runtime.cluster import connected, pick_device
+
     model = of_parts(build_model(config), "raymm profile measures layers of modules")
     if args.multiplex:
         from raymm.cli.profile_surfaces import run_surfaces

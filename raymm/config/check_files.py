@@ -8,15 +8,20 @@ from pathlib import Path
 from raymm.actors.weights.hub_folder import HubError, is_hub_id, pinned
 from raymm.config.model_section import ModelSection, SourceSection
 from raymm.config.sections import TrainConfig
+from raymm.data.samples.config import DataConfig
 from raymm.data.readers.files import is_there
 from raymm.data.remote.urls import is_url
 from raymm.data.samples.source_config import HUB
 from raymm.files.config_error import ConfigError
 
 
-def check_files(config: TrainConfig) -> None:
+def check_files(config: TrainConfig, with_data: bool = False) -> None:
     """Check that files exist, and pin ids of models on the hub to their commits, in place, so that
     all processes of a run read the same files.
+
+    Args:
+        config: of a command.
+        with_data: the command reads rows: check the files of ``data``, too.
 
     Raises:
         ConfigError: naming the field, what it names, and what is accepted.
@@ -31,7 +36,16 @@ def check_files(config: TrainConfig) -> None:
                     f"{field}: path is {section.path!r}, which {there}; expected a folder with "
                     "config.json and safetensors, or the id of a model on the hub, ORG/NAME"
                 )
-    data = config.data
+    if with_data:
+        _check_data(config.data)
+    for field, file in (
+        ("parallel.plan", config.parallel.plan), ("planning.profile", config.planning.profile),
+    ):
+        if file is not None and not Path(file).is_file():
+            raise ConfigError(f"{field} is {file!r}; there is no such file")
+
+
+def _check_data(data: DataConfig) -> None:
     if data.processor is not None:
         data.processor = _folder("data.processor", data.processor)
     data.tokenizer = _folder("data.tokenizer", data.tokenizer)
@@ -48,11 +62,6 @@ def check_files(config: TrainConfig) -> None:
                 f"data.{split}: data file {source.path!r} does not exist (looked for "
                 f"{Path(source.path).absolute()}){hub}"
             )
-    for field, file in (
-        ("parallel.plan", config.parallel.plan), ("planning.profile", config.planning.profile),
-    ):
-        if file is not None and not Path(file).is_file():
-            raise ConfigError(f"{field} is {file!r}; there is no such file")
 
 
 def _modules(model: ModelSection) -> Iterator[tuple[str, ModelSection | SourceSection]]:

@@ -20,6 +20,7 @@ from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import check_split, describe_microbatches, items_by_row
 from raymm.layout.preference_check import check_preference
+from raymm.layout.rank_specs import RankSpecs
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
@@ -77,16 +78,22 @@ class MultimodalParallelModule(PlannedModule):
 
     def __init__(self, model: MultimodalModule, plan: Plan, **options: Any) -> None:
         super().__init__(model, RuntimeOptions.of(options))
-        masked = model.mask is not None or model.packing
-        check_head_dims(model, self.options, [LANGUAGE_MODEL] if masked else [])
-        check_head_dims(model, self.options, {s.module for s in plan.stages if s.cp > 1})
         self._encoders = model.encoder_names
         self._check = BatchCheck(model, self.options.autocast)
         self._tried = TriedInputs(model)
         self.references: Mapping[str, float] = {}
+        self._tried.retries.update(self._start(plan).builders.retries)
+
+    @classmethod
+    def check_plan(
+        cls, model: MultimodalModule, plan: Plan, options: RuntimeOptions
+    ) -> RankSpecs:
+        masked = model.mask is not None or model.packing
+        check_head_dims(model, options, [LANGUAGE_MODEL] if masked else [])
+        check_head_dims(model, options, {s.module for s in plan.stages if s.cp > 1})
         check_loss(model)
         check_preference(model, plan)
-        self._tried.retries.update(self._start(plan).builders.retries)
+        return super().check_plan(model, plan, options)
 
     @property
     def mixture(self) -> Mixture | None:

@@ -32,6 +32,7 @@ from raymm.layout.plan_check import check_fits, check_grants
 from raymm.layout.rank_specs import RankSpecs, rank_specs
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.runtime.cluster import connect
+from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.pending_step import PendingStep, grad_norm
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
@@ -56,31 +57,49 @@ class PlannedModule(ParallelModule):
         parameter_ownership: per process, what it has of parameters that others have too.
     """
 
+    @classmethod
+    def check_plan(cls, model: Any, plan: Plan, options: RuntimeOptions) -> RankSpecs:
+        """Check that a model can run under a plan; needs no cluster.
+
+        Args:
+            model: the description.
+            plan: what runs where.
+            options: how it runs.
+
+        Returns:
+            What the processes are built from.
+
+        Raises:
+            PlanError: if a rank needs more memory than the plan's limit, or cannot update its
+                parameters as asked for, or the model's sizes do not fit the plan's degrees.
+            ProbeError: if a module cannot be cut as planned.
+        """
+        check_fits(plan)
+        check_optimizer(options.optimizer, plan, options.autocast is not None)
+        return rank_specs(
+            model, plan, optimizer=options.optimizer, autocast=options.autocast,
+            exact_autocast=options.exact_autocast, device=options.device, threads=options.threads,
+            kernels=options.kernels, quota_backend=options.quota_backend,
+            timeout_s=options.timeout_s, nccl_timeout_s=options.nccl_timeout_s,
+            features=options.features,
+        )  # fmt: skip
+
     def _start(self, plan: Plan) -> RankSpecs:
         """Start the plan's processes; returns what they were built from.
 
         Raises:
-            PlanError: before any actor starts, if a rank needs more memory than the plan's limit,
-                has quotas that its device cannot set apart, or cannot update its parameters as
-                asked for.
-            ProbeError: before any actor starts, if a module cannot be cut as planned.
+            PlanError, ProbeError: before any actor starts, as of :meth:`check_plan`; also of
+                quotas that the device cannot set apart.
             ClusterError: if the cluster is too small.
             ModelError: if weights are not finite.
         """
         run = self.options
-        check_fits(plan)
-        check_optimizer(run.optimizer, plan, run.autocast is not None)
+        ranks = self.check_plan(self.model, plan, run)
         connect()
         if any(stage.quota is not None for stage in plan.stages):
             check_grants(plan, _multiprocessors(run.device))
         self.plan = plan
         self._programs: OrderedDict[tuple, str] = OrderedDict()
-        ranks = rank_specs(
-            self.model, plan, optimizer=run.optimizer, autocast=run.autocast,
-            exact_autocast=run.exact_autocast, device=run.device, threads=run.threads,
-            kernels=run.kernels, quota_backend=run.quota_backend, timeout_s=run.timeout_s,
-            nccl_timeout_s=run.nccl_timeout_s, features=run.features,
-        )  # fmt: skip
         self._shard_specs = ranks.builders.shard_specs
         self._processes = processes = ranks.processes
         self.parameter_ownership = ranks.ownership

@@ -18,6 +18,7 @@ from raymm.monitor.rebalancing import rebalancing
 from raymm.monitor.report import RunReport
 from raymm.monitor.stragglers import StragglerObserver
 from raymm.monitor.throughput import TOTAL
+from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.whole.pipelined import WholeParallelModule
 from raymm.scheduler.plan.plan import Plan
@@ -91,17 +92,23 @@ class Execution:
             )
         return [*lines, *self._notes]
 
+    def check(self, model: MultimodalModule | WholeModel, **options: Any) -> None:
+        """Raise what :meth:`start` raises before it starts processes; needs no cluster."""
+        _parallel_class(model).check_plan(model, self.plan, RuntimeOptions.of(options))
+
     def start(
         self, model: MultimodalModule | WholeModel, **options: Any
     ) -> MultimodalParallelModule | WholeParallelModule:
         """Start the ranks; options as of :class:`MultimodalParallelModule`."""
-        if isinstance(model, WholeModel):
-            return WholeParallelModule(model, self.plan, **options)
-        return MultimodalParallelModule(model, self.plan, **options)
+        return _parallel_class(model)(model, self.plan, **options)
 
     def observer(self, run: ObservedRun) -> StepObserver:
         """Balance, rebalancing, drift from the plan's profile, and the report."""
         return StepObserver(run, self.plan)
+
+
+def _parallel_class(model: MultimodalModule | WholeModel) -> Any:
+    return WholeParallelModule if isinstance(model, WholeModel) else MultimodalParallelModule
 
 
 def _mapped(plan: Plan) -> bool:

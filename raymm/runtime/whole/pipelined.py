@@ -17,6 +17,7 @@ from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.processed import describe_whole
 from raymm.layout.plan_check import differences
+from raymm.layout.rank_specs import RankSpecs
 from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
@@ -80,13 +81,17 @@ class WholeParallelModule(PlannedModule):
 
     def __init__(self, model: WholeModel, plan: Plan, **options: Any) -> None:
         super().__init__(model, RuntimeOptions.of(options))
-        if texts := differences(plan.graph, model.graph):
-            raise PlanError(f"the plan is not of this model: {'; '.join(texts)}")
+        self._start(plan)
         text = plan.replicas(LANGUAGE_MODEL)[0][0]
         self._check = replace(
             model.batch_check, shares=TextShares(text.cp, text.fsdp, model.packing)
         )
-        self._start(plan)
+
+    @classmethod
+    def check_plan(cls, model: WholeModel, plan: Plan, options: RuntimeOptions) -> RankSpecs:
+        if texts := differences(plan.graph, model.graph):
+            raise PlanError(f"the plan is not of this model: {'; '.join(texts)}")
+        return super().check_plan(model, plan, options)
 
     def _full_name(self, stage: StageId, name: str) -> str:
         return name.removeprefix("module.")

@@ -1,0 +1,48 @@
+"""``raymm plan`` refuses the layouts that ``raymm train`` refuses, in the same words."""
+
+import pytest
+
+# Settings on top of a good configuration, and a part of the refusal.
+WRONG = {
+    "heads that do not divide": (["parallel.language_model={tp: 3}"], "accepted: divisors of"),
+    "heads of an encoder": (["parallel.encoders={vision: {tp: 8}}"], "tp of 'vision' is 8"),
+    "experts of a dense model": (["parallel.language_model={dp: 2, ep: 2}"], "ep"),
+    "fsdp in a zero bubble": (
+        ["parallel={schedule: zero_bubble, language_model: {dp: 2, sharding: fsdp}}"], "fsdp",
+    ),
+    "muon of shards": (
+        ["optimizer.name=muon", "parallel.language_model={tp: 2}"], "tp of 'llm' is 2",
+    ),
+    "bf16 parameters of fp32 products": (
+        ["optimizer.parameters=bf16_master"], "optimizer.parameters is 'bf16_master'",
+    ),
+    "a schedule that ends before the run": (
+        ["optimizer={schedule: cosine, total_steps: 2}", "run.steps=9"], "total_steps is 2",
+    ),
+    "an optimizer of no module": (
+        ["optimizer.modules={text: {lr: 0.1}}"], "optimizer.modules has 'text'",
+    ),
+    "more stages than layers": (["parallel.language_model={pp: 9}"], "at most"),
+    "layers that do not add up": (
+        ["parallel.language_model={pp: 2, layers: [1, 4]}"], "(1, 4)",
+    ),
+    "replicas that do not divide": (["parallel.encoders={vision: {dp: 3}}"], "dp of 'vision' is 3"),
+    "a layout of no module": (["parallel.encoders={ears: {}}"], "'ears'"),
+}
+
+
+def sentence(text):
+    lines = text.split("error:", 1)[1].splitlines()
+    return [line for line in lines if not line.startswith("(in the configuration")]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_plan_refuses_what_train_refuses(raymm, make_config, no_new_actors, tmp_path, name):
+    settings, part = WRONG[name]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    config = make_config({})
+    code, refusal = raymm("train", config, *overrides)
+    assert code == 2 and part in refusal, refusal
+    code, text = raymm("plan", config, *overrides, "--out", str(tmp_path / "plan"))
+    assert code == 2 and sentence(text) == sentence(refusal)
+    assert not (tmp_path / "plan").exists()
