@@ -8,9 +8,9 @@ from pathlib import Path
 from raymm.actors.weights.hub_folder import HubError, is_hub_id, pinned
 from raymm.config.model_section import ModelSection, SourceSection
 from raymm.config.sections import TrainConfig
-from raymm.data.samples.config import DataConfig
 from raymm.data.readers.files import is_there
 from raymm.data.remote.urls import is_url
+from raymm.data.samples.config import DataConfig
 from raymm.data.samples.source_config import HUB
 from raymm.files.config_error import ConfigError
 
