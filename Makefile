@@ -2,7 +2,7 @@
 # commands, clusters and kernels in processes of their own, which the former leaves out),
 # `make test-fast` (without Ray and Triton's interpreter), `make explore` (property tests on new
 # examples, and more of them) and `make docs` (the pages for users). All create .venv and install
-# what they need.
+# what they need: `make train` what training needs, the others in addition what tests need.
 # `make gpu PYTHON=python3` installs nothing: all that only a GPU can say, in nine minutes.
 
 PYTHON ?= python3
@@ -23,15 +23,19 @@ export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
 .PHONY: train train-vlm test test-system test-fast explore prepare ruff lint docs gpu clean
 
-# torch first and alone: the constraint picks a build without several GB of CUDA packages where
-# one is at hand, and everything else then finds torch installed.
-$(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,example]'
-	touch $@
+INSTALL := $(BIN)/python -m deploy.install
+$(VENV)/.train: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) 'installing what training needs into $(VENV)' \
+	    --constraint constraints.txt --editable '.[example,vlm]'
+	@touch $@
 
-prepare: $(VENV)/.installed
+$(VENV)/.dev: $(VENV)/.train
+	@$(INSTALL) 'installing what tests need into $(VENV)' \
+	    --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+prepare: $(VENV)/.train
 	$(BIN)/python -m examples.alignment.prepare --data $(DATA)
 
 # Goes on from the last checkpoint of $(RUN_DIR); remove the folder to start anew.
@@ -42,7 +46,7 @@ train: prepare
 
 # A whole vision-language model of real weights: assembled, trained, exported and checked.
 train-vlm: RUN_DIR = runs/vlm
-train-vlm: $(VENV)/.installed
+train-vlm: $(VENV)/.train
 	$(BIN)/python -m examples.vlm.real --to $(RAYMM_CACHE)/vlm
 	$(BIN)/raymm train $(VLM) $(VLM_SET)
 	rm -rf $(RUN_DIR)/exported
@@ -53,7 +57,7 @@ VLM := examples/vlm/real.yaml
 VLM_SET = --set run.storage_path=$(RUN_DIR) $(if $(STEPS),--set run.steps=$(STEPS)) \
     $(addprefix --set ,$(SET))
 
-ruff: $(VENV)/.installed
+ruff: $(VENV)/.dev
 	$(BIN)/python -m ruff check .
 
 # Types take over a minute, and the tests do not wait for them.
@@ -70,11 +74,11 @@ test-fast: ruff
 	$(PYTEST) -m "not ray and not triton and not system"
 
 # What fails is printed as an example to put over the test, where every run tries it.
-explore: $(VENV)/.installed
+explore: $(VENV)/.dev
 	$(PYTEST) -m hypothesis --hypothesis-profile explore --timeout $(EXPLORE_TIMEOUT_S)
 
 # The pages for users as a site, in build/docs; a link to nothing fails.
-docs: $(VENV)/.installed
+docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Needs torch, transformers, triton and numpy in $(PYTHON). Writes a file named like the device;
