@@ -11,12 +11,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 _COLLECTED = re.compile(r"Collecting (\S+)")
-_DOWNLOADED = re.compile(r"\s+(?:Downloading|Using cached) \S*?([\w.]+-[\w.]+)-\S+ (\([\d.]+ \wB\))")
+_FETCHED = re.compile(
+    r"\s*(?:Downloading|Using cached|Processing) (?:\S*/)?([\w.]+-[\w.]+)-\S+\.whl( \([^)]*\))?"
+)
 _ALL_COLLECTED = re.compile(r"Installing collected packages: (.*)")
 _TERMINAL_SECONDS, _LOG_SECONDS = 1, 20
 
@@ -54,6 +58,7 @@ class _Progress:
     def __init__(self, what: str) -> None:
         self.done = threading.Event()
         self._what, self._state, self._packages = what, "asking pip", 0
+        self._before: int | None = None  # packages installed before pip unpacks the first one
         self._start, self._terminal = time.monotonic(), sys.stdout.isatty()
 
     def read(self, line: str) -> None:
@@ -61,18 +66,21 @@ class _Progress:
         if match := _COLLECTED.match(line):
             self._packages += 1
             self._state = f"resolving {match[1]}"
-        elif match := _DOWNLOADED.match(line):
-            self._state = f"fetching {match[1]} {match[2]}"
+        elif match := _FETCHED.match(line):
+            self._state = f"fetching {match[1]}{match[2] or ''}"
         elif match := _ALL_COLLECTED.match(line):
-            self._packages = len(match[1].split(", "))
-            self._state = f"unpacking {self._packages} packages"
+            self._packages, self._before = len(match[1].split(", ")), _installed()
 
     def print_until_done(self) -> None:
         """Print the state at intervals."""
         interval = _TERMINAL_SECONDS if self._terminal else _LOG_SECONDS
         self.print(f"{self._what} (minutes, if several GB are fetched)")
         while not self.done.wait(interval):
-            self.print(f"{self._what}: package {self._packages}, {self._state}")
+            if self._before is None:
+                self.print(f"{self._what}: package {self._packages}, {self._state}")
+            else:
+                unpacked = _installed() - self._before
+                self.print(f"{self._what}: unpacked {unpacked} of {self._packages} packages")
 
     def print(self, text: str, last: bool = False) -> None:
         """Print a line, over the one before on a terminal."""
@@ -81,6 +89,10 @@ class _Progress:
             print(f"\r\x1b[2K{text[:100]}", end="\n" if last else "", flush=True)
         else:
             print(text, flush=True)
+
+
+def _installed() -> int:
+    return len(list(Path(sysconfig.get_path("purelib")).glob("*.dist-info")))
 
 
 if __name__ == "__main__":
