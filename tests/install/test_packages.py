@@ -24,6 +24,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 # By use (tests/install/uses.py), the package it needs and the extra that installs the package.
 NEEDS = {
     "a Parquet file": ("pyarrow", "parquet"),
+    "a compressed file": ("zstandard", "zstd"),
     "a folder of datasets": ("datasets", "datasets"),
     "a data set of the hub": ("datasets", "datasets"),
     "a data file in a bucket": ("pyarrow", "storage"),

@@ -40,6 +40,7 @@ def uses(models: Path, folder: Path) -> dict[str, Callable[[], Any]]:
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps({"id": "a", "text": "x", "clip": "a.mp4"}) + "\n")
     (folder / "rows.parquet").write_bytes(b"PAR1")
+    (folder / "rows.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     saved = folder / "saved"
     saved.mkdir()
     for name in ("state.json", "dataset_info.json"):
@@ -51,6 +52,7 @@ def uses(models: Path, folder: Path) -> dict[str, Callable[[], Any]]:
     clips = {"video": {"column": "clip", "processor": "json:loads", "video": {"fps": 1}}}
     return {
         "a Parquet file": data(folder / "rows.parquet"),
+        "a compressed file": data(folder / "rows.jsonl.zst"),
         "a folder of datasets": data(saved),
         "a data set of the hub": data("hf://datasets/some-org/pictures"),
         "a data file in a bucket": data("s3://bucket/rows.jsonl"),
