@@ -132,10 +132,12 @@ TABLE: dict[str, tuple[str, ...]] = {
     "raymm/data/remote": ("actors/storage",),
     "raymm/data/samples": ("actors", "raymm/files", "raymm/data/video", "raymm/data/remote"),
     "raymm/data/readers": ("raymm/data/remote", "raymm/data/samples"),
-    "raymm/data/conversations": ("actors/weights", "raymm/data/video", "raymm/data/samples"),
+    "raymm/data/conversations": (
+        "actors/modules", "actors/weights", "raymm/data/video", "raymm/data/samples",
+    ),
     "raymm/data/sampling": (
         "scheduler", "raymm/data/video", "raymm/data/remote", "raymm/data/samples",
-        "raymm/data/readers",
+        "raymm/data/readers", "raymm/data/conversations",
     ),
     "raymm/draw": ("scheduler",),
     "raymm/model": ("kernels", "scheduler", "actors"),
@@ -146,8 +148,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/layout": ("scheduler", "actors", "raymm/model"),
     "raymm/data": (
-        "raymm/data/video", "raymm/data/samples", "raymm/data/readers", "raymm/data/sampling",
-        "raymm/data/loading",
+        "actors/modules", "raymm/data/video", "raymm/data/samples", "raymm/data/readers",
+        "raymm/data/sampling", "raymm/data/loading",
     ),
     "raymm/batch": ("scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/data"),
     "raymm/costs": (
@@ -168,8 +170,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/config": (
         "kernels/preference.py",
-        "scheduler", "actors", "raymm/files", "raymm/data/remote", "raymm/data/samples",
-        "raymm/data/readers", "raymm/model", "raymm/layout",
+        "scheduler", "actors", "raymm/files", "raymm/data/remote", "raymm/data/conversations",
+        "raymm/data/samples", "raymm/data/readers", "raymm/model", "raymm/layout",
         "raymm/data/loading", "raymm/data", "raymm/runtime", "raymm/runtime/whole",
     ),
     "raymm/profiling": (
@@ -192,8 +194,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/callbacks": ("actors/weights", "raymm/files"),
     "raymm/evaluation": (
-        "actors", "raymm/files", "raymm/data/samples", "raymm/data/loading", "raymm/data",
-        "raymm/runtime", "raymm/config",
+        "actors", "raymm/files", "raymm/data/conversations", "raymm/data/samples",
+        "raymm/data/loading", "raymm/data", "raymm/runtime", "raymm/config",
     ),
     "raymm/recovery": ("actors/recovery", "raymm/data", "raymm/runtime"),
     "raymm/training": (
@@ -206,7 +208,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/cli": (
         "kernels", "scheduler", "actors", "raymm/files", "raymm/version.py", "raymm/draw",
-        "raymm/model", "raymm/data/remote", "raymm/data/samples", "raymm/data/readers",
+        "raymm/model", "raymm/data/remote", "raymm/data/conversations", "raymm/data/samples",
+        "raymm/data/readers",
         "raymm/data/loading", "raymm/data", "raymm/costs", "raymm/runtime/embedded",
         "raymm/runtime", "raymm/config", "raymm/profiling",
         "raymm/planning", "raymm/storage", "raymm/evaluation", "raymm/training",

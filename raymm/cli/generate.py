@@ -39,7 +39,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from raymm.config.build import build_model, build_plan
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
-    from raymm.data.samples.text import special_ids
+    from raymm.data.conversations.template import special_ids
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.generation import WritingModule, generate

@@ -26,7 +26,7 @@ from raymm.config.sections import (
     TrainConfig,
 )
 from raymm.config.whole_model import build_whole_model, whole_layouts
-from raymm.data.samples.text import load_tokenizer
+from raymm.data.conversations.text import load_tokenizer
 from raymm.files.run_files import write_whole
 from raymm.kernels.preference import PreferenceLoss
 from raymm.layout.plan_check import check_fits, differences

@@ -20,7 +20,7 @@ _PUBLIC = {
     "EncodedSample": "raymm.data.samples.collate",
     "EpochSampler": "raymm.data.sampling.sampler",
     "GroupSampler": "raymm.data.sampling.group_sampler",
-    "IGNORE_INDEX": "raymm.data.samples.text",
+    "IGNORE_INDEX": "raymm.actors.modules.merge",
     "ItemTokens": "raymm.data.sampling.batching",
     "JsonDataset": "raymm.data.readers",
     "Microbatch": "raymm.data.samples.collate",
@@ -112,6 +112,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from raymm.actors.modules.merge import IGNORE_INDEX
     from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
     from raymm.data.loading.lengths import row_lengths
     from raymm.data.loading.loader import Step, StepLoader, local_steps
@@ -139,7 +140,6 @@ if TYPE_CHECKING:
     )
     from raymm.data.samples.errors import DataError, DataWorkerError, SampleError
     from raymm.data.samples.sample import Sample
-    from raymm.data.samples.text import IGNORE_INDEX
     from raymm.data.sampling.batching import ItemTokens, Sampler, training_sampler
     from raymm.data.sampling.group_sampler import GroupSampler
     from raymm.data.sampling.rebalanced_sampler import Decision, RebalancedSampler

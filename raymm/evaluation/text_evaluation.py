@@ -29,9 +29,9 @@ from raymm.data import (
     open_split,
     step_builder,
 )
+from raymm.data.conversations.template import special_ids
 from raymm.data.loading.builder import none_usable
 from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.data.samples.text import special_ids
 from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.table import WrittenText, write_table
 from raymm.evaluation.text_metrics import measured

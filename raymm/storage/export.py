@@ -19,7 +19,7 @@ from raymm.actors.storage.folder import PARTIAL
 from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
-from raymm.data.samples.text import load_tokenizer
+from raymm.data.conversations.text import load_tokenizer
 from raymm.files.output import Output
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind

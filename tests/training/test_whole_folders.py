@@ -17,7 +17,7 @@ from raymm.cli.main import main
 from raymm.config.build import build_model
 from raymm.config.sections import ConfigError, load_config
 from raymm.data import local_steps
-from raymm.data.samples.text import special_ids
+from raymm.data.conversations.template import special_ids
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore

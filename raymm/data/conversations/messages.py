@@ -1,5 +1,5 @@
-"""Messages of a row as a processor's chat template takes them: lists of parts, of which those of
-media stand in the order of the row's items."""
+"""Messages of a row in the form that a processor's chat template takes: strings or lists of parts,
+with a part, or the processor's own token, for every media item."""
 
 from __future__ import annotations
 
@@ -8,68 +8,116 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from raymm.data.conversations.template import ChatTemplate
 from raymm.data.samples.config import ModalityDataConfig
 from raymm.data.samples.placeholders import check_parts, part_types, text_error
 from raymm.data.samples.sample import Sample
 
 
-def part_messages(
-    sample: Sample, modalities: Mapping[str, ModalityDataConfig], takes_parts: bool
+def template_messages(
+    sample: Sample, modalities: Mapping[str, ModalityDataConfig], template: ChatTemplate,
+    item_tokens: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """The messages of a sample, with a part of its kind for every item.
+    """Return the messages of a sample with a place for each of its items.
 
-    A text may have the place of an item as ``<image>``, ``<video>`` or ``<audio>``, or what
-    ``placeholder`` of the modality says.
+    In a text, ``<image>``, ``<video>`` and ``<audio>`` (or ``placeholder`` of the modality) are
+    places; a backslash before the mark makes it literal text. Items of a kind without any place
+    come at the start of the first user message, as in TRL. Strings stay strings where the
+    template takes strings for the role, and lists stay lists where it takes lists.
 
     Args:
         sample: it has messages.
         modalities: by kind (``image``, ``video``, ``audio``).
-        takes_parts: whether the template takes lists of parts; else texts stay texts.
+        template: of the processor.
+        item_tokens: by kind, the token that stands for an item in a text.
 
     Raises:
-        SampleError: another number of places than of items, or media for a template that takes
-            texts alone.
+        SampleError: the numbers of places and of items differ, or the template takes no media.
     """
     types = part_types(modalities)
     check_parts(sample, types)
     marks = {m.placeholder or f"<{kind}>": kind for kind, m in modalities.items()}
-    messages = [
-        {**message, "content": list(_parts(message["content"], types, marks))}
+    contents = [
+        None if message["content"] is None else list(_parts(message["content"], types, marks))
         for message in sample.messages or ()
     ]
-    counts = Counter(
-        part["type"] for message in messages for part in message["content"]
-        if part["type"] != "text"
-    )
-    for kind in modalities:
-        items = len(sample.media.get(kind, ()))
-        if counts[kind] != items:
-            mark = next(mark for mark, own in marks.items() if own == kind)
-            raise text_error(
-                sample,
-                f"the messages have places for {counts[kind]} items of kind {kind!r}, the row has "
-                f"{items}; a place is a part {{'type': {kind!r}}}, or {mark!r} in the text",
-            )
-    if takes_parts:
-        return messages
-    if counts:
-        raise text_error(sample, "the processor's chat template takes texts alone, and no media")
+    _place_items(sample, contents, modalities, marks)
     return [
-        {**message, "content": "".join(part["text"] for part in message["content"])}
-        for message in messages
+        {**message, "content": _content(sample, message, parts, template, item_tokens)}
+        for message, parts in zip(sample.messages or (), contents, strict=True)
     ]
 
 
 def _parts(
     content: Any, types: Mapping[str, str], marks: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a content, with its marks as parts of their own."""
+    pattern = re.compile(rf"(\\?(?:{'|'.join(map(re.escape, marks)) or '(?!)'}))")
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if part["type"] != "text":
             yield {"type": types[part["type"]]}
             continue
-        pattern = "|".join(map(re.escape, marks)) or r"(?!)"
-        for text in re.split(f"({pattern})", part["text"]):
-            if text in marks:
-                yield {"type": marks[text]}
-            elif text:
-                yield {"type": "text", "text": text}
+        text = ""
+        for run in pattern.split(part["text"]):
+            if run in marks:
+                if text:
+                    yield {"type": "text", "text": text}
+                yield {"type": marks[run]}
+                text = ""
+            else:
+                text += run[1:] if run[:1] == "\\" and run[1:] in marks else run
+        if text or not part["text"]:
+            yield {"type": "text", "text": text}
+
+
+def _place_items(
+    sample: Sample, contents: list[list[dict[str, Any]] | None],
+    modalities: Mapping[str, ModalityDataConfig], marks: Mapping[str, str],
+) -> None:
+    """Add places for items of kinds that have none, and check the numbers."""
+    counts = Counter(
+        part["type"] for parts in contents for part in parts or () if part["type"] != "text"
+    )
+    users = (
+        parts for message, parts in zip(sample.messages or (), contents, strict=True)
+        if message["role"] == "user" and parts is not None
+    )
+    first = next(users, None)
+    missing = []
+    for kind in modalities:
+        items = len(sample.media.get(kind, ()))
+        if items and not counts[kind] and first is not None:
+            missing += [{"type": kind}] * items
+        elif counts[kind] != items:
+            mark = next(mark for mark, own in marks.items() if own == kind)
+            raise text_error(
+                sample,
+                f"the messages have places for {counts[kind]} items of kind {kind!r}, the row has "
+                f"{items}; a place is a part {{'type': {kind!r}}}, or {mark!r} in the text "
+                f"('\\{mark}' is literal text)",
+            )
+    if first is not None:
+        first[:0] = missing
+
+
+def _content(
+    sample: Sample, message: Mapping[str, Any], parts: list[dict[str, Any]] | None,
+    template: ChatTemplate, item_tokens: Mapping[str, str],
+) -> Any:
+    """Return the content of a message in a form that the template takes for its role."""
+    if parts is None:
+        return None
+    strings, lists = template.takes(message["role"])
+    has_media = any(part["type"] != "text" for part in parts)
+    is_string = isinstance(message["content"], str)
+    if lists and (has_media or not is_string or not strings):
+        return parts
+    for part in parts:
+        if part["type"] != "text" and part["type"] not in item_tokens:
+            raise text_error(
+                sample, f"the processor's chat template takes no {part['type']!r} in a message of "
+                f"the role {message['role']!r}"
+            )
+    return "".join(
+        part["text"] if part["type"] == "text" else item_tokens[part["type"]] for part in parts
+    )

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
+from raymm.data.conversations.template import ChatTemplate
+from raymm.data.conversations.text import processor_folder
 from raymm.data.samples.config import KINDS
 from raymm.data.samples.errors import DataError
-from raymm.data.samples.text import processor_folder
 from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES
 from raymm.packages import PackageError, explained_imports
 
 FIELD = "data.processor"
-# What a row of a batch is told by.
+# Tensors that every processor returns.
 IDS, MASK = "input_ids", "attention_mask"
 _PROBE = "raymmprobe"
 
@@ -33,13 +34,18 @@ class ModelProcessor:
     Args:
         folder: that ``save_pretrained`` wrote, or the id of a model on the hub.
         trust_remote_code: run Python files that it brings, if it names some.
+        options: variables for the chat template of every sample.
+        ignored: keys of messages that the chat template need not write.
 
     Raises:
         DataError: the folder does not exist, holds no processor or no chat template, or needs its
             own code.
     """
 
-    def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, folder: str, trust_remote_code: bool = False,
+        options: Mapping[str, Any] | None = None, ignored: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self._processor: Any = _load(folder, trust_remote_code)
         self.tokenizer: Any = getattr(self._processor, "tokenizer", None)
@@ -48,13 +54,9 @@ class ModelProcessor:
                 f"{FIELD}: {folder!r} holds a {type(self._processor).__name__}, which has no "
                 "tokenizer of its own; accepted: a whole model's processor (AutoProcessor)"
             )
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise DataError(
-                f"{FIELD}: the tokenizer of {folder!r}, {type(self.tokenizer).__name__}, does not "
-                "say where in the text its tokens are; accepted: one of the tokenizers library"
-            )
         if not (self._processor.chat_template or self.tokenizer.chat_template):
             raise DataError(f"{FIELD}: {folder!r} has no chat template")
+        self.template = ChatTemplate(self.tokenizer, self._processor, options, ignored)
 
     @property
     def sampling_rate(self) -> int:
@@ -73,33 +75,19 @@ class ModelProcessor:
         """Write it, with its chat template."""
         self._processor.save_pretrained(folder)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
-        """Messages as text, with a placeholder per item.
-
-        Args:
-            messages: whose content is a list of parts.
-            prompt: with what an assistant's turn begins with.
-        """
-        return self._processor.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt
-        )
+    @cached_property
+    def item_tokens(self) -> dict[str, str]:
+        """By kind, the token that stands for an item in a text, where the processor names one."""
+        tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in KINDS}
+        return {kind: str(token) for kind, token in tokens.items() if token}
 
     @cached_property
-    def takes_parts(self) -> bool:
-        """Whether its chat template takes lists of parts; else texts alone."""
-        try:
-            text = self.render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
-        except USER_CODE_RAISES:  # a template is a program: it may raise anything
-            return False
-        # One that knows only strings would print the list as it is.
-        return _PROBE in text and "'type'" not in text and '"type"' not in text
-
-    def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text whose items are placeholders still, and where in it each is."""
-        encoded = self.tokenizer(
-            text, return_offsets_mapping=True, add_special_tokens=self._adds_special(text)
-        )
-        return list(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
+    def markers(self) -> dict[str, str]:
+        """By kind, what a rendering has for an item; empty where the template takes no item."""
+        return {
+            kind: self.template.marker({"type": kind}) or self.item_tokens.get(kind, "")
+            for kind in KINDS
+        }
 
     def __call__(
         self, texts: Sequence[str], media: Sequence[Mapping[str, Sequence[Any]]]
@@ -107,7 +95,8 @@ class ModelProcessor:
         """What the model is given of some samples, padded on the right.
 
         Args:
-            texts: as :meth:`render` makes them.
+            texts: rendered conversations or plain texts. Special tokens of the tokenizer are
+                added to each that :meth:`adds_special` is true of.
             media: per text and kind, its items: images, lists of frames or a :class:`Clip`,
                 (samples,) float32 sound.
 
@@ -130,11 +119,18 @@ class ModelProcessor:
                 "video_metadata": [_metadata(video) for video in videos],
                 "do_sample_frames": False,  # they are frames already
             }
+        special = [self.adds_special(text) for text in texts]
+        if any(special) and not all(special):
+            # The processor has one setting for all texts.
+            begin, end = self._special_texts
+            texts = [
+                begin + text + end if is_added else text
+                for text, is_added in zip(texts, special, strict=True)
+            ]
         output = self._processor(
             text=list(texts), return_tensors="pt", **arguments,
             text_kwargs={
-                "padding": True, "padding_side": "right",
-                "add_special_tokens": self._adds_special(texts[0]),
+                "padding": True, "padding_side": "right", "add_special_tokens": all(special),
             },
         )
         tensors = {}
@@ -150,10 +146,20 @@ class ModelProcessor:
             raise ValueError(f"{type(self._processor).__name__} returns no {MASK} of its tokens")
         return tensors
 
-    def _adds_special(self, text: str) -> bool:
-        """Whether the tokenizer is to begin texts; not where the template has."""
+    def adds_special(self, text: str) -> bool:
+        """Return True if the tokenizer adds its special tokens to a text, which it does unless the
+        text begins with the beginning of text."""
         first = self.tokenizer.bos_token
         return first is None or not text.startswith(first)
+
+    @cached_property
+    def _special_texts(self) -> tuple[str, str]:
+        """What the tokenizer adds before and after a text, as text."""
+        plain = self.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+        full = self.tokenizer(_PROBE)["input_ids"]
+        start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+        words = self.tokenizer.convert_ids_to_tokens(full)
+        return "".join(words[:start]), "".join(words[start + len(plain) :])
 
 
 def _metadata(video: Clip | Sequence[Any]) -> dict[str, Any]:

@@ -10,6 +10,12 @@ import numpy as np
 import torch
 
 from raymm.data.conversations.processor import ModelProcessor
+from raymm.data.conversations.text import (
+    TextEncoder,
+    check_vocabulary,
+    load_tokenizer,
+    processor_folder,
+)
 from raymm.data.loading.feature_lookup import FeatureLookup, StepFeatures
 from raymm.data.loading.shuffle import shuffle_modality
 from raymm.data.loading.sources import open_split
@@ -34,12 +40,6 @@ from raymm.data.samples.processors import (
     read_video,
 )
 from raymm.data.samples.sample import Sample
-from raymm.data.samples.text import (
-    TextEncoder,
-    check_vocabulary,
-    load_tokenizer,
-    processor_folder,
-)
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
 from raymm.data.video.container import VideoError, decoder
 from raymm.errors import USER_CODE_RAISES
@@ -157,9 +157,7 @@ class StepBuilder:
 
     @cached_property
     def text(self) -> TextEncoder:
-        return TextEncoder(
-            self.tokenizer, self.config.max_length, self.config.modalities, self.config.vocabulary
-        )
+        return TextEncoder.from_config(self.config, self.tokenizer)
 
     @cached_property
     def processors(self) -> dict[str, Processor]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from raymm.data.conversations.conversation import Conversation
 from raymm.data.conversations.processor import ModelProcessor
-from raymm.data.conversations.replies import Conversation
 from raymm.data.samples.errors import RowError, SampleError
 from raymm.data.samples.media import media_name
 from raymm.data.samples.whole_sounds import WholeSounds, equal_tensors

@@ -12,10 +12,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.stages.tower import is_featured
-from raymm.data.conversations.messages import part_messages
+from raymm.data.conversations.conversation import Conversation, conversation
+from raymm.data.conversations.messages import template_messages
 from raymm.data.conversations.processor import IDS, MASK, ModelProcessor
-from raymm.data.conversations.replies import Conversation, Media, conversation, plain
+from raymm.data.conversations.text import check_characters, roles_without_labels, text_chat
 from raymm.data.loading.builder import (
     BuiltStep,
     SampleCheck,
@@ -33,7 +35,6 @@ from raymm.data.samples.errors import DataError, SampleError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.processors import frames_of, read_audio, read_image
 from raymm.data.samples.sample import Sample
-from raymm.data.samples.text import IGNORE_INDEX, check_characters, roles_without_labels
 from raymm.data.sampling.sampler import flat
 from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip
@@ -66,7 +67,11 @@ class ProcessedBuilder(StepBuilder):
     def processor(self) -> ModelProcessor:
         """Of the model."""
         assert self.config.processor is not None  # see step_builder
-        return ModelProcessor(self.config.processor, self.config.trust_remote_code)
+        config = self.config
+        return ModelProcessor(
+            config.processor, config.trust_remote_code, config.chat_template_kwargs,
+            config.ignore_message_keys,
+        )
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -152,16 +157,21 @@ class ProcessedBuilder(StepBuilder):
                     sample, "it has text and media; with data.processor media need messages, whose "
                     "parts say where they stand"
                 )
-            encoded = plain(self.processor, sample, sample.text)
+            media: dict[str, list[Any]] = {}
+            chat = text_chat(self.tokenizer, sample, self.processor.adds_special)
         else:
-            messages = part_messages(sample, self.config.modalities, self.processor.takes_parts)
+            messages = template_messages(
+                sample, self.config.modalities, self.processor.template, self.processor.item_tokens
+            )
             media = {
                 kind: [self._decoded(kind, sample, item, self._reader(kind)) for item in items]
                 for kind, items in sample.media.items()
             }
-            encoded = conversation(self.processor, sample, messages, media)
+            chat = self.processor.template.chat(sample, messages, self.processor.adds_special)
+        encoded = conversation(self.processor, sample, chat, media)
+        if media:
             self._check_items(encoded)
-        if not any(reply.learned for reply in encoded.replies):
+        if not encoded.has_labels:
             empty = ": the text is empty" if sample.text is not None else ""
             raise text_error(sample, f"no label token{empty}{roles_without_labels(sample)}")
         return encoded
@@ -252,7 +262,7 @@ class ProcessedBuilder(StepBuilder):
         for row, sample in enumerate(group):
             own = mask[row].bool()
             tokens = ids[row][own].tolist()
-            labels[row, own] = torch.tensor(sample.labels(tokens, self._tokens))
+            labels[row, own] = torch.tensor(sample.labels(tokens))
             self._check_length(sample, len(tokens))
         most = self.config.max_length
         microbatch = {**tensors, "labels": labels}
@@ -278,18 +288,13 @@ class ProcessedBuilder(StepBuilder):
             SampleError: the processor fails on it.
         """
         if not any(sample.media.values()):
-            return len(self.processor.tokens(sample.text)[0])
+            return len(sample.ids)
         try:
-            return len(self._tokens(sample.text, sample.media))
+            return int(self.processor([sample.text], [sample.media])[MASK].sum())
         except MemoryError:
             raise
         except USER_CODE_RAISES as error:  # a processor may raise anything
             raise self._named(sample, error) from error
-
-    def _tokens(self, text: str, media: Media) -> list[int]:
-        """Tokens of a text and its items."""
-        tensors = self.processor([text], [media])
-        return tensors[IDS][0][tensors[MASK][0].bool()].tolist()
 
     def _check_length(self, sample: Conversation, length: int) -> None:
         cut, behind = length - self.config.max_length, sample.after_media()
@@ -412,8 +417,7 @@ def _digest(values: torch.Tensor) -> str:
 def _shuffled(
     group: Sequence[Conversation], kind: str, random: np.random.Generator
 ) -> list[Conversation]:
-    """Samples with another one's items of a kind, of those with as many. What a reply in the middle
-    is told by goes with them."""
+    """Return samples with the items of a kind of another sample that has as many."""
     result = list(group)
     by_count: dict[int, list[int]] = {}
     for row, sample in enumerate(group):
@@ -423,12 +427,6 @@ def _shuffled(
             continue
         order = [rows[i] for i in random.permutation(len(rows))]
         for row, other in zip(order, order[1:] + order[:1], strict=True):
-            items = group[other].media[kind]
-            replies = tuple(
-                replace(reply, media={**reply.media, kind: items[: len(reply.media[kind])]})
-                if kind in reply.media else reply
-                for reply in group[row].replies
-            )
-            media = {**group[row].media, kind: items}
-            result[row] = replace(group[row], media=media, replies=replies)
+            media = {**group[row].media, kind: group[other].media[kind]}
+            result[row] = replace(group[row], media=media)
     return result

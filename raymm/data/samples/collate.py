@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from raymm.actors.features.kept_features import FEATURES
+from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.data.samples.errors import DataError
-from raymm.data.samples.text import IGNORE_INDEX
 
 # From the tensors of a microbatch's items to one of a further first dimension: ``torch.stack``,
 # or what leaves that to a later copy (``raymm.data.loading.object_store.ItemStack``).

@@ -229,6 +229,10 @@ class DataConfig(Section):
             (``auto_map``); in a configuration, ``model.trust_remote_code`` says it for all.
         vocabulary: token ids that the language model has embeddings for; by default those of the
             model that is trained.
+        chat_template_kwargs: variables for the chat template of every row, such as
+            ``{enable_thinking: false}``; those of a row (its column of that name) come on top.
+        ignore_message_keys: keys of messages that the chat template need not write. Other keys
+            that it does not write are refused.
         towers: by tower of a whole model, for each of its arguments what the processor calls it; by
             default those of the model that is trained.
     """
@@ -262,6 +266,8 @@ class DataConfig(Section):
     worker_timeout: Seconds = 300.0
     trust_remote_code: bool = False
     vocabulary: Count | None = None
+    chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict)
+    ignore_message_keys: list[Text] = Field(default_factory=list)
     towers: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
 
     @field_validator("train", "heldout", mode="before")

@@ -143,16 +143,19 @@ def template_takes_parts(tokenizer, kind: str, token: str) -> bool:
 
 
 def repeat_placeholders(
-    input_ids: Sequence[int], placeholders: Mapping[str, Placeholder]
-) -> list[int]:
-    """Token ids with every placeholder as often as its item has tokens."""
+    tokens: Sequence[tuple[int, int]], placeholders: Mapping[str, Placeholder]
+) -> list[tuple[int, int]]:
+    """Return tokens and labels with every placeholder as often as its item has tokens.
+
+    Args:
+        tokens: (token, label) pairs.
+        placeholders: by modality.
+    """
     times = {
         placeholder.id: placeholder.repeat
         for placeholder in placeholders.values() if placeholder.repeat
     }
-    if not times:
-        return list(input_ids)
-    return [token for token in input_ids for _ in range(times.get(token, 1))]
+    return [pair for pair in tokens for _ in range(times.get(pair[0], 1))]
 
 
 def check_counts(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from raymm.data.conversations.text import processor_folder
 from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.data.readers.cache import cache_folder, written_file
 from raymm.data.remote.path import size_of, version_of
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.text import processor_folder
 from raymm.data.sampling.scan_result import SampleScan
 
 _VERSION = 2
@@ -47,7 +47,10 @@ def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
         | ({"rows": reader.digest} if isinstance(reader, Repeated) else {})
         for reader in readers
     ]
-    fields = {"modalities", "max_length", "on_error", "vocabulary"} | set(vars(config.limits))
+    fields = {
+        "modalities", "max_length", "on_error", "vocabulary", "chat_template_kwargs",
+        "ignore_message_keys", *vars(config.limits),
+    }
     content = {
         "version": _VERSION,
         "sources": sources,

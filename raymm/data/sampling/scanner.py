@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from raymm.data.conversations.text import TextEncoder
 from raymm.data.readers import Dataset
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import RowError, SampleError
 from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, Header, check_media
 from raymm.data.samples.media import media_name
 from raymm.data.samples.sample import Sample
-from raymm.data.samples.text import TextEncoder, load_tokenizer
 from raymm.data.sampling.scan_cache import load_scan, save_scan, scan_key
 from raymm.data.sampling.scan_result import SampleScan
 from raymm.data.video.frames import FrameSampling
@@ -122,10 +122,7 @@ class _HeaderSizes:
 
     def __init__(self, _: Dataset, config: DataConfig):
         self.config = config
-        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
-        self.text = TextEncoder(
-            tokenizer, config.max_length, config.modalities, config.vocabulary
-        )
+        self.text = TextEncoder.from_config(config)
 
     def __call__(self, sample: Sample) -> Sizes:
         tokens = len(self.text.encode(sample)[0])

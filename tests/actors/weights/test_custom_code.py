@@ -17,8 +17,8 @@ from raymm import ModalityModule, MultimodalModule, MultimodalParallelSpec, Para
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import SourceError
 from raymm.data import DataError
+from raymm.data.conversations.text import load_tokenizer
 from raymm.data.samples.processors import load_processor
-from raymm.data.samples.text import load_tokenizer
 from raymm.model.module_kind import ModuleKind
 
 # Every process that imports it leaves its number.

@@ -9,8 +9,8 @@ from sample_files import CHATML, build_tokenizer, write_image
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.config.sections import ConfigError, parse_config
 from raymm.data import DataError, Sample, SampleError, StepBuilder, open_split
+from raymm.data.conversations.text import TextEncoder
 from raymm.data.samples.config import ModalityDataConfig
-from raymm.data.samples.text import TextEncoder
 
 X = -100
 # Like those of Llava or SmolVLM: strings as they are, and parts one by one.
@@ -52,8 +52,8 @@ def test_parts_become_placeholders_in_order(template):
         ["<|im_start|>", "user", *["<image>"] * 3, *"what is this <|im_end|>".split(), "\n"]
         + ["<|im_start|>", "assistant", "a", "cat", "<|im_end|>", "\n"]
     )
-    answer = tokenizer.convert_tokens_to_ids(["a", "cat", "<|im_end|>"])
-    assert labels == [X] * (len(words) - 4) + answer + [X]
+    answer = tokenizer.convert_tokens_to_ids(["a", "cat", "<|im_end|>", "\n"])
+    assert labels == [X] * (len(words) - 4) + answer
     # The same as a string.
     assert encoder.encode(sample("<image> what is this")) == (input_ids, labels)
 

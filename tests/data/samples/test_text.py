@@ -2,7 +2,7 @@ import pytest
 from sample_files import build_tokenizer
 
 from raymm.data import DataError, Sample, SampleError
-from raymm.data.samples.text import TextEncoder
+from raymm.data.conversations.text import TextEncoder
 
 X = -100
 
@@ -22,7 +22,7 @@ def ids(tokenizer, text):
     return tokenizer.convert_tokens_to_ids(text.split(" "))
 
 
-def test_assistant_turns_and_their_ends_are_labels():
+def test_assistant_turns_are_labels_to_their_ends():
     tokenizer = build_tokenizer()
     turns = [("user", "what is"), ("assistant", "a cat"), ("user", "is it"), ("assistant", "yes")]
     input_ids, labels = encode_text(tokenizer, sample(turns), 100)
@@ -31,8 +31,8 @@ def test_assistant_turns_and_their_ends_are_labels():
         "<|im_start|> user is it <|im_end|> \n <|im_start|> assistant yes <|im_end|> \n"
     )
     assert input_ids == ids(tokenizer, spelled)
-    answer, last = ids(tokenizer, "a cat <|im_end|>"), ids(tokenizer, "yes <|im_end|>")
-    assert labels == [X] * 8 + answer + [X] * 9 + last + [X]
+    answer, last = ids(tokenizer, "a cat <|im_end|> \n"), ids(tokenizer, "yes <|im_end|> \n")
+    assert labels == [X] * 8 + answer + [X] * 8 + last
 
 
 def test_a_template_without_end_of_turn_learns_the_whole_turn():
@@ -68,13 +68,13 @@ def test_truncation_never_removes_every_label_silently():
         encode_text(build_tokenizer(), sample(turns), 12)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_a_template_that_drops_what_was_asked_is_refused():
     template = (
         "{% for m in messages %}{{ m['role'] }} {{ m['content'] if loop.last else 'of' }} "
         "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
     )
     turns = [("user", "what"), ("assistant", "a cat")]
-    with pytest.raises(SampleError, match=r"'the-id'.*not prefix-consistent at messages\[1\]"):
+    with pytest.raises(SampleError, match=r"'the-id'.*ambiguous.*prompt for messages\[1\]"):
         encode_text(build_tokenizer(template), sample(turns), 100)
 
 

@@ -1,12 +1,18 @@
 """Token ids and labels of one sample."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
 from raymm.actors.weights.hub_folder import HubError, local_folder
-from raymm.data.samples.config import ModalityDataConfig
+from raymm.data.conversations.template import ChatTemplate, RenderedChat
+from raymm.data.samples.config import DataConfig, ModalityDataConfig
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import (
     check_counts,
@@ -21,8 +27,6 @@ from raymm.data.samples.placeholders import (
 from raymm.data.samples.rows import LEARNED_ROLE
 from raymm.data.samples.sample import Sample
 from raymm.errors import USER_CODE_RAISES
-
-IGNORE_INDEX = -100  # torch's cross_entropy ignores it; so does every Hugging Face model
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
@@ -99,6 +103,8 @@ class TextEncoder:
         max_length: tokens kept.
         modalities: what the media parts of list-form messages mean, and placeholders.
         vocabulary: token ids that the model has embeddings for; None if that is not known.
+        options: variables for the chat template of every sample.
+        ignored: keys of messages that the chat template need not write.
 
     Raises:
         DataError: a placeholder is not one token of the tokenizer.
@@ -110,13 +116,15 @@ class TextEncoder:
         max_length: int,
         modalities: Mapping[str, ModalityDataConfig] | None = None,
         vocabulary: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        ignored: Sequence[str] = (),
     ):
         modalities = modalities or {}
         self._vocabulary = vocabulary
         self.tokenizer, self.max_length = tokenizer, max_length
         self._placeholders = find_placeholders(tokenizer, modalities)
         self._types = part_types(modalities)
-        self._special = special_ids(tokenizer)
+        self._options, self._ignored = options, ignored
         # Part types that the chat template writes as the right placeholder by itself.
         self._native = {
             kind for kind, name in self._types.items()
@@ -124,33 +132,50 @@ class TextEncoder:
             and template_takes_parts(tokenizer, kind, self._placeholders[name].token)
         }
 
+    @classmethod
+    def from_config(cls, config: DataConfig, tokenizer: Any = None) -> TextEncoder:
+        """Return the encoder of a data configuration.
+
+        Args:
+            config: of the data.
+            tokenizer: that of the configuration, if it is loaded already.
+
+        Raises:
+            DataError: the tokenizer cannot be loaded, or a placeholder is not one of its tokens.
+        """
+        if tokenizer is None:
+            tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
+        return cls(
+            tokenizer, config.max_length, config.modalities, config.vocabulary,
+            config.chat_template_kwargs, config.ignore_message_keys,
+        )
+
     def encode(self, sample: Sample) -> tuple[list[int], list[int]]:
         """Token ids and labels of a sample, both of the same length <= ``max_length``.
 
-        ``text``: every token but the first is a label. ``messages``: the tokens of each
-        assistant message and its end-of-turn token are labels; all else is -100. What a template
-        writes after the end-of-turn token (ChatML's newline) is not a label, nor is a
-        placeholder. Parts of list-form messages go to a chat template that knows them; for one
-        that takes strings they become text with placeholders.
+        ``text``: every token but the first is a label, except the prompt. ``messages``: see
+        :meth:`ChatTemplate.chat`. Placeholders are not labels. Parts of list-form messages go to a
+        chat template that knows them; for one that takes strings they become text with
+        placeholders.
 
         Raises:
-            SampleError: no text, one with half a character (a lone surrogate, as "\\ud800" of JSON
-                is), no label within ``max_length``, placeholders that do not match
-                the items, or a chat template whose rendering of the first messages is not a
-                prefix of its rendering of all of them: labels would be wrong.
+            SampleError: no text, half a character (a lone surrogate, as "\\ud800" of JSON is), no
+                label within ``max_length``, placeholders that do not match the items, or what
+                :meth:`ChatTemplate.chat` refuses.
             DataError: ``messages`` and a tokenizer without a chat template.
         """
         check_characters(sample)
         if sample.text is not None:
-            input_ids = self._expand(self._tokenize(sample))
-            labels = list(input_ids)
+            chat = text_chat(self.tokenizer, sample)
         else:
-            input_ids, labels = self._encode_messages(sample)
-        for placeholder in self._placeholders.values():
-            labels = [
-                IGNORE_INDEX if token == placeholder.id else label
-                for token, label in zip(input_ids, labels, strict=True)
-            ]
+            chat = self._template.chat(sample, self._messages(sample))
+        placeholders = {placeholder.id for placeholder in self._placeholders.values()}
+        pairs = [
+            (token, token if is_learned and token not in placeholders else IGNORE_INDEX)
+            for token, is_learned in zip(chat.ids, chat.learned, strict=True)
+        ]
+        pairs = repeat_placeholders(pairs, self._placeholders)
+        input_ids, labels = [token for token, _ in pairs], [label for _, label in pairs]
         length = len(input_ids)
         check_counts(sample, input_ids, self.max_length, self._placeholders)
         input_ids, labels = input_ids[: self.max_length], labels[: self.max_length]
@@ -183,11 +208,15 @@ class TextEncoder:
                 end = self.tokenizer.eos_token or ""
                 text = answer if answer.endswith(end) else answer + end
                 own = replace(sample, text=text)
-                prompt = self._expand(self._tokenize(replace(sample, text=preference.prompt)))
+                prompt = text_chat(self.tokenizer, replace(sample, text=preference.prompt)).ids
             else:
                 own = replace(sample, messages=answer)
                 asked = replace(sample, messages=preference.prompt)
-                prompt = self._render(sample, self._messages(asked), add_generation_prompt=True)
+                prompt = self._prompt(asked)
+            prompt = [
+                token for token, _ in
+                repeat_placeholders([(token, token) for token in prompt], self._placeholders)
+            ]
             ids, labels = self.encode(own)
             if ids[: len(prompt)] != prompt[: len(ids)]:
                 raise text_error(
@@ -213,43 +242,23 @@ class TextEncoder:
                 f"for {self._vocabulary} ids only",
             )
 
-    def _tokenize(self, sample: Sample) -> list[int]:
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, None, self._options, self._ignored)
+
+    def _prompt(self, sample: Sample) -> tuple[int, ...]:
+        """Return the tokens of the messages of a sample, with a generation prompt."""
         try:
-            return self.tokenizer(sample.text)["input_ids"]
-        except MemoryError:  # that is the process's, whatever the sample
-            raise
-        except USER_CODE_RAISES as error:  # a tokenizer raises whatever its library raises
-            reason = f"the tokenizer fails on it ({type(error).__name__}: {error})"
-            raise text_error(sample, reason) from error
-
-    def _expand(self, input_ids: Sequence[int]) -> list[int]:
-        return repeat_placeholders(input_ids, self._placeholders)
-
-    def _encode_messages(self, sample: Sample) -> tuple[list[int], list[int]]:
-        if not self.tokenizer.chat_template:
-            raise DataError(
-                f"sample {sample.id!r} has 'messages', but the tokenizer "
-                f"{self.tokenizer.name_or_path!r} has no chat template"
+            text, _ = self._template.render(
+                self._messages(sample), True, sample.tools, sample.template
             )
-        messages = self._messages(sample)
-        input_ids = self._render(sample, messages)
-        labels = [IGNORE_INDEX] * len(input_ids)
-        for number, message in enumerate(messages):
-            if message["role"] != LEARNED_ROLE:
-                continue
-            # An assistant turn is what it adds to the prompt that a model would be given.
-            prompt = self._render(sample, messages[:number], add_generation_prompt=True)
-            last = number + 1 == len(messages)
-            turn = input_ids if last else self._render(sample, messages[: number + 1])
-            if turn[: len(prompt)] != prompt or input_ids[: len(turn)] != turn:
-                raise text_error(
-                    sample,
-                    f"the chat template is not prefix-consistent at messages[{number}]: the "
-                    "tokens of the conversation so far change when the next message is added",
-                )
-            stop = end_of_turn(self.tokenizer, turn, len(prompt), self._special)
-            labels[len(prompt) : stop] = input_ids[len(prompt) : stop]
-        return input_ids, labels
+        except MemoryError:
+            raise
+        except USER_CODE_RAISES as error:  # a template is a program: it may raise anything
+            raise text_error(
+                sample, f"the chat template failed on the prompt: {error}"
+            ) from error
+        return self._template.tokens(text)[0]
 
     @property
     def placeholder_ids(self) -> dict[str, int]:
@@ -274,29 +283,45 @@ class TextEncoder:
             ]
         return flatten_parts(messages, self._types, self._placeholders)
 
-    def _render(self, sample: Sample, messages: list[dict], add_generation_prompt=False):
-        """Token ids of some messages, placeholders repeated."""
-        try:
-            input_ids = self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-            )
-        except MemoryError:
-            raise
-        except USER_CODE_RAISES as error:  # a template is a program: it may raise anything
-            if not messages:
-                raise text_error(
-                    sample,
-                    "messages[0] is the assistant's, and the chat template writes no assistant's "
-                    "turn without a message before it; begin with one of the user or the system "
-                    f"({error})",
-                ) from error
-            raise text_error(
-                sample, f"the chat template failed on its first {len(messages)} messages: {error}"
-            ) from error
-        return self._expand(input_ids)
+
+def text_chat(
+    tokenizer: Any, sample: Sample, special: Callable[[str], bool] = lambda text: True
+) -> RenderedChat:
+    """Return the tokens of a sample of plain text.
+
+    A text with a prompt ends with the tokenizer's end of text, so that the model learns to stop.
+
+    Args:
+        tokenizer: of the data.
+        sample: it has ``text``.
+        special: True for texts that the tokenizer adds its special tokens to.
+
+    Raises:
+        SampleError: the tokenizer fails on it, or a token is part of the prompt and of what
+            follows.
+    """
+    text, prompt = sample.text or "", sample.prompt_characters
+    end = tokenizer.eos_token
+    if prompt and end and not text.endswith(end):
+        text += end
+    try:
+        encoded = tokenizer(
+            text, add_special_tokens=special(text), return_offsets_mapping=bool(prompt)
+        )
+    except MemoryError:  # that is the process's, whatever the sample
+        raise
+    except USER_CODE_RAISES as error:  # a tokenizer raises whatever its library raises
+        reason = f"the tokenizer fails on it ({type(error).__name__}: {error})"
+        raise text_error(sample, reason) from error
+    ids = tuple(encoded["input_ids"])
+    offsets = tuple(map(tuple, encoded["offset_mapping"])) if prompt else ((0, 0),) * len(ids)
+    if any(start < prompt < stop for start, stop in offsets):
+        raise text_error(
+            sample, "a token is part of the prompt and of the completion; end the prompt where a "
+            "token ends (move a space at its end to the start of the completion)"
+        )
+    learned = tuple(not prompt or start >= prompt for start, _ in offsets)
+    return RenderedChat(text, ids, offsets, learned)
 
 
 def roles_without_labels(sample: Sample) -> str:
@@ -338,24 +363,3 @@ def _strings(sample: Sample) -> Iterator[tuple[str, str]]:
         for value in (message["role"], *(part.get("text") for part in parts)):
             if isinstance(value, str):
                 yield f"messages[{number}]", value
-
-
-def special_ids(tokenizer) -> frozenset[int]:
-    """Ids of a tokenizer's special tokens."""
-    added = tokenizer.added_tokens_decoder
-    return frozenset(tokenizer.all_special_ids) | {id for id in added if added[id].special}
-
-
-def end_of_turn(tokenizer, ids: Sequence[int], start: int, special: frozenset[int]) -> int:
-    """End of the turn ``ids[start:]``: after its last special token if only space follows.
-
-    Args:
-        tokenizer: of the ids.
-        ids: tokens up to the turn's end.
-        start: of the turn.
-        special: ids of special tokens.
-    """
-    for stop in range(len(ids), start, -1):
-        if ids[stop - 1] in special:
-            return stop if not tokenizer.decode(ids[stop:]).strip() else len(ids)
-    return len(ids)

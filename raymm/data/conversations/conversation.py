@@ -1,0 +1,164 @@
+"""A conversation that is ready for a model's own processor, and its labels.
+
+A processor replaces the place of each item by as many tokens as the item has. The text between the
+places keeps its tokens, by which labels of the plain text are found in the processor's tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.data.conversations.processor import ModelProcessor
+from raymm.data.conversations.template import RenderedChat
+from raymm.data.samples.placeholders import text_error
+from raymm.data.samples.sample import Sample
+
+Media = Mapping[str, Sequence[Any]]
+# Tokens without a label that are compared on each side of the learned ones.
+_CONTEXT = 4
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A sample, rendered and decoded.
+
+    Attributes:
+        sample: the row.
+        text: its rendering, with a place for each item.
+        media: by kind, its items, decoded.
+        ids: tokens of the text.
+        learned: True for each token that has a label.
+        runs: token ranges of the text before, between and after the items.
+    """
+
+    sample: Sample
+    text: str
+    media: Media = field(repr=False)
+    ids: tuple[int, ...] = field(repr=False)
+    learned: tuple[bool, ...] = field(repr=False)
+    runs: tuple[range, ...] = field(repr=False)
+
+    @property
+    def id(self) -> str:
+        """Name of the sample."""
+        return self.sample.id
+
+    @property
+    def has_labels(self) -> bool:
+        """True if a token between its items is learned."""
+        return any(self.learned[i] for run in self.runs for i in run)
+
+    def labels(self, ids: Sequence[int]) -> list[int]:
+        """Return the labels of the processor's tokens; tokens of items have none.
+
+        Args:
+            ids: the processor's tokens of the text and its items.
+
+        Raises:
+            SampleError: the tokens between the items are not those of the text, or could be in
+                more than one place.
+        """
+        labels = [IGNORE_INDEX] * len(ids)
+        runs = [run for run in map(self._compared, self.runs) if run]
+        forward, backward = self._places(ids, runs, 1), self._places(ids, runs, -1)
+        if forward is None or forward != backward:
+            raise text_error(
+                self.sample, "the processor's tokens between its items are "
+                + ("not those of the text" if forward is None else "in more than one place")
+                + ", so which are the assistant's is not known",
+            )
+        for run, place in zip(runs, forward, strict=True):
+            for offset, i in enumerate(run):
+                if self.learned[i]:
+                    labels[place + offset] = self.ids[i]
+        if labels:
+            labels[0] = IGNORE_INDEX  # nothing predicts the first token
+        return labels
+
+    def _compared(self, run: range) -> range:
+        """Return the learned tokens of a run with some tokens around them, without the tokens next
+        to an item, which may merge with the item's text. The last run goes to its end."""
+        own = [i for i in run if self.learned[i]]
+        if not own:
+            return range(0)
+        first = run.start + (run is not self.runs[0] and not self.learned[run.start])
+        end = run.stop - (not self.learned[run.stop - 1])
+        last = run.stop if run is self.runs[-1] else min(end, own[-1] + 1 + _CONTEXT)
+        return range(max(first, own[0] - _CONTEXT), last)
+
+    def _places(self, ids: Sequence[int], runs: Sequence[range], step: int) -> list[int] | None:
+        """Return where the runs begin in the processor's tokens: each at its first possible place
+        (step 1) or at its last (step -1); the last run is at the end. None if one is missing."""
+        own = [[self.ids[i] for i in run] for run in runs]
+        if not own:
+            return []
+        has_end = runs[-1].stop == len(self.ids)
+        limit = len(ids) - (len(own[-1]) if has_end else 0)
+        if limit < 0 or has_end and list(ids[limit:]) != own[-1]:
+            return None
+        places, first = [], 0
+        inner = own[:-1] if has_end else own
+        for tokens in inner[::step]:
+            last = limit - len(tokens)
+            tried = range(first, last + 1) if step > 0 else range(last, first - 1, -1)
+            place = next((i for i in tried if list(ids[i : i + len(tokens)]) == tokens), None)
+            if place is None:
+                return None
+            places.append(place)
+            first, limit = (place + len(tokens), limit) if step > 0 else (first, place)
+        end = [len(ids) - len(own[-1])] if has_end else []
+        return places[::step] + end
+
+    def after_media(self) -> int | None:
+        """Return how many of its last tokens are certainly of no item; None for all."""
+        return len(self.runs[-1]) if any(self.media.values()) else None
+
+
+def conversation(
+    processor: ModelProcessor, sample: Sample, chat: RenderedChat, media: Media
+) -> Conversation:
+    """Return a rendered sample with its items.
+
+    Args:
+        processor: of the model.
+        sample: the row.
+        chat: its rendering.
+        media: its items, decoded, in the order of their places.
+
+    Raises:
+        SampleError: the text has another number of places than the row has items.
+    """
+    places: list[tuple[int, int]] = []
+    for marker in dict.fromkeys(filter(None, processor.markers.values())):
+        kinds = [kind for kind, own in processor.markers.items() if own == marker]
+        items = sum(len(media.get(kind, ())) for kind in kinds)
+        matches = [match.span() for match in re.finditer(re.escape(marker), chat.text)]
+        if len(matches) != items:
+            raise text_error(
+                sample, f"its text has {len(matches)} times {marker!r}, which stands for an item "
+                f"({', '.join(kinds)}), and the row has {items} of them; remove it from texts of "
+                "the row",
+            )
+        places += matches
+    for token in processor.item_tokens.values():
+        for match in re.finditer(re.escape(token), chat.text):
+            if not any(start <= match.start() < stop for start, stop in places):
+                raise text_error(
+                    sample, f"its text has {token!r}, which is the processor's token for an item; "
+                    "remove it from texts of the row",
+                )
+    runs, start, count = [], 0, len(chat.ids)
+    for begin, end in sorted(places):
+        first = next((i for i in range(start, count) if chat.offsets[i][1] > begin), start)
+        runs.append(range(start, first))
+        # A tokenizer's own end of text is at (0, 0).
+        start = next(
+            (i for i in range(first, count) if chat.offsets[i][0] >= end or not chat.offsets[i][1]),
+            count,
+        )
+    runs.append(range(start, count))
+    return Conversation(sample, chat.text, media, chat.ids, chat.learned, tuple(runs))

@@ -1,0 +1,194 @@
+"""Where the turns of the assistant stand in a rendered conversation.
+
+A turn begins where the prompt for it ends (the conversation so far, with the generation prompt)
+and ends where the rendering of the conversation up to it ends. Most templates only append, so both
+are prefixes of the whole rendering. Other templates rewrite earlier turns when messages follow
+(thinking templates, tools in the last user message). There, the text between two contents is
+compared instead: contents are located by rendering the conversation once more with a mark in them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raymm.data.samples.rows import LEARNED_ROLE
+from raymm.errors import USER_CODE_RAISES, InternalError
+
+Message = Mapping[str, Any]
+Render = Callable[..., str]
+# A generation prompt may open or close a block of reasoning, which belongs to the turn.
+_REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+# Characters of a private area, which no conversation has.
+_MARK = "\ue4f3mark\ue4f4"
+
+
+class AmbiguousError(InternalError, ValueError):
+    """The turns of a conversation cannot be told from its rendering."""
+
+
+def aligned(first: str, second: str) -> str:
+    """Return the common prefix of two texts."""
+    return os.path.commonprefix((first, second))
+
+
+def learned_spans(
+    render: Render, messages: Sequence[Message], text: str, offsets: Sequence[tuple[int, int]],
+    header: str, special: re.Pattern[str],
+) -> list[tuple[int, int]]:
+    """Return first and end character of each message of the assistant, in order.
+
+    Args:
+        render: renders messages, with ``prompt=True`` with a generation prompt.
+        messages: the conversation.
+        text: its rendering.
+        offsets: characters of the text's tokens.
+        header: the generation prompt alone.
+        special: matches one special token or one character of white space.
+
+    Raises:
+        AmbiguousError: a turn cannot be located.
+    """
+    finder = _Finder(render, messages, text, offsets, header, special)
+    spans: list[tuple[int, int]] = []
+    for number, message in enumerate(messages):
+        if message["role"] != LEARNED_ROLE:
+            continue
+        start, stop = finder.start(number), finder.stop(number)
+        if start > stop or spans and start < spans[-1][1]:
+            raise AmbiguousError(f"messages[{number}] has no place of its own in the rendering")
+        # A space after the end of a turn is part of the first token of the next one.
+        spans.append((start, start + len(text[start:stop].rstrip(" "))))
+    return spans
+
+
+class _Finder:
+    """Locates the turns of one conversation; arguments as of :func:`learned_spans`."""
+
+    def __init__(
+        self, render: Render, messages: Sequence[Message], text: str,
+        offsets: Sequence[tuple[int, int]], header: str, special: re.Pattern[str],
+    ) -> None:
+        self._render, self._messages, self._text = render, messages, text
+        self._boundaries = {0, len(text)}.union(*offsets) if offsets else {0, len(text)}
+        self._header, self._special = _REASONING.sub("", header), special
+
+    def start(self, number: int) -> int:
+        """Return the first character of the turn of a message."""
+        prompt = self._prompt(number)
+        if prompt is None or not self._text.startswith(prompt):
+            return self._rewritten_start(number, prompt)
+        if self._header and prompt.endswith(self._header):
+            return len(prompt)
+        # Without a generation prompt, the text before the content may be the header of the turn.
+        content = self._content_start(number)
+        has_header = content is not None and self._text[len(prompt) : content].strip()
+        return content if content is not None and has_header else len(prompt)
+
+    def _prompt(self, number: int) -> str | None:
+        prompt = self._try(self._messages[:number], prompt=True)
+        return None if prompt is None else _REASONING.sub("", prompt)
+
+    def _rewritten_start(self, number: int, prompt: str | None) -> int:
+        content = self._content_start(number)
+        if number == 0:
+            if content is None:
+                raise AmbiguousError("the chat template does not write messages[0]")
+            places = range(content, -1, -1)
+            starts = (i for i in places if self._text[i : i + 1] == self._header[:1])
+            ends = (self._after_header(i, self._header, content) for i in starts)
+            start = next((end for end in ends if end is not None), None)
+            if self._header and start is None:
+                raise AmbiguousError("messages[0] does not begin with the generation prompt")
+            return content if start is None else start
+        own = self._content_end(self._messages, number - 1, self._text)
+        if prompt is None or own is None:
+            raise AmbiguousError(f"the chat template cannot render a prompt for messages[{number}]")
+        there = self._content_end(self._messages[:number], number - 1, prompt, prompt=True)
+        if there is None:
+            raise AmbiguousError(f"the chat template does not write messages[{number - 1}]")
+        start = self._after_header(own, prompt[there:], content)
+        if start is None:
+            raise AmbiguousError(
+                f"the text before messages[{number}] is not that of a prompt for it"
+            )
+        return start
+
+    def _after_header(self, place: int, header: str, content: int | None) -> int | None:
+        """Return where a header at a place ends. The text may lack its end if that is white space
+        or if the content follows, as where a prompt opens a block of reasoning; else None."""
+        length = self._common(place, header)
+        end, rest = place + length, header[length:]
+        return end if not rest.strip() or length and end == content else None
+
+    def stop(self, number: int) -> int:
+        """Return the end of the turn of a message."""
+        if number + 1 == len(self._messages):
+            return len(self._text)
+        messages, place = self._messages[: number + 1], number
+        so_far = self._try(messages)
+        if so_far is not None and self._text.startswith(so_far):
+            return len(so_far)
+        if so_far is None:  # some templates render nothing without a user's message
+            messages, place = [{"role": "user", "content": "Hi."}, *messages], number + 1
+            so_far = self._try(messages)
+        own = self._content_end(self._messages, number, self._text)
+        there = None if so_far is None else self._content_end(messages, place, so_far)
+        if own is None or there is None or so_far is None:
+            raise AmbiguousError(f"the chat template does not write messages[{number}]")
+        closing = so_far[there:]
+        length = self._common(own, closing)
+        if self._special.sub("", closing[length:]):
+            raise AmbiguousError(f"messages[{number}] ends otherwise when messages follow")
+        if not closing[:length].strip() and closing[length:].strip():
+            # Another token ends a turn that is not the last one.
+            ending = self._special.match(self._text, own + length)
+            length = ending.end() - own if ending else length
+        return own + length
+
+    def _try(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
+        try:
+            return self._render(messages, prompt=prompt)
+        except USER_CODE_RAISES:  # a template is a program: it may raise anything
+            return None
+
+    def _common(self, place: int, other: str) -> int:
+        """Return how many characters from a place on are those of another text, in whole
+        tokens."""
+        stop = place + len(aligned(self._text[place : place + len(other)], other))
+        while stop not in self._boundaries:
+            stop -= 1
+        return max(stop - place, 0)
+
+    def _content_start(self, number: int) -> int | None:
+        """Return where the content of a message begins in the text; None if it is not there."""
+        changed = self._changed(self._messages, number, lambda content: _MARK)
+        place = len(aligned(self._text, changed)) if changed is not None else 0
+        return place if changed is not None and changed[place:].startswith(_MARK) else None
+
+    def _content_end(
+        self, messages: Sequence[Message], number: int, text: str, prompt: bool = False
+    ) -> int | None:
+        """Return where the content of a message ends in a rendering; None if it is not there."""
+        changed = self._changed(messages, number, lambda content: (content or "") + _MARK, prompt)
+        if changed is None:
+            return None
+        place = len(aligned(text, changed))
+        return place if changed[place:].lstrip().startswith(_MARK) else None
+
+    def _changed(
+        self, messages: Sequence[Message], number: int, change: Callable[[str], str],
+        prompt: bool = False,
+    ) -> str | None:
+        """Return the rendering with another content of one message."""
+        content = messages[number]["content"]
+        if isinstance(content, list):
+            mark = change("")
+            kept = content if change("x") != mark else []
+            other: Any = [*kept, {"type": "text", "text": mark}]
+        else:
+            other = change(content)
+        message = {**messages[number], "content": other}
+        return self._try([*messages[:number], message, *messages[number + 1 :]], prompt)

@@ -1,0 +1,420 @@
+"""Chat template of a tokenizer or processor, and the tokens of a conversation that are learned."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from raymm.data.conversations.spans import AmbiguousError, Render, aligned, learned_spans
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.placeholders import text_error
+from raymm.data.samples.rows import LEARNED_ROLE
+from raymm.data.samples.sample import Sample
+from raymm.errors import USER_CODE_RAISES
+
+Message = Mapping[str, Any]
+# Key of a message that masks its labels; see ``Sample.messages``.
+LOSS = "loss"
+# Keys of messages that name a call or a speaker. Many templates write none of them, and their
+# absence changes nothing that is learned.
+_IDENTIFIERS = frozenset({"id", "name", "tool_call_id"})
+# Arguments of ``render_jinja_template`` that are not variables of a template.
+_RESERVED = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversations",
+    "documents", "messages", "return_assistant_tokens_mask", "tools",
+})  # fmt: skip
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "raymmprobe"
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as its template writes it, in tokens.
+
+    Attributes:
+        text: the whole rendering.
+        ids: token ids of the text.
+        offsets: first and end character of each token.
+        learned: True for each token that has a label.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+    learned: tuple[bool, ...]
+
+
+class ChatTemplate:
+    """Renders conversations and finds the tokens of the assistant in them.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        processor: the processor that has the template, if there is one.
+        options: variables for the template of every sample (``data.chat_template_kwargs``).
+        ignored: keys of messages that the template need not write
+            (``data.ignore_message_keys``).
+
+    Raises:
+        DataError: there is no template, or the tokenizer has no character offsets.
+    """
+
+    def __init__(
+        self, tokenizer: Any, processor: Any = None, options: Mapping[str, Any] | None = None,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._template = getattr(processor, "chat_template", None) or tokenizer.chat_template
+        self._options, self._ignored = dict(options or {}), frozenset(ignored)
+        name = getattr(tokenizer, "name_or_path", "")
+        if not self._template:
+            raise DataError(
+                f"the tokenizer {name!r} has no chat template, which 'messages' need; add one to "
+                "the folder (chat_template.jinja), or give rows with 'text'"
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError(
+                f"the tokenizer {name!r} is a {type(tokenizer).__name__}, which reports no "
+                "character offsets, and labels need them; accepted: a fast tokenizer "
+                "(tokenizer.json)"
+            )
+        self._takes: dict[str, tuple[bool, bool]] = {}
+
+    def source(self, tools: Any = None) -> str:
+        """Jinja source of the template. Of several named ones, ``tool_use`` if there are tools.
+
+        Args:
+            tools: function definitions of the row.
+        """
+        if not isinstance(self._template, Mapping):
+            return self._template
+        name = "tool_use" if tools and "tool_use" in self._template else "default"
+        if name not in self._template:
+            raise DataError(
+                f"chat templates are named {sorted(self._template)}; accepted: one named 'default'"
+            )
+        return self._template[name]
+
+    def render(
+        self, messages: Sequence[Message], prompt: bool = False, tools: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation.
+
+        Args:
+            messages: in a form that the template takes.
+            prompt: append what an assistant's turn begins with.
+            tools: function definitions.
+            options: variables for the template, in addition to those of the configuration.
+
+        Returns:
+            The text, and the characters of its ``{% generation %}`` blocks.
+
+        Raises:
+            Exception: whatever the template raises.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        source = self.source(tools)
+        texts, blocks = render_jinja_template(
+            conversations=[[{k: v for k, v in m.items() if k != LOSS} for m in messages]],  # type: ignore[arg-type]
+            tools=tools or None, chat_template=source, add_generation_prompt=prompt,
+            return_assistant_tokens_mask=bool(_GENERATION.search(source)),
+            **{**self.tokenizer.special_tokens_map, **self._options, **(options or {})},
+        )
+        return texts[0], [tuple(block) for block in blocks[0]] if blocks else []
+
+    def takes(self, role: str) -> tuple[bool, bool]:
+        """Return whether messages of a role may have a string and a list of parts as content."""
+        if role not in self._takes:
+            parts = [{"type": "text", "text": _PROBE}]
+            self._takes[role] = (self._writes(role, _PROBE), self._writes(role, parts))
+        return self._takes[role]
+
+    def _writes(self, role: str, content: Any) -> bool:
+        """Return True if the template writes the probe in some content of a role."""
+        message = {"role": role, "content": content}
+        for text in ("Hi.", [{"type": "text", "text": "Hi."}]):
+            user = {"role": "user", "content": text}
+            calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+            before = {"tool": [user, {"role": LEARNED_ROLE, "content": "", "tool_calls": calls}]}
+            messages = (
+                [message] if role == "user" else [message, user] if role == "system"
+                else [*before.get(role, [user]), message]
+            )
+            try:
+                rendered, _ = self.render(messages)
+            except USER_CODE_RAISES:  # a template is a program: it may raise anything
+                continue
+            if _PROBE in rendered and not _printed(messages, rendered):
+                return True
+        return False
+
+    def marker(self, part: Mapping[str, Any]) -> str:
+        """Return the text that the template writes for a media part, without text around its
+        special tokens; empty if it writes nothing.
+
+        Args:
+            part: the part, such as ``{"type": "image"}``.
+        """
+        text = {"type": "text", "text": _PROBE}
+        try:
+            with_item, _ = self.render([{"role": "user", "content": [part, text]}])
+            without, _ = self.render([{"role": "user", "content": [text]}])
+        except USER_CODE_RAISES:
+            return ""
+        start = len(aligned(with_item, without))
+        end = with_item.find(_PROBE, start)
+        written = with_item[start:end] if end >= 0 else ""
+        if _printed([{"content": [part]}], written):
+            return ""
+        offsets = [
+            span for token, span in zip(*self.tokens(written), strict=True)
+            if token in self.special_ids
+        ]
+        return written[offsets[0][0] : offsets[-1][1]] if offsets else written.strip()
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokenizer's special tokens."""
+        return special_ids(self.tokenizer)
+
+    @cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        tokens = [re.escape(t) for t in self.tokenizer.convert_ids_to_tokens([*self.special_ids])]
+        return re.compile("|".join([r"\s", *sorted(tokens, key=len, reverse=True)]))
+
+    def _turn_header(self, render: Render) -> str:
+        """Return the text that a generation prompt adds to a conversation.
+
+        Args:
+            render: renders messages with the tools and options of a sample.
+        """
+        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+            messages = [{"role": "user", "content": content}]
+            try:
+                text, with_header = render(messages), render(messages, prompt=True)
+            except USER_CODE_RAISES:
+                continue
+            if with_header.startswith(text):
+                return with_header[len(text) :]
+        return ""
+
+    def tokens(
+        self, text: str, special: bool = False
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Return token ids of a text, and the characters of each.
+
+        Args:
+            text: the text.
+            special: let the tokenizer add its beginning and end of text.
+        """
+        encoded = self.tokenizer(
+            text, return_offsets_mapping=True, add_special_tokens=special
+        )
+        return tuple(encoded["input_ids"]), tuple(map(tuple, encoded["offset_mapping"]))
+
+    def chat(
+        self, sample: Sample, messages: Sequence[Message],
+        special: Callable[[str], bool] = lambda text: False,
+    ) -> RenderedChat:
+        """Render the conversation of a sample and find its labels.
+
+        ``{% generation %}`` blocks of the template are learned. Without such blocks each message
+        of the assistant is: from the end of the generation prompt to the end of what the
+        template writes for it. A message with ``loss: False`` is not.
+
+        Args:
+            sample: says tools and template variables, and is named in errors.
+            messages: its messages, with contents that the template takes.
+            special: True for texts that the tokenizer adds its special tokens to; by default for
+                none, as in ``apply_chat_template``.
+
+        Raises:
+            SampleError: the template fails, prints Python data, leaves out tools, tool calls or
+                keys of messages, or rewrites the conversation so that the turns cannot be told.
+        """
+        options = self._checked_options(sample)
+        messages, text, blocks = self._accepted_form(sample, messages, options)
+        self._check_used(sample, messages, text, options)
+
+        def render(some: Sequence[Message], prompt: bool = False) -> str:
+            return self.render(some, prompt, sample.tools, options)[0]
+
+        ids, offsets = self.tokens(text, special(text))
+        masked = [m.get(LOSS) is False for m in messages if m["role"] == LEARNED_ROLE]
+        spans = blocks
+        if not _GENERATION.search(self.source(sample.tools)) or any(masked):
+            try:
+                turns = learned_spans(
+                    render, messages, text, offsets, self._turn_header(render), self._special_text
+                )
+            except AmbiguousError as error:
+                raise text_error(
+                    sample, f"the labels of its messages are ambiguous: {error}. Use a chat "
+                    "template with {% generation %} blocks around what the assistant writes"
+                ) from None
+            spans = _unmasked(blocks, turns, masked)
+        learned = tuple(
+            start < stop and any(start < end and begin < stop for begin, end in spans)
+            for start, stop in offsets
+        )
+        return RenderedChat(text, ids, offsets, learned)
+
+    def _checked_options(self, sample: Sample) -> dict[str, Any]:
+        options = dict(sample.template)
+        source = self.source(sample.tools)
+        for name in options:
+            if name in _RESERVED:
+                raise text_error(sample, f"chat_template_kwargs has {name!r}, which is reserved")
+            if not _names(source, name):
+                raise text_error(
+                    sample, f"chat_template_kwargs has {name!r}, which the chat template does not "
+                    "use; remove it"
+                )
+        return options
+
+    def _accepted_form(
+        self, sample: Sample, messages: Sequence[Message], options: Mapping[str, Any]
+    ) -> tuple[list[Message], str, list[tuple[int, int]]]:
+        """Return the messages in the first form that the template renders as it should: as they
+        are, or with arguments of tool calls as objects or as JSON text, each with missing content
+        or empty content."""
+        failure = None
+        for form in _forms(messages):
+            try:
+                text, blocks = self.render(form, False, sample.tools, options)
+            except MemoryError:
+                raise
+            except USER_CODE_RAISES as error:  # a template is a program: it may raise anything
+                failure = failure or f"the chat template failed on its messages: {error}"
+                continue
+            if printed := _printed(form, text):
+                failure = failure or (
+                    f"the chat template prints {printed}; it takes another form of content "
+                    "than the row has"
+                )
+                continue
+            return form, text, blocks
+        raise text_error(sample, str(failure))
+
+    def _check_used(
+        self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
+    ) -> None:
+        """
+        Raises:
+            SampleError: the row has tools, tool calls or other keys that the template drops.
+        """
+        def changes(some: Sequence[Message], tools: Any) -> bool:
+            try:
+                return self.render(some, False, tools, options)[0] != text
+            except USER_CODE_RAISES:
+                return True
+
+        if sample.tools and not changes(messages, None):
+            raise text_error(
+                sample, "it has 'tools', which the chat template does not write; use a template "
+                "that does, or list the column in data.ignore_columns"
+            )
+        source, own = self.source(sample.tools), {"role", "content", LOSS, *_IDENTIFIERS}
+        for number, message in enumerate(messages):
+            for key in message.keys() - own - self._ignored:
+                # Calls are learned, so each must be written; other keys, such as the reasoning of
+                # earlier turns, may be dropped where they are not the last.
+                every = key != "tool_calls"
+                if not message[key] or every and _names(source, key):
+                    continue
+                without = [
+                    _without(other, key) if every or other is message else other
+                    for other in messages
+                ]
+                if not changes(without, sample.tools):
+                    raise text_error(
+                        sample, f"messages[{number}] has {key!r}, which the chat template does not "
+                        "write; use a template that does, or list the key in "
+                        "data.ignore_message_keys"
+                    )
+
+
+def _without(message: Message, key: str) -> Message:
+    """Return a message without a key; a content that is missing next to it becomes empty."""
+    content = message["content"] if message["content"] is not None else ""
+    return {**{k: v for k, v in message.items() if k != key}, "content": content}
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {id for id in added if added[id].special}
+
+
+def _unmasked(
+    blocks: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]], masked: Sequence[bool],
+) -> list[tuple[int, int]]:
+    """Return generation blocks, or else turns, without those of masked turns."""
+    gone = [turn for turn, is_masked in zip(turns, masked, strict=True) if is_masked]
+    return [
+        (start, stop) for start, stop in blocks or turns
+        if not any(start < end and begin < stop for begin, end in gone)
+    ]
+
+
+def _names(source: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the messages as they are, then other forms of what they say."""
+    for arguments in (lambda value: value, _as_object, _as_text):
+        form = [_with_arguments(message, arguments) for message in messages]
+        yield form
+        if any(message["content"] is None for message in form):
+            yield [{**m, "content": ""} if m["content"] is None else m for m in form]
+
+
+def _with_arguments(message: Message, change: Any) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = [
+        {**call, "function": {**call["function"],
+                              "arguments": change(call["function"].get("arguments"))}}
+        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else call
+        for call in calls
+    ]  # fmt: skip
+    return {**message, "tool_calls": changed}
+
+
+def _as_object(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments) if isinstance(arguments, Mapping) else arguments
+
+
+def _printed(messages: Sequence[Message], text: str) -> str:
+    """Return data that a rendering shows as Python or JSON instead of writing it: parts,
+    arguments that are quoted twice, a missing content; empty if there is none."""
+    said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            for shown in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False)):
+                if shown in text:
+                    return f"the part {shown}"
+        calls = message.get("tool_calls")
+        if content is None and calls and text.count("None") > said.count("None"):
+            return "None for a content that is missing"
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str) and '"' in arguments and json.dumps(arguments) in text:
+                return "the arguments of a tool call as a quoted string"
+    return ""
