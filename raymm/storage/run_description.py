@@ -40,9 +40,8 @@ _TOKENIZER_FILES = (
 )
 # Of data: how they are loaded, not which they are.
 _LOADING = {
-    "train", "heldout", "heldout_fraction", "tokenizer", "modalities", "num_workers",
-    "prefetch_steps", "worker_cpus",
-    "worker_timeout",
+    "train", "heldout", "heldout_fraction", "tokenizer", "modalities", "row_form",
+    "ignore_columns", "num_workers", "prefetch_steps", "worker_cpus", "worker_timeout",
 }
 
 
@@ -113,6 +112,7 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
             {
                 "name": reader.name, "rows": len(reader), "columns": dict(reader.columns),
                 "text_columns": dict(reader.options.text_columns),
+                **({"row_form": form} if (form := reader.options.row_form) else {}),
                 "repeated": reader.digest if isinstance(reader, Repeated) else None,
                 **({} if source.weight is None else {"weight": source.weight}),
                 **fingerprint_of_files(reader.files),

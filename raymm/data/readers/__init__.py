@@ -24,6 +24,7 @@ from raymm.data.readers.tar_shards import TarDataset
 from raymm.data.remote.path import DataPath, RemotePath, located, open_data, size_of
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.source_config import HUB
+from raymm.packages import PackageError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def open_source(
         raise DataError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
     try:
         return FORMATS[format or format_of(path)](path, None, options, progress)
-    except DataError:
+    except (DataError, PackageError):
         raise
     except ValueError as error:  # a URL of another kind
         raise DataError(f"data source {str(path)!r}: {error}") from None

@@ -31,6 +31,7 @@ class ColumnPlan:
         text: those that are not of media.
         media: columns of media -> modality, or itself while a source is surveyed.
         scan: the text must be read to index the rows: it may hold media, or several row forms fit.
+        frames: columns of media that are lists of lists.
         forms: row forms that the columns allow.
         unused: columns that nothing uses.
     """
@@ -38,6 +39,7 @@ class ColumnPlan:
     used: list[str]
     text: list[str]
     media: dict[str, str]
+    frames: list[str]
     scan: bool
     forms: list[str]
     unused: list[str]
@@ -85,9 +87,14 @@ def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPl
     return ColumnPlan(
         [name for name in present if name in needed or name in media],
         [name for name in present if name in needed and name in texts],
-        media, scan, forms,
+        media, [name for name in media if _is_nested(schema, name)], scan, forms,
         [name for name in present if name not in needed and name not in media],
     )
+
+
+def _is_nested(schema: Any, name: str) -> bool:
+    kind = schema.field(name).type if name in schema.names else None
+    return kind is not None and _is_list(kind) and _is_list(kind.value_type)
 
 
 def _may_hold_media(kind: Any, role: str) -> bool:

@@ -76,7 +76,8 @@ class Reader(ABC):
         self._open(ProgressReport(self.path, progress))
         if not len(self):
             raise DataError(f"data file {self.path} has no samples")
-        check_unused(self.survey, self.options, self.path)
+        if not self.options.survey:
+            check_unused(self.survey, self.options, self.path)
 
     @abstractmethod
     def _open(self, report: ProgressReport) -> None:
@@ -148,7 +149,11 @@ class Reader(ABC):
         role = "messages" if text.text is None else "text"
         return Sample(
             index, sample_id, text.messages, text.text, parsed.media, self.name, place,
-            text.preference, {**self.options.text_columns, role: parsed.column, **self.columns},
+            text.preference,
+            {
+                **self.options.text_columns, role: parsed.column, **self.columns,
+                **dict.fromkeys(parsed.inline, parsed.column),
+            },
             text.tools, text.template, text.prompt_characters,
         )
 

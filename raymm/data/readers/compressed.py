@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +17,8 @@ from raymm.data.samples.errors import DataError
 from raymm.packages import require
 
 COMPRESSED = (".gz", ".zst")
+# Bytes that are decompressed at a time: a few of them may become 128 KiB.
+_ZSTD_BLOCK = 2**14
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -51,9 +53,8 @@ def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) 
         return target
     try:
         with open_data(path, SCAN_BLOCK) as source, written_file(target) as file:
-            is_gzip = head.startswith(_GZIP)
-            stream: Any = gzip.GzipFile(fileobj=source) if is_gzip else _zstd(source, path)
-            while block := stream.read(SCAN_BLOCK):
+            blocks = _gzip_blocks if head.startswith(_GZIP) else _zstd_blocks
+            for block in blocks(source, path):
                 file.write(block)
                 if progress is not None:
                     progress(source.tell() / max(size, 1))
@@ -79,6 +80,24 @@ def _broken(path: DataPath, error: Exception) -> DataError:
     return DataError(f"{path} is no whole compressed file ({error}); is it cut off?")
 
 
-def _zstd(source: BinaryIO, path: DataPath) -> Any:
+def _gzip_blocks(source: BinaryIO, path: DataPath) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=source) as stream:
+        yield from iter(lambda: stream.read(SCAN_BLOCK), b"")
+
+
+def _zstd_blocks(source: BinaryIO, path: DataPath) -> Iterator[bytes]:
+    """The content of all frames.
+
+    Raises:
+        EOFError: the last frame is not whole.
+    """
     zstandard = require("zstandard", "zstd", f"reading {path}")
-    return zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
+    frame, whole = zstandard.ZstdDecompressor().decompressobj(), True
+    while data := source.read(_ZSTD_BLOCK):
+        while data:
+            if frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            whole, data = frame.eof, frame.unused_data
+    if not whole:
+        raise EOFError("its last frame is not whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,22 +108,17 @@ def detect(
     for kind in survey.inline:
         columns.setdefault(kind, None)
     ignored = options.ignore_columns or frozenset()
-    used = {name for name in survey.media if survey.media[name]}
-    used |= {name for name in survey.unused if _extension(name) in _EXTENSIONS} & set(
-        survey.columns if format == "tar" else ()
-    )
-    items = {
-        kind: survey.inline.get(kind, 0) + sum(
-            count for name, count in survey.media.items() if MEDIA_COLUMNS[name] == kind
-        )
-        for kind in columns
-    }
+    items = Counter(survey.inline)
+    for name, count in survey.media.items():
+        if kind := _kind(name):
+            items[kind] += count
     return Detected(
         str(path), format, len(reader), dict(survey.forms.most_common()),
-        {kind: columns[kind] for kind in _PARTS if kind in columns}, items, survey.preferences,
+        {kind: columns[kind] for kind in _PARTS if kind in columns},
+        {kind: items[kind] for kind in _PARTS if kind in columns}, survey.preferences,
         survey.tools, survey.template,
         frozenset(MEDIA_COLUMNS[name] for name in survey.frames),
-        tuple(name for name in survey.unused if name not in used | ignored),
+        tuple(n for n in survey.unused if n not in ignored and not (survey.media[n] and _kind(n))),
     )
 
 
@@ -148,15 +144,15 @@ def _media_columns(reader: Reader) -> dict[str, str | None]:
 def _members(reader: Reader) -> dict[str, str | None]:
     """By kind, the extensions of the members of tar shards that have its items."""
     columns: dict[str, str | None] = {}
-    for name in sorted(reader.survey.columns):
-        if kind := _EXTENSIONS.get(_extension(name)):
-            pattern = name if "." not in name else f"*.{_extension(name)}"
+    for name in sorted(reader.survey.media):
+        if kind := _kind(name):
+            pattern = name if "." not in name else f"*.{name.rpartition('.')[2]}"
             before = columns.get(kind)
             names = [*(before.split(";") if before else ()), pattern]
             columns[kind] = ";".join(dict.fromkeys(names))
     return columns
 
 
-def _extension(name: str) -> str:
-    """Last part of an extension like ``0.png``."""
-    return name.rpartition(".")[2].lower()
+def _kind(name: str) -> str | None:
+    """Kind of the items of a column, or of a tar extension like ``0.png``."""
+    return MEDIA_COLUMNS.get(name) or _EXTENSIONS.get(name.rpartition(".")[2].lower())

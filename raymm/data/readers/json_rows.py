@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -52,7 +53,7 @@ class JsonDataset(Reader):
 
     def _build(self, report: ProgressReport) -> RowIndex:
         index = RowIndex(self.options)
-        ranges, places, arrays = [], [], []
+        ranges, places, arrays = array("q"), array("q"), []
         total = max(sum(size_of(file) for file in self._plain), 1)
         before = 0
         for number, path in enumerate(self._plain):
@@ -61,13 +62,13 @@ class JsonDataset(Reader):
             rows = (_array_rows if arrays[-1] else _line_rows)(path, self.files[number])
             for start, stop, place, row in rows:
                 index.add(row, self._where(number, place, arrays[-1]), folders)
-                ranges.append((number, start, stop))
+                ranges.extend((number, start, stop))
                 places.append(place)
-                report(len(ranges), (before + stop) / total)
+                report(len(places), (before + stop) / total)
             before += size_of(path)
         return index.finish(
-            ranges=np.asarray(ranges, np.int64).reshape(-1, 3),
-            places=np.asarray(places, np.int64), arrays=np.asarray(arrays, np.bool_),
+            ranges=np.asarray(ranges).reshape(-1, 3), places=np.asarray(places),
+            arrays=np.asarray(arrays, np.bool_),
         )
 
     def __len__(self) -> int:

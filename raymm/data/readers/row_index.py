@@ -8,6 +8,7 @@ import logging
 import time
 import zipfile
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,7 @@ from raymm.data.readers.options import ReaderOptions
 from raymm.data.remote.path import DataPath, size_of, version_of
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
+from raymm.data.samples.media import MediaRange
 from raymm.data.samples.row_media import MediaRules, items_of
 from raymm.data.samples.rows import ParsedRow, RowRules, parse_row
 
@@ -75,7 +77,7 @@ class Survey:
     Attributes:
         forms: row form -> rows.
         columns: columns that rows have.
-        media: column of :data:`MEDIA_COLUMNS` -> items.
+        media: column of :data:`MEDIA_COLUMNS`, or extension of tar members -> items.
         frames: those of these columns that have lists of lists.
         inline: modality -> items inside of messages.
         unused: columns that nothing uses -> the first row that has it.
@@ -92,11 +94,17 @@ class Survey:
     template: int = 0
     preferences: int = 0
 
-    def add_media(self, counts: Mapping[str, np.ndarray]) -> None:
-        """Add the items of columns of media, by column."""
+    def add_media(self, counts: Mapping[str, np.ndarray], frames: Sequence[str]) -> None:
+        """Add the items of columns of media.
+
+        Args:
+            counts: column -> (rows,) items.
+            frames: columns of lists of lists.
+        """
         for column, values in counts.items():
             if values.any():
                 self.media[column] += int(values.sum())
+                self.frames |= dict.fromkeys([column] if column in frames else [])
 
     def add(self, parsed: ParsedRow, place: str) -> None:
         """Add a row."""
@@ -125,7 +133,7 @@ class RowIndex:
 
     def __init__(self, options: ReaderOptions) -> None:
         self._rules = options
-        self.counts: dict[str, Any] = {name: [] for name in options.modalities}
+        self.counts: dict[str, Any] = {name: array("i") for name in options.modalities}
         self.bad: dict[int, RowError] = {}
         self.survey = Survey()
         self.arrays: dict[str, np.ndarray] = {}
@@ -194,6 +202,9 @@ class RowIndex:
                 self.survey.media[column] += count
             if frames:
                 self.survey.frames[column] = None
+        self.survey.media.update(
+            name for name, value in row.items() if isinstance(value, MediaRange)
+        )
 
     def add_counts(self, counts: Mapping[str, np.ndarray], rows: int, form: str) -> None:
         """Add rows whose text is not read.
@@ -214,7 +225,7 @@ class RowIndex:
         Args:
             arrays: by name, what else the reader keeps.
         """
-        self.counts = {name: np.asarray(c, dtype=np.int32) for name, c in self.counts.items()}
+        self.counts = {name: np.asarray(count) for name, count in self.counts.items()}
         self.arrays = {name: np.asarray(values) for name, values in arrays.items()}
         return self
 
@@ -282,7 +293,7 @@ def stored_index(
 
 
 def _to_arrays(index: RowIndex) -> dict[str, Any]:
-    survey = asdict(index.survey)
+    survey = vars(index.survey)
     bad = [[row, e.reason, e.column, e.file] for row, e in index.bad.items()]
     return {
         "summary": np.array(json.dumps({"survey": survey, "bad": bad, "rows": len(index)})),

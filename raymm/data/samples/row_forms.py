@@ -151,6 +151,8 @@ def convert_row(values: RoleValues, form: str) -> RowText:
         RowError: a value is not of the form.
     """
     text = FORMS[form].convert(values)
+    if "tools" not in FORMS[form].optional:
+        return text
     tools, template = _tools(values), _template(values)
     if text.text is not None and (tools or template):
         role = "tools" if tools else "chat_template_kwargs"

@@ -22,6 +22,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 # Base64 is recognised by its first bytes, so a text must be long enough not to be a path.
 _SHORTEST_BASE64, _HEAD_CHARACTERS = 64, 1024
+# Formats that are known by two bytes only, which a path may begin with as well: BMP, PPM, MP3.
+_WEAK_HEADS = (b"BM", b"P5", b"P6", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 # Part types of OpenAI and others -> kind.
 _KINDS = {
@@ -245,7 +247,7 @@ def _is_base64_media(text: str) -> bool:
         data = base64.b64decode(head[: len(head) // 4 * 4])
     except ValueError:
         return False
-    return kind_of(io.BytesIO(data)) != OTHER
+    return not data.startswith(_WEAK_HEADS) and kind_of(io.BytesIO(data)) != OTHER
 
 
 def _decoded(text: str, column: str, limits: Limits) -> bytes:

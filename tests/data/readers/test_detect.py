@@ -1,0 +1,130 @@
+"""Detection reads all rows of every format: forms, media, tools, unused columns."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from same_rows import write_datasets_folder, write_parquet, write_shards
+from sample_files import write_rows
+
+from raymm.data import DataConfig, DataError, open_split
+from raymm.data.readers import ReaderOptions
+from raymm.data.readers.detect import detect
+
+TURNS = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a cat"}]
+
+
+def inline(value, kind="image"):
+    user = {"role": "user", "content": [{"type": kind, kind: value}]}
+    told = {"role": "assistant", "content": [{"type": "text", "text": "a cat"}]}
+    return {"messages": [user, told]}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_all_rows_decide(tmp_path):
+    text = {"messages": TURNS}
+    rows = [text] * 200 + [
+        {"messages": TURNS, "images": ["a.png", "b.png"]}, {**text, "videos": "a.mp4"},
+        {"instruction": "a", "output": "b"}, inline("a.wav", "audio"),
+        {**text, "tools": "[{}]", "chat_template_kwargs": {"thinking": False}, "score": 1},
+    ]
+    found = detect(write(tmp_path / "d.jsonl", rows))
+    assert (found.rows, found.forms) == (205, {"messages": 204, "alpaca": 1})
+    assert found.modalities == {"image": "images", "video": "videos", "audio": None}
+    assert found.items == {"image": 2, "video": 1, "audio": 1}
+    assert (found.tools, found.template, found.unused) == (1, 1, ("score",))
+    for part in ("205 rows (messages 204, alpaca 1)", "2 image items in column 'images'",
+                 "1 audio items in messages", "1 rows with tools", "not used: score"):
+        assert part in found.summary
+
+
+def test_what_is_detected_is_a_configuration_that_opens(tmp_path):
+    rows = [
+        {"messages": TURNS, "image": "a.png", "source": "web"}, inline("b.png"),
+        {"query": "a", "response": "b"},
+    ]
+    found = detect(write(tmp_path / "d.jsonl", rows))
+    section = found.data_section
+    assert section == {
+        "train": str(tmp_path / "d.jsonl"), "modalities": {"image": {"column": "image"}},
+        "ignore_columns": ["source"],
+    }
+    config = DataConfig(**section, processor="none", batch_size=1, microbatches=1)
+    dataset = open_split(config, "train")
+    assert dataset.counts["image"].tolist() == [1, 1, 0]
+    assert detect(tmp_path / "d.jsonl").items == {"image": 2}
+
+
+WRITERS = {
+    "json": lambda folder: write_rows(folder, 20) and folder / "train.jsonl",
+    "parquet": lambda folder: write_parquet(folder, 20),
+    "tar": lambda folder: write_shards(folder, 20),
+    "datasets": lambda folder: write_datasets_folder(folder, 20),
+}
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_every_format_is_detected_alike(tmp_path, format):
+    found = detect(WRITERS[format](tmp_path))
+    assert (found.format, found.rows, found.forms) == (format, 20, {"messages": 16, "text": 4})
+    columns = {"image": "*.png", "audio": "wav"} if format == "tar" else {
+        "image": "images", "audio": "audio"
+    }
+    assert found.modalities == columns
+    assert found.items == {"image": 16, "audio": 8}
+    assert not found.unused and not found.frames
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+def test_lists_of_frames_and_preferences(tmp_path, name):
+    pair = {"chosen": [*TURNS], "rejected": [TURNS[0], {**TURNS[1], "content": "a dog"}]}
+    rows = [{**pair, "videos": [["a.png", "b.png"], ["c.png"]]}] * 2
+    if name == "d.jsonl":
+        write(tmp_path / name, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    found = detect(tmp_path / name)
+    assert (found.forms, found.preferences) == ({"preference": 2}, 2)
+    assert found.frames == {"video"} and found.items == {"video": 4}
+    assert found.data_section["modalities"] == {"video": {"column": "videos", "frames": True}}
+
+
+def test_media_inside_of_messages_of_parquet(tmp_path):
+    pq.write_table(pa.Table.from_pylist([inline("a.png")] * 3), tmp_path / "d.parquet")
+    found = detect(tmp_path / "d.parquet")
+    assert (found.modalities, found.items) == ({"image": None}, {"image": 3})
+    rows = [{"messages": json.dumps(inline("a.png")["messages"]), "note": "x"}] * 2
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    found = detect(tmp_path / "d.parquet")
+    assert (found.modalities, found.items, found.unused) == ({"image": None}, {"image": 2},
+                                                             ("note",))
+
+
+def test_keys_of_parts_that_nothing_uses_are_listed(tmp_path):
+    part = {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}
+    rows = [{"messages": [{"role": "user", "content": [part]}, TURNS[1]]}]
+    assert detect(write(tmp_path / "d.jsonl", rows)).unused == ("detail",)
+
+
+def test_two_columns_of_a_kind_are_refused(tmp_path):
+    rows = [{"text": "a", "image": "a.png"}, {"text": "a", "images": ["a.png"]}]
+    path = write(tmp_path / "d.jsonl", rows)
+    with pytest.raises(DataError, match="'image'.*in the columns 'image' and 'images'|'images'"):
+        detect(path)
+    options = ReaderOptions(ignore_columns=frozenset({"image"}))
+    assert detect(path, None, options).modalities == {"image": "images"}
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"caption": "a"}, "d.jsonl:2: a sample needs 'messages'"),
+    ({"text": "a", "image": 5}, "d.jsonl:2: column 'image' must be a path"),
+    ({"text": "a", "image": "../a.png"}, "d.jsonl:2: column 'image' names .*media_folders"),
+])
+def test_rows_that_cannot_be_used_are_named(tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        detect(write(tmp_path / "d.jsonl", [{"text": "a"}, row]))
