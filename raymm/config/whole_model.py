@@ -8,11 +8,12 @@ from raymm.actors.probe.error import NotRunError
 from raymm.config.model_section import AdaptersSection
 from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, DataError, SampleError, open_split
+from raymm.data.conversations.example_items import example_items
 from raymm.data.loading.processed import ProcessedBuilder
 from raymm.files.config_error import ConfigError
 from raymm.model.batch_rules import LABELS
 from raymm.model.module_kind import LANGUAGE_MODEL
-from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.model.whole_model import LANGUAGE, WholeModel, from_pretrained
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.runtime.whole.pipelined import whole_plan
 from raymm.scheduler.plan.plan import Plan, PlanError
@@ -22,7 +23,8 @@ _TRIED = 16
 
 
 def build_whole_model(config: TrainConfig) -> WholeModel:
-    """The whole model of ``model.path``.
+    """Build the model of ``model.path``. Where the data have no modalities, its towers are found
+    by made-up items, and are frozen where ``model.train`` does not name them.
 
     Raises:
         ConfigError: the folder, the data or ``model.train`` do not fit each other; by field.
@@ -35,7 +37,7 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
         raise ConfigError("data.processor is not given; accepted: the folder of a processor")
     example = example_batch(config.data)
     try:
-        return from_pretrained(
+        model = from_pretrained(
             section.path, example,
             {
                 name: how.lora.build() if isinstance(how, AdaptersSection) else how
@@ -52,10 +54,16 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
                 "samples; is that the model's own?"
             )
         raise ConfigError(f"model: {error}{made_by}") from error
+    if not config.data.modalities:
+        for name in model.part_names:
+            if name != LANGUAGE and name not in section.train:
+                model.set_frozen(name, True)  # no gradient would come to it
+    return model
 
 
 def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
-    """What the processor makes of a few of the first training samples, with items of all kinds.
+    """Return what the processor makes of a few of the first training samples, with items of all
+    kinds of ``data.modalities``; without these, with made-up items.
 
     Args:
         data: of the run.
@@ -65,9 +73,11 @@ def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
     """
     dataset = open_split(data, "train")
     builder = ProcessedBuilder(data.model_copy(update={"on_error": "raise"}), dataset)
+    if not data.modalities:
+        return _text_example(builder)
     chosen: list[int] = []
-    for kind in data.modalities or (None,):
-        there = range(len(dataset)) if kind is None else dataset.counts[kind].nonzero()[0]
+    for kind in data.modalities:
+        there = dataset.counts[kind].nonzero()[0]
         failure = f"no sample of data.train has items of data.modalities.{kind}"
         for index in map(int, there[:_TRIED]):
             try:
@@ -81,6 +91,26 @@ def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
             raise DataError(f"no example to try the model with: {failure}")
     batch = builder.processor_batch(list(dict.fromkeys(chosen)))
     return {name: value for name, value in batch.items() if name != LABELS}
+
+
+def _text_example(builder: ProcessedBuilder) -> dict[str, torch.Tensor]:
+    """Return what the processor makes of an item of each kind that it takes. The data have none,
+    and without items the forward would not call the model's towers. If the processor takes text
+    alone: of the first usable sample.
+
+    Raises:
+        DataError: none of the first samples can be used.
+    """
+    if items := list(example_items(builder.processor)):
+        return builder.processor(*map(list, zip(*items, strict=True)))
+    failure = ""
+    for index in range(min(_TRIED, len(builder.dataset))):
+        try:
+            batch = builder.processor_batch([index])
+            return {name: value for name, value in batch.items() if name != LABELS}
+        except SampleError as error:
+            failure = str(error)
+    raise DataError(f"no example to try the model with: {failure}")
 
 
 def whole_layouts(specs: MultimodalParallelSpec, model: WholeModel) -> Plan:

@@ -93,6 +93,8 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
         own = [microbatch[e] for _, e in model.tower(name).arguments if e in microbatch]
         inputs = max(own, key=lambda value: value.numel(), default=None)
         if inputs is None:
+            loads[name] = Load(1, 1)
+            notes.append(f"tower {name!r} has nothing to do: no sample of the microbatch has items")
             continue
         if (seen := _seen_load(model, name, microbatch)) is not None:
             loads[name] = seen

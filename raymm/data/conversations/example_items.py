@@ -1,0 +1,55 @@
+"""Made-up items, by which a model whose data have none shows where its towers are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raymm.data.conversations.processor import IDS, ModelProcessor
+from raymm.errors import USER_CODE_RAISES
+
+# Pixels of a side; seconds of a sound; frames of a video.
+_SIDE, _SECONDS, _FRAMES = 112, 1.0, 4
+
+
+def example_items(processor: ModelProcessor) -> Iterator[tuple[str, dict[str, Sequence[Any]]]]:
+    """Yield a text with an item of each kind that a processor takes, and its media by kind. Of
+    pictures and videos, which most models have one tower for, only the first.
+
+    Args:
+        processor: of the model.
+    """
+    taken: set[str] = set()
+    for kind in ("image", "video", "audio"):
+        if kind == "video" and "image" in taken:
+            continue
+        for text in filter(None, (processor.markers[kind], processor.item_tokens.get(kind))):
+            try:
+                media: dict[str, Sequence[Any]] = {kind: [_item(processor, kind)]}
+                tensors = processor([text], [media])
+            except USER_CODE_RAISES:  # a processor of other kinds may raise anything
+                continue
+            if _has_items(tensors):
+                taken.add(kind)
+                yield text, media
+                break
+
+
+def _item(processor: ModelProcessor, kind: str) -> Any:
+    if kind == "audio":
+        rate = processor.sampling_rate
+        return np.sin(np.arange(int(_SECONDS * rate)) * (880 * np.pi / rate)).astype(np.float32)
+    from PIL import Image
+
+    shades = np.add.outer(np.arange(_SIDE), np.arange(_SIDE)) % 256
+    picture = Image.fromarray(np.stack([shades] * 3, -1).astype(np.uint8))
+    return picture if kind == "image" else [picture] * _FRAMES
+
+
+def _has_items(tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether there is more than tokens."""
+    shape = tensors[IDS].shape
+    return any(value.shape[:2] != shape and value.is_floating_point() for value in tensors.values())
