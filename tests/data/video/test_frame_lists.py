@@ -68,11 +68,11 @@ def test_frames_with_a_rate_are_what_the_processor_makes_of_them(kind, tmp_path)
     made = microbatch(tmp_path, folder, fps=2)
     processor = AutoProcessor.from_pretrained(folder)
     frames = np.stack([np.asarray(Image.open(tmp_path / f"{n}.png")) for n in range(4)])
-    text = processor.apply_chat_template(
+    text = processor.tokenizer.apply_chat_template(
         [{"role": "user", "content": [
             {"type": "video"}, {"type": "text", "text": "What is in the picture?"}]},
          {"role": "assistant", "content": [{"type": "text", "text": "A red circle."}]}],
-        tokenize=False,
+        tokenize=False, chat_template=processor.chat_template,
     )  # fmt: skip
     due = processor(
         text=[text], videos=[frames], return_tensors="pt", do_sample_frames=False,
