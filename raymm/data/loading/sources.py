@@ -61,13 +61,16 @@ def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
         name: source.columns.get(name, modality.column)
         for name, modality in config.modalities.items()
     }
+    ignored = {*config.ignore_columns, *source.ignore_columns}
+    # A source that is said to lack a modality may have its column.
+    ignored |= {name for n, name in config.columns.items() if columns[n] is None}
     return ReaderOptions(
         name=source.name or "",
         columns={name: column for name, column in columns.items() if column is not None},
         parts=part_types(config.modalities),
         text_columns={r: name for r in TEXT_ROLES if (name := source.columns.get(r)) is not None},
         row_form=source.row_form or config.row_form,
-        ignore_columns=frozenset([*config.ignore_columns, *source.ignore_columns]),
+        ignore_columns=frozenset(ignored),
         frames=frozenset(name for name, modality in config.modalities.items() if modality.frames),
         media_folders=tuple(config.media_folders),
         subset=source.subset,
