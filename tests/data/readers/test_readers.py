@@ -285,7 +285,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, kind):
     path = WRITERS[kind](tmp_path)
     for module in (name, f"{name}.parquet"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises((DataError, PackageError), match=rf"needs the package {name}.*raymm\[{kind}\]"):
+    message = rf"needs the package {name}.*raymm\[{kind}\]"
+    with pytest.raises((DataError, PackageError), match=message):
         open_source(path)
 
 
