@@ -9,7 +9,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
 from types import ModuleType
+
+from packaging.requirements import Requirement
 
 from raymm.errors import Error, InputError
 
@@ -28,7 +32,7 @@ class PackageError(InputError, ValueError):
 
 
 def require(package: str, extra: str | None, purpose: str) -> ModuleType:
-    """Import a package that raymm does not depend on.
+    """Import a package that raymm does not depend on, in a version that the extra admits.
 
     Args:
         package: module to import.
@@ -36,10 +40,10 @@ def require(package: str, extra: str | None, purpose: str) -> ModuleType:
         purpose: subject of the sentence: the setting, file or class that needs the package.
 
     Raises:
-        PackageError: the package is not installed, or its import fails.
+        PackageError: the package is not installed, too old, or its import fails.
     """
     try:
-        return importlib.import_module(package)
+        module = importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise _broken(package, purpose, error) from error
@@ -49,6 +53,12 @@ def require(package: str, extra: str | None, purpose: str) -> ModuleType:
         ) from None
     except Exception as error:  # a package built for another version raises anything
         raise _broken(package, purpose, error) from error
+    if (needed := _unmet_requirement(package, extra)) is not None:
+        raise PackageError(
+            f"{purpose} needs {needed}, version {metadata.version(package)} is installed: "
+            f"pip install 'raymm[{extra}]'"
+        )
+    return module
 
 
 @contextmanager
@@ -73,6 +83,21 @@ def explained_imports(purpose: str) -> Iterator[None]:
 def is_installed(package: str) -> bool:
     """Return whether a package can be found; it is not imported."""
     return importlib.util.find_spec(package) is not None
+
+
+@cache
+def _unmet_requirement(package: str, extra: str | None) -> str | None:
+    """Return the extra's requirement of a package if the installed version does not meet it."""
+    try:
+        version = metadata.version(package)
+        requirements = [Requirement(text) for text in metadata.requires("raymm") or ()]
+    except metadata.PackageNotFoundError:  # raymm runs from a folder, or the names differ
+        return None
+    for each in requirements:
+        of_extra = each.marker is not None and each.marker.evaluate({"extra": extra or ""})
+        if each.name == package and of_extra and not each.specifier.contains(version, True):
+            return f"{package}{each.specifier}"
+    return None
 
 
 def _broken(package: str, purpose: str, error: Exception) -> PackageError:

@@ -131,6 +131,22 @@ def test_a_package_that_lacks_another_is_broken(tmp_path, monkeypatch):
         require("lacking", "vlm", "a test")
 
 
+def test_a_version_that_the_extra_does_not_admit_is_named(monkeypatch):
+    monkeypatch.setattr(packages.metadata, "version", lambda name: "16.1")
+    monkeypatch.setattr(packages.metadata, "requires", lambda name: [
+        "json>=15; extra == 'parquet'", "json>=17; extra == 'storage'",
+    ])  # fmt: skip
+    packages._unmet_requirement.cache_clear()
+    try:
+        assert require("json", "parquet", "a test") is json
+        with pytest.raises(PackageError, match=(
+            r"s3:// needs json>=17, version 16.1 is installed: pip install 'raymm\[storage\]'$"
+        )):  # fmt: skip
+            require("json", "storage", "s3://")
+    finally:
+        packages._unmet_requirement.cache_clear()
+
+
 def test_a_library_without_an_extra_is_installed_by_name():
     with (
         pytest.raises(PackageError, match="the model needs .* not installed: pip install nolib$"),
