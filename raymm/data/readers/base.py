@@ -1,6 +1,6 @@
 """Interface of all readers: index a source once, give samples of it by number.
 
-A subclass says how rows of its format are found; text, media and errors are treated here.
+A subclass finds the rows of its format; this module parses text and media, and reports errors.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Reader(ABC):
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Where a row is, for errors."""
+        """Return the place of a row, for errors."""
 
     @property
     def sources(self) -> np.ndarray:
@@ -111,7 +111,7 @@ class Reader(ABC):
 
     @property
     def folder(self) -> DataPath:
-        """What relative media paths are relative to."""
+        """Folder that relative media paths start from."""
         local = not isinstance(self.path, RemotePath)
         return self.path if local and self.path.is_dir() else self.path.parent
 

@@ -1,4 +1,4 @@
-"""Rows of a folder that ``datasets.Dataset.save_to_disk`` wrote."""
+"""Rows of a folder written by ``datasets.Dataset.save_to_disk``."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class DatasetsFolder(Reader):
     """Samples of a local ``datasets`` folder, memory-mapped; media stay encoded. Nothing is
     fetched. Relative media paths are relative to the folder. Needs the package ``datasets``."""
 
-    checked_when_opened = False  # the text is not read until it is wanted
+    checked_when_opened = False  # the text may be read later only
 
     def _open(self, report: ProgressReport) -> None:
         if isinstance(self.path, RemotePath):
@@ -99,7 +99,7 @@ class DatasetsFolder(Reader):
             raise DataError(f"{self.path} cannot be loaded by datasets: {error}") from None
 
     def _opened(self):
-        """The same with the used columns only, loaded once."""
+        """Return the used columns of the ``datasets.Dataset``; loaded once."""
         if self._rows is None:
             rows = self._loaded()
             self._rows = rows.select_columns(self._used)
@@ -135,5 +135,5 @@ def datasets_package() -> Any:
 
 
 def _storage(values):
-    """The plain array below an extension type."""
+    """Return the plain array of an extension type."""
     return getattr(values, "storage", values)

@@ -1,4 +1,4 @@
-"""What a file or folder of rows holds: row forms, media columns, tools, unused columns."""
+"""Describe a file or folder of rows: row forms, media columns, tools, unused columns."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def detect(
 
     Args:
         path: file, folder, glob, URL or ``hf://datasets/ORG/NAME``.
-        format: as of ``SourceConfig``; by the name if None.
+        format: a format of ``SourceConfig``; decided by the name if None.
         options: ``text_columns``, ``media_folders`` and the like; its ``columns`` are ignored.
         progress: called about once a second.
 

@@ -1,4 +1,4 @@
-"""The files that a path, folder or glob stands for."""
+"""Find the files of a path, folder or glob."""
 
 import glob
 from collections.abc import Sequence
@@ -68,13 +68,13 @@ def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether a path or URL exists or a glob has a file.
+    """Return True if a path or URL exists, or a glob matches a file.
 
     Raises:
-        RemoteError: a server does not say.
+        RemoteError: a server does not answer.
     """
     if str(path).startswith(HUB):
-        return True  # who opens it will say
+        return True  # an error comes when it is opened
     place = located(path)
     if isinstance(place, RemotePath):
         return place.is_file() or (

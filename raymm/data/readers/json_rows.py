@@ -120,8 +120,8 @@ def _is_array(path: DataPath) -> bool:
 
 
 def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, object]]:
-    """(first byte, end byte, line number from 1, parsed line) of every line that is not blank;
-    a ``RowError`` in place of a line that is not JSON."""
+    """Yield (first byte, end byte, line number from 1, parsed line) of every line that is not
+    blank, with a ``RowError`` in place of a line that is not JSON."""
     offset = number = 0
     with open_data(path, SCAN_BLOCK) as file:
         while line := file.readline(MAX_LINE_BYTES):
@@ -148,7 +148,7 @@ def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, 
 
 
 def _advice(line: bytes, number: int) -> str:
-    """What to do with a line that is not JSON."""
+    """Return advice about a line that is not JSON."""
     line = line.strip()
     if line.startswith(b"{'"):
         return ". JSON has double quotes: write the row with json.dumps, not str"
@@ -156,7 +156,7 @@ def _advice(line: bytes, number: int) -> str:
         return ". An object over several lines: write each row on one line, or a JSON array of rows"
     if not line.startswith(b"{"):
         return ". Each line must be one JSON object, or the file a JSON array"
-    return ". The line may be cut off, or hold a row that goes on in the next line"
+    return ". The line may be cut off, or its row may continue in the next line"
 
 
 class _Window:
@@ -168,7 +168,7 @@ class _Window:
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
 
     def more(self) -> bool:
-        """Read on; False at the end. What is before the position is dropped."""
+        """Read the next block and drop the text before the position; return False at the end."""
         if self._ended:
             return False
         data = self._file.read(self._block)
@@ -207,7 +207,7 @@ class _Window:
 
 
 def _array_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, object]]:
-    """The same for a JSON array, numbered from 0."""
+    """Yield the same for the elements of a JSON array, numbered from 0."""
     decoder = json.JSONDecoder()
     with open_data(path, SCAN_BLOCK) as file:
         window = _Window(file)

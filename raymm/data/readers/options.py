@@ -9,11 +9,11 @@ from raymm.data.samples.rows import RowRules
 
 @dataclass(frozen=True)
 class ReaderOptions(RowRules):
-    """What a reader needs to know besides the path.
+    """Options of a reader.
 
     Attributes:
         name: of the source; every sample carries it.
-        media_folders: where rows may name files, besides the source's own folder.
+        media_folders: folders in which rows may name files, in addition to that of the source.
         subset, split, revision: of a data set by name
             (:class:`raymm.data.readers.hub_dataset.HubDataset`).
         skip: keep rows that cannot be used, and raise only when they are read.

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, whose columns are read by row group, when a row of it is wanted."""
+"""Rows of Parquet files. A row group is loaded when one of its rows is read."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -31,17 +31,17 @@ _BATCH_ROWS = 256
 class ParquetDataset(Reader):
     """Samples of one Parquet file, a folder of them, or a glob, in order of their names.
 
-    Opening reads the metadata and, of media columns, what tells the number of items: of
-    {"bytes", "path"} the paths only. Reading a row loads its row group's used columns and keeps
-    the last few groups; in random order, files with small row groups (100 rows, as ``datasets``
-    writes media) are the fast ones. Needs pyarrow.
+    Opening reads the metadata and the lengths of media columns (of {"bytes", "path"} the paths
+    only), and the text where it may hold media or decides the row form. Reading a row loads the
+    used columns of its row group and keeps the last few groups. In random order, files with small
+    row groups (100 rows, as ``datasets`` writes media) are fast. Needs pyarrow.
 
     Raises:
         DataError: also for a row group whose used columns have more than
             ``max_row_group_bytes``, before it is read.
     """
 
-    checked_when_opened = False  # the text is not read until it is wanted
+    checked_when_opened = False  # the text may be read later only
 
     def _open(self, report: ProgressReport) -> None:
         self.files = find_files(self.path, (".parquet",))
@@ -58,9 +58,9 @@ class ParquetDataset(Reader):
                 for group in range(file.num_row_groups):
                     size = self._checked_size(file.metadata.row_group(group), path, group)
                     self._groups.append((number, group))
-                    # What one entry of a dictionary stands for may be far larger than the
-                    # metadata says, but no value is larger than that: so many rows cannot
-                    # be above the limit.
+                    # The value behind an entry of a dictionary may be far larger than the size in
+                    # the metadata, but not larger than the sum. This many rows therefore stay
+                    # below the limit.
                     rows = self.options.limits.max_row_group_bytes // max(size, 1)
                     self._batch_rows.append(min(max(rows, 1), _BATCH_ROWS))
                     starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
@@ -78,8 +78,8 @@ class ParquetDataset(Reader):
         self._refused: dict[int, str] = {}  # row groups that are too large, and why
 
     def _build(self, plans: list[ColumnPlan], report: ProgressReport) -> RowIndex:
-        """Count items per row, from as little of the columns as tells them; read the text where
-        it may hold media, or decides the row form."""
+        """Count the items per row from the smallest columns that suffice, and read the text where
+        it may hold media or decides the row form."""
         index = RowIndex(self.options)
         folders = self._media_folders(0)
         for number, (path, plan) in enumerate(zip(self.files, plans, strict=True)):
@@ -109,7 +109,7 @@ class ParquetDataset(Reader):
                 yield from file.iter_batches(rows, [group], columns)
 
     def _checked_size(self, group, path: DataPath, number: int) -> int:
-        """Bytes of the used columns of a row group, if they are not too many."""
+        """Return the bytes of the used columns of a row group, if they are within the limit."""
         sizes: dict[str, int] = {}
         for column in range(group.num_columns):
             chunk = group.column(column)
@@ -127,7 +127,7 @@ class ParquetDataset(Reader):
         return sum(sizes.values())
 
     def _count(self, file: Any, number: int, column: str) -> np.ndarray:
-        """(rows of the file,) items in a column, from as little of it as tells them."""
+        """Return the items of a column, (rows of the file,)."""
         columns = (leaf.path for leaf in _leaves(file.schema))
         leaves = [path for path in columns if path.split(".")[0] == column]
         paths = [leaf for leaf in leaves if leaf.endswith(".path")]
@@ -205,7 +205,7 @@ def _leaves(schema) -> list:
 
 @contextmanager
 def _read(path: DataPath) -> Iterator[Any]:
-    """A ``pyarrow.parquet.ParquetFile``, while a source is opened.
+    """Open a ``pyarrow.parquet.ParquetFile`` while a source is indexed.
 
     Raises:
         DataError: the file cannot be read.
@@ -221,7 +221,7 @@ def _read(path: DataPath) -> Iterator[Any]:
 
 @contextmanager
 def _opened(path: DataPath) -> Iterator[Any]:
-    """A ``pyarrow.parquet.ParquetFile``, of which the parts are read that are asked for."""
+    """Open a ``pyarrow.parquet.ParquetFile``, which reads only the requested parts."""
     parquet = _parquet()
     if isinstance(path, Path):
         with parquet.ParquetFile(path) as file:

@@ -24,7 +24,7 @@ from raymm.data.samples.rows import TEXT
 JSON, TXT = "json", "txt"
 # ``json`` and ``txt`` are read while a shard is scanned.
 MAX_TEXT_BYTES = 2**24
-# Of a remote shard so much is read at once: smaller members come with the headers between them.
+# Bytes of a remote shard that are read at once, so that small members come with their headers.
 SHARD_BLOCK = 2**18
 
 
@@ -88,7 +88,7 @@ class TarDataset(Reader):
         return row
 
     def _described(self, file, path: DataPath, key: str, members: list) -> dict | RowError:
-        """The row of a sample: its text is read from ``file``, its media are byte ranges."""
+        """Return the row of a sample: text is read from ``file``, media are byte ranges."""
         try:
             return self._described_or_raise(file, path, key, members)
         except RowError as error:

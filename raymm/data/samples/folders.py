@@ -1,8 +1,8 @@
-"""Where the files lie that rows may name.
+"""Folders in which rows may name files.
 
-A row is data, often somebody else's: `../../.ssh/id_rsa` in it, or a link of that name in an
-archive, must not be read, nor a URL of a server that answers this machine alone. What a source's
-own folder has may be, and what a configuration allows.
+Rows are often data of other people. A row with `../../.ssh/id_rsa`, a link of that name in an
+archive, or a URL of a server that only this machine reaches must not be read. Allowed are files of
+the source's folder, and of the folders that the configuration names.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class MediaFolders:
 
     Attributes:
         own: the source's, which relative paths are relative to.
-        others: those that ``data.media_folders`` allows besides; folders of this machine, or URLs.
+        others: further folders of ``data.media_folders``: folders of this machine, or URLs.
     """
 
     own: DataPath
     others: Sequence[str] = ()
 
     def path(self, name: str, column: str) -> str:
-        """Where a file is that a row names. Links of folders are followed; whether the file itself
-        is a link, :meth:`check` says: it takes a look at every file.
+        """Return the path of a file that a row names. Links of folders are followed;
+        :meth:`check` looks for links of files, which takes a system call per file.
 
         Args:
             name: relative to the source's folder, or absolute, or a URL.

@@ -1,4 +1,4 @@
-"""A media item that is not decoded yet: a file, a byte range of a file, or bytes in memory."""
+"""Media items that are not decoded yet: a file, a byte range of a file, or bytes in memory."""
 
 import io
 import os
@@ -15,7 +15,7 @@ class MediaBytes:
     """An item whose encoded bytes came with its row.
 
     Attributes:
-        name: what errors call it, e.g. the path that was stored beside the bytes.
+        name: name in errors, such as the path that was stored with the bytes.
         data: the encoded file.
     """
 
@@ -46,7 +46,7 @@ Media = str | MediaBytes | MediaRange | tuple
 
 
 def media_name(media: Media) -> str:
-    """What errors call an item."""
+    """Return the name of an item in errors."""
     if isinstance(media, tuple):
         return media_name(media[0]) + (f" and {len(media) - 1} more frames" * (len(media) > 1))
     if isinstance(media, MediaRange):

@@ -139,7 +139,7 @@ def _tool_calls(content: object, where: str, column: str) -> list[dict]:
 
 
 def _loss(message: dict, where: str, column: str) -> bool | None:
-    """Whether the message is learned, if it says so."""
+    """Return whether the message is learned; None if it has no flag."""
     flags = {}
     for name in _FLAGS:
         value = message.get(name)

@@ -17,7 +17,7 @@ from raymm.data.samples.sample import Preference
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
-# What errors say where no form fits.
+# Advice of errors where no form fits.
 RENAME = ". If its columns have other names, set them: columns: {messages: NAME}"
 # Columns that every form of messages may have.
 _CHAT = ("system", "tools", "chat_template_kwargs")

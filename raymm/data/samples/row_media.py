@@ -35,7 +35,7 @@ _ITEM_KEYS = ("path", "url", "base64", "bytes")
 
 @dataclass(frozen=True)
 class MediaRules:
-    """What the media of a row may be.
+    """Rules for the media of a row.
 
     Attributes:
         folders: where files may lie.
@@ -236,7 +236,7 @@ def _from_text(text: str, column: str, rules: MediaRules, name: str) -> Media:
 
 
 def _is_base64_media(text: str) -> bool:
-    """Whether a text is base64 of a known format, by its length and first bytes."""
+    """Return True for base64 of a known format, by its length and first bytes."""
     if len(text) < _SHORTEST_BASE64 or len(text.rstrip()) % 4:
         return False
     head = text[:_HEAD_CHARACTERS]
@@ -278,7 +278,7 @@ def _check_path(value: str, column: str) -> None:
     elif (match := _URL.match(value)) is not None and not is_url(value):
         what, cure = f"a {match[1]} URL", "it is not fetched: download it, and give its path"
     elif len(value) > LONGEST_PATH:
-        what = f"a text of {len(value):,} characters, which is no path"
+        what = f"a text of {len(value):,} characters, not a path"
         cure = "it is not base64 of a known format either; accepted: a path, bytes or base64"
     elif "\0" in value:
         what, cure = "a path with a null character", "give the path of a file"

@@ -29,7 +29,7 @@ LEARNED_ROLE = "assistant"
 
 @dataclass(frozen=True)
 class RowRules:
-    """How rows of a source are read.
+    """Rules by which the rows of a source are parsed.
 
     Attributes:
         columns: modality -> its column.

@@ -22,7 +22,7 @@ FormName = Literal[
     "text",
 ]
 StepNumber = Annotated[int, Field(ge=0, le=MOST_COUNT)]
-# What names of data sets of the hub begin with.
+# Prefix of the names of data sets of the hub.
 HUB = "hf://datasets/"
 _HUB_NAME = re.compile(rf"{HUB}[\w.-]+(/[\w.-]+)?")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -40,16 +40,16 @@ class SourceConfig(Section):
         name: samples carry it; by default the file's name without its suffix.
         columns: where columns have other names in this source: a role of a row form (``text``,
             ``messages``, ``prompt``, ``chosen``, ``instruction``, ...), ``id`` or a modality ->
-            column; null says that this source lacks the modality.
+            column; null for a source without the modality.
         row_form: as of ``data.row_form``, for this source.
         ignore_columns: as of ``data.ignore_columns``, for this source in addition.
         subset, split, revision: of a data set by name: its configuration, the name of a split, and
             a branch, tag or commit.
-        repeat: how often each of its samples comes per epoch, which mixes sources in other
-            proportions than their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
+        repeat: how often each sample comes per epoch, to mix sources in other proportions than
+            their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
             them and half of them again: that part is drawn with ``data.seed`` and the same in
             every epoch.
-        weight: its part of every step beside the other sources' weights, instead of ``repeat``: a
+        weight: share of every step relative to other sources' weights, instead of ``repeat``: a
             number, or a schedule ``{0: 1.0, 1000: 0.2}`` of steps and the weight from each of them
             on. Either all sources of the training data have one, or none has. Each source then
             begins again at its own end.
@@ -74,7 +74,9 @@ class SourceConfig(Section):
             return path
         if path.startswith("hf://"):
             if not _HUB_NAME.fullmatch(path):
-                raise ValueError(f"expected {HUB}ORG/NAME, with subset, split and revision beside")
+                raise ValueError(
+                    f"expected {HUB}ORG/NAME; subset, split and revision are separate fields"
+                )
             return path
         if path.startswith("file://"):
             return check_location(path)

@@ -354,3 +354,30 @@ def test_rows_that_cannot_be_used_are_skipped_in_every_form(tmp_path):
     (tmp_path / "a.png").symlink_to("/etc/hostname")
     with pytest.raises(SampleError, match="outside of the source's"):
         reader[3]
+
+
+LINE = st.one_of(
+    st.binary(max_size=30),
+    st.sampled_from([
+        b"{}", b"[", b"null", b'{"text": "a"}', b'{"messages": []}', b"\xef\xbb\xbf{}", b"[1,",
+        b'{"text": "\\ud800"}', b'{"text": "a", "images": "x.png"}', b'{"instruction": 1}',
+        b'{"text": "a", "images": ["../x"]}', b'{"messages": "[{}]"}', b'{"text": "a"', b"]",
+    ]),
+)
+
+
+@given(st.lists(LINE, max_size=6), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_a_reader_or_a_data_error(tmp_path_factory, content, skip):
+    path = tmp_path_factory.mktemp("any") / "d.jsonl"
+    path.write_bytes(b"\n".join(content))
+    options = ReaderOptions(columns={"image": "images"}, skip=skip)
+    try:
+        reader = JsonDataset(path, None, options)
+    except DataError:
+        return
+    for index in range(len(reader)):
+        try:
+            assert (reader[index].text is None) != (reader[index].messages is None)
+        except SampleError:
+            assert skip

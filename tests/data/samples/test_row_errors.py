@@ -39,7 +39,7 @@ def test_messages_of_other_formats(row, parts):
     ("http://a.b/c.png", ["'http://a.b/c.png'", "of this machine alone"]),
     ("data:image/svg+xml,%3Csvg/%3E", ["data: URI without base64", "base64"]),
     ("data:image/png;base64,iVBO#w0KGgo=", ["base64 that is broken"]),
-    ("aGVsbG8gd29y" * 500, ["no path", "not base64 of a known format"]),
+    ("aGVsbG8gd29y" * 500, ["not a path", "not base64 of a known format"]),
     ("a\0b.png", ["null character"]),
 ])
 def test_images_that_are_no_files(item, value, parts):
