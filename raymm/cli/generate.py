@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from raymm.data.samples.config import TOWER_OF, ModalityDataConfig
+from raymm.data.samples.placeholders import part_types
 from raymm.files.config_error import ConfigError
 
 _MAX_TOKENS = 64
@@ -17,8 +19,9 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--prompt", action="append", required=True, help="what the user says (repeatable)")
     add(
-        "--item", action="append", default=[], metavar="MODALITY=FILE",
-        help="an item that all prompts are about (repeatable)",
+        "--item", action="append", default=[], metavar="NAME=FILE",
+        help="an item that all prompts are about, by its modality or tower: image=a.png, "
+        "vision=a.png, audio=a.wav (repeatable)",
     )
     add(
         "--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
@@ -36,9 +39,15 @@ def run_generate(args: argparse.Namespace) -> int:
         CheckpointError, ClusterError, ProbeError: as of a run that goes on.
         SampleError: an item that cannot be read.
     """
-    from raymm.config.build import build_model, build_plan
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
+
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}; expected at least 1")
+    config = load_config(args.config, args.overrides)
+    check_files(config)
+    items = _items(args.item, config.data.modalities)
+    from raymm.config.build import build_model, build_plan
     from raymm.data.conversations.template import special_ids
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connected, pick_device
@@ -50,15 +59,13 @@ def run_generate(args: argparse.Namespace) -> int:
     from raymm.training.run_plan import RunPlanner
     from raymm.training.run_start import with_vocabulary
 
-    if args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens is {args.max_tokens}; expected at least 1")
-    config = load_config(args.config, args.overrides)
-    check_files(config)
-    model = build_model(config)
-    items = _items(args.item, list(config.data.modalities))
     checkpoint = CheckpointStore(config.run.storage_path).newest()
     if checkpoint is None:
-        print(f"{config.run.storage_path} has no checkpoint: the model as it begins")
+        raise ConfigError(
+            f"run.storage_path is {config.run.storage_path!r}, which has no checkpoint; accepted: "
+            f"the folder of a run. `raymm train {args.config}` trains one"
+        )
+    model = build_model(config)
     phases = Phases(model, config.at, config.run.steps)
     phases.enter_before(checkpoint)  # what trains then is what a checkpoint has
     optimizer = config.optimizer.build(config.run.steps)
@@ -75,8 +82,7 @@ def run_generate(args: argparse.Namespace) -> int:
             resources=resources, threads=config.resources.threads, seed=config.run.seed,
             timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,
         ) as parallel:
-            if checkpoint is not None:
-                restore(parallel, checkpoint.folder)
+            restore(parallel, checkpoint.folder)
             data = with_vocabulary(config.data, model)
             # A prompt is a user's turn, also of a run on pairs of answers.
             data = data.model_copy(update={"preferences": False})
@@ -96,18 +102,34 @@ def _nothing_beside() -> Any:
     return PlacementOptions()
 
 
-def _items(options: Sequence[str], modalities: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Files by modality."""
+def _items(
+    options: Sequence[str], modalities: Mapping[str, ModalityDataConfig]
+) -> dict[str, tuple[Any, ...]]:
+    """Return files by modality, which an option names as the data, their messages or the model do:
+    ``image``, ``images`` and ``vision`` are one.
+
+    Raises:
+        ConfigError: an option with another name, a name of several modalities, or no file.
+    """
     items: dict[str, tuple[Any, ...]] = {}
     for item in options:
         name, _, file = item.partition("=")
-        if name not in modalities or not Path(file).is_file():
+        names = [kind for kind in modalities if name in _names_of(kind, modalities[kind])]
+        exact = [name] if name in modalities else names
+        if len(exact) != 1 or not Path(file).is_file():
+            several = f"; {name!r} may be {' or '.join(exact)}" if len(exact) > 1 else ""
             raise ConfigError(
-                f"--item is {item!r}; accepted: MODALITY=FILE, a file that exists, of "
-                f"{', '.join(modalities) or 'no modality'}"
+                f"--item is {item!r}; accepted: NAME=FILE, a file that exists, of "
+                f"{', '.join(modalities) or 'no modality (data.modalities is empty)'}{several}"
             )
-        items[name] = (*items.get(name, ()), str(Path(file).resolve()))
+        items[exact[0]] = (*items.get(exact[0], ()), str(Path(file).resolve()))
     return items
+
+
+def _names_of(kind: str, modality: ModalityDataConfig) -> set[str]:
+    """Return all names of a modality: its own, its column's and its parts', and its tower's."""
+    names = {kind, *part_types({kind: modality}), TOWER_OF.get(kind, kind)}
+    return names | {f"{name}s" for name in names}
 
 
 def _prompts(

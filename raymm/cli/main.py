@@ -199,6 +199,10 @@ def _train(args: argparse.Namespace) -> int:
     if start is None:
         config = load_config(args.config, args.overrides)
         check_files(config, with_data=True)
+    if os.environ.get("RAY_ADDRESS"):
+        from raymm.runtime.cluster import check_address
+
+        check_address()
     # From here on it takes seconds: torch, transformers and Ray are imported.
     start_servers_early()
     from raymm.config.build import build_layouts, build_model, build_plan

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from raymm.actors.weights.hub_folder import is_hub_id, local_folder, split_id
 from raymm.config.model_section import LoraSection
+from raymm.data.samples.config import TOWER_OF
 from raymm.files.config_error import ConfigError, closest, explain
 from raymm.files.config_file import parse_yaml
 
@@ -90,7 +91,6 @@ def first_settings(
         ConfigError, DataError: rows that the model cannot be trained on.
     """
     from raymm.data import DataConfig, open_split, row_lengths
-    from raymm.data.loading.processed import TOWER_OF
     from raymm.data.readers.base import ReaderOptions
     from raymm.data.readers.detect import detect
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
+from ray._common.network_utils import parse_address
+from ray._private import services
 from ray.util.client import ray as ray_client
 
 from raymm.actors.placement.node_types import reachable_resources
 from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.embedded.embedded_ray import start_embedded_ray
+
+# Seconds until a cluster's server must accept a connection, and between two tries.
+CONNECT_S, RETRY_S = 8.0, 0.5
 
 
 def connect(quiet: bool = True) -> bool:
@@ -52,16 +60,79 @@ def connect(quiet: bool = True) -> bool:
     if embedded:
         start_embedded_ray(**options)
     else:
-        try:
-            ray.init(**options)
-        except (ConnectionError, TimeoutError) as error:
-            raise ClusterError(f"RAY_ADDRESS is {address!r}; cannot connect: {error}") from None
+        _connect_to(str(address), options)
     if threading.current_thread() is threading.main_thread():
         # ray.init() makes SIGTERM raise SystemExit, and then lays a handler of its C++ side over
         # that one, which aborts the process three seconds later, in the middle of an orderly end.
         ours = callable(handler) or handler is signal.SIG_IGN
         signal.signal(signal.SIGTERM, handler if ours else signal.getsignal(signal.SIGTERM))
     return embedded
+
+
+def check_address() -> None:
+    """Check that a server listens at ``RAY_ADDRESS``, if that is another machine's cluster; Ray
+    itself waits for minutes.
+
+    Raises:
+        ClusterError: no server accepts connections within :data:`CONNECT_S` seconds.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if address in (None, "", "local") or address.startswith("ray://") or ray.is_initialized():
+        return
+    try:
+        resolved = services.canonicalize_bootstrap_address(address)
+        host, port = parse_address(resolved or "") or ("", 0)
+        _wait_for_server(host, int(port))
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"RAY_ADDRESS is {address!r}; cannot connect: {error}. Start the cluster (ray start "
+            "--head), give the address that `ray status` prints on its machine, or unset "
+            "RAY_ADDRESS to use this machine"
+        ) from None
+
+
+def _connect_to(address: str, options: dict[str, Any]) -> None:
+    """
+    Raises:
+        ClusterError: there is no cluster at the address, or it does not accept this process.
+    """
+    check_address()
+    try:
+        ray.init(**options)
+    except (ConnectionError, TimeoutError, ray.exceptions.RayError) as error:
+        if os.environ.get("RAY_AUTH_MODE") == "token":
+            cure = (
+                "the token in ~/.ray/auth_token or RAY_AUTH_TOKEN must be the cluster's, and its "
+                "Ray the same version"
+            )
+        else:
+            cure = (
+                "`ray start` switches token authentication on: set RAY_AUTH_MODE=token, with the "
+                "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            )
+        raise ClusterError(
+            f"RAY_ADDRESS is {address!r}; cannot connect: {error}. A server listens there, but "
+            f"does not accept this process; {cure}"
+        ) from None
+
+
+def _wait_for_server(host: str, port: int) -> None:
+    """
+    Raises:
+        ConnectionError: no server accepts connections within :data:`CONNECT_S` seconds.
+    """
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            left = max(1.0, deadline - time.monotonic())
+            socket.create_connection((host, port), timeout=left).close()
+            return
+        except OSError as error:
+            if time.monotonic() + RETRY_S > deadline:
+                raise ConnectionError(
+                    f"nothing accepts connections at {host}:{port} ({error})"
+                ) from None
+        time.sleep(RETRY_S)
 
 
 @contextmanager
@@ -85,7 +156,15 @@ def pick_device(
         resources: what a rank reserves on a device. If that is GPUs on any, it is CUDA, and a CPU
             if it is none on any; else, and by default, CUDA if the connected cluster has GPUs, or
             its autoscaler can bring some.
+
+    Raises:
+        ClusterError: it is ``"cuda"``, and the cluster has no GPU.
     """
+    if device == "cuda" and reachable_resources().get("GPU", 0) < 1:
+        raise ClusterError(
+            "run.device is 'cuda', and no node of the cluster has a GPU, nor can the autoscaler "
+            "bring one; accepted without GPUs: run.device: cpu, or auto"
+        )
     if device != "auto":
         return device
     if resources is not None:

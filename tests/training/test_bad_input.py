@@ -382,7 +382,7 @@ def test_more_ranks_than_the_cluster_has(raymm, make_config, no_new_actors, ray_
 
 
 def test_gpus_that_the_cluster_does_not_have(raymm, make_config, no_new_actors, ray_cluster):
-    if ray_cluster.cluster_resources().get("GPU", 0) >= 2:
+    if ray_cluster.cluster_resources().get("GPU", 0):
         pytest.skip("the cluster has GPUs")
     code, text = raymm("train", make_config({"run.device": "cuda"}))
-    assert code == 2 and "2 ranks of 1 GPU each" in text and "the cluster has 0 GPU" in text
+    assert code == 2 and "run.device is 'cuda'" in text and "run.device: cpu" in text

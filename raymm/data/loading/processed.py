@@ -30,7 +30,7 @@ from raymm.data.loading.item_check import ItemCheck, clip_of_images
 from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
-from raymm.data.samples.config import DataConfig
+from raymm.data.samples.config import TOWER_OF, DataConfig
 from raymm.data.samples.errors import DataError, SampleError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.processors import frames_of, read_audio, read_image
@@ -40,9 +40,6 @@ from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.whole_batch import text_parts
-
-# Which tower items of a kind go into, by the names that towers have.
-TOWER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
 
 
 def step_builder(

@@ -18,6 +18,8 @@ TEXT_KEYS = ("input_ids", "attention_mask", "labels")
 RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
 # Of items, as whole models' processors know them, and what they call the argument.
 KINDS = {"image": "images", "video": "videos", "audio": "audio"}
+# Tower of a whole model that items of a kind go into.
+TOWER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
 
 # Actors of Ray; far above what a cluster has.
 MOST_WORKERS = 10_000
