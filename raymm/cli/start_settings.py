@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from raymm.actors.weights.hub_folder import is_hub_id, local_folder, split_id
 from raymm.config.model_section import LoraSection
-from raymm.data.samples.config import TOWER_OF
 from raymm.files.config_error import ConfigError, closest, explain
 from raymm.files.config_file import parse_yaml
 
@@ -90,12 +89,19 @@ def first_settings(
     Raises:
         ConfigError, DataError: rows that the model cannot be trained on.
     """
+    from rich.console import Console
+
     from raymm.data import DataConfig, open_split, row_lengths
     from raymm.data.readers.base import ReaderOptions
     from raymm.data.readers.detect import detect
+    from raymm.data.samples.config import TOWER_OF
 
     place = {key: value for key, value in source.items() if key != "path"}
-    detected = detect(source["path"], options=ReaderOptions(**place))
+    with Console(stderr=True).status("reading rows") as status:
+        detected = detect(
+            source["path"], options=ReaderOptions(**place),
+            progress=lambda rows, part: status.update(f"reading rows: {rows:,} ({part:.0%})"),
+        )
     print(detected.summary)
     data = {**detected.data_section, "train": [source] if place else source["path"]}
     path, revision = split_id(model) if is_hub_id(model) else (model, None)
@@ -117,13 +123,17 @@ def first_settings(
                 "accepted with a model of images or sound: rows of one answer"
             )
         towers = dict.fromkeys((TOWER_OF[kind] for kind in detected.modalities), "frozen")
-        train = {**towers, "projector": "full", "language_model": "full"}
-        sections = {**reference, "train": train}
+        between = {"projector": "full"} if towers else {}
+        sections = {**reference, "train": {**towers, **between, "language_model": "full"}}
         data["processor"] = model
     config = DataConfig.model_validate({
         **data, "batch_size": 1, "microbatches": 1, "preferences": bool(detected.preferences),
     })
-    lengths = row_lengths(config, open_split(config, "train"))
+    with Console(stderr=True).status("counting tokens") as status:
+        lengths = row_lengths(
+            config, open_split(config, "train"),
+            lambda rows, total: status.update(f"counting tokens: {rows:,} of {total:,} rows"),
+        )
     data.pop("processor", None)  # the model's
     longest = -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE
     samples = max(1, min(_MICROBATCH, _TOKENS // longest, len(lengths)))

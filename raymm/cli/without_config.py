@@ -186,7 +186,7 @@ def _model(model: str) -> str:
             f"--model is {model!r}, which {there}; accepted: a folder with config.json and "
             "safetensors, or the id of a model on the hub, such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
-    return reference
+    return reference if is_hub_id(model) else str(folder.absolute())
 
 
 def _source(args: argparse.Namespace) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _source(args: argparse.Namespace) -> dict[str, Any]:
                 "Accepted: a file, folder, glob or URL of rows, or the id of a data set on the "
                 "hub, ORG/NAME"
             )
-        return {"path": data}
+        return {"path": data if is_url(data) else str(Path(data).absolute())}
     name, revision = split_id(data)
     try:
         commit = dataset_commit(name, revision)

@@ -1,0 +1,199 @@
+"""What ``raymm train`` says and writes first: errors before slow imports, and ``run.yaml``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raymm.cli.main import main
+from raymm.cli.without_config import FolderStart
+from raymm.config.sections import load_config
+from raymm.data import open_split
+from raymm.monitor.metrics import read_metrics
+from tests.tiny_folders import tiny
+
+SLOW = ("torch", "transformers", "ray", "numba")
+# Arguments of a command in a folder with good.yaml, list.yaml, tabs.yaml and rows.jsonl, and what
+# its error says.
+EARLY = {
+    "no configuration": (["nothing.yaml"], ["'nothing.yaml'; there is no such file"]),
+    "a list": (["list.yaml"], ["holds a list", "--data list.yaml"]),
+    "rows": (["rows.jsonl"], ["--data rows.jsonl"]),
+    "a folder": (["."], ["which is a folder", "--model ."]),
+    "tabs": (["tabs.yaml"], ["tabs.yaml", "line 2", "indent with spaces, not tabs"]),
+    "a broken line": (["broken.yaml"], ["line 2", "steps: 3: 4", "in quotes"]),
+    "a misspelt key": (["good.yaml", "--set", "run.step=3"], ["did you mean run.steps?"]),
+    "a key of another section": (["good.yaml", "--set", "steps=3"], ["did you mean run.steps?"]),
+    "a misspelt section": (["good.yaml", "--set", "optimiser.lr=1"], ["did you mean optimizer?"]),
+    "no data of a configuration": (["good.yaml"], ["data.train", "no.jsonl", "does not exist"]),
+    "no model": (["--model", "/no/model", "--data", "rows.jsonl"], ["--model is '/no/model'"]),
+    "no rows": (["--model", ".", "--data", "no.jsonl"], ["--data is 'no.jsonl'", "no such file"]),
+    "model alone": (["--model", "."], ["--data DATA"]),
+    "both": (["good.yaml", "--lr", "1"], ["--lr", "'good.yaml'", "optimizer.lr"]),
+    "a rate of nothing": (["--model", ".", "--data", "rows.jsonl", "--lr", "0"], ["--lr is 0"]),
+    "a rank that is misspelt": (
+        ["--model", ".", "--data", "rows.jsonl", "--lora", "rnk=8"], ["'rnk=8'", "Accepted: r=16"],
+    ),
+    "a rank that is none": (
+        ["--model", ".", "--data", "rows.jsonl", "--lora", "r=0"], ["--lora: r", "greater than 0"],
+    ),
+    "a split of a file": (
+        ["--model", ".", "--data", "rows.jsonl", "--split", "test"], ["--split", "a file"],
+    ),
+    "all rows held out": (
+        ["--model", ".", "--data", "rows.jsonl", "--eval-fraction", "1"], ["--eval-fraction is 1"],
+    ),
+}
+SCRIPT = """
+import json, sys
+from raymm.cli.main import main
+codes = [main(["train", *arguments]) for arguments in json.loads(sys.argv[1])]
+print(json.dumps([codes, [name for name in sys.argv[2].split() if name in sys.modules]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory):
+    """Exit codes, errors and slow modules of all commands, which run in one process."""
+    folder = tmp_path_factory.mktemp("early")
+    (folder / "list.yaml").write_text("- run\n")
+    (folder / "tabs.yaml").write_text("run:\n\tsteps: 3\n")
+    (folder / "broken.yaml").write_text("run:\n  steps: 3: 4\n")
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    (folder / "config.json").write_text("{}")
+    (folder / "tokens").mkdir()
+    (folder / "good.yaml").write_text(yaml.safe_dump({
+        "run": {"storage_path": "run", "steps": 1},
+        "model": {"language_model": {"config": {"model_type": "llama"}}},
+        "data": {"train": "no.jsonl", "tokenizer": "tokens", "batch_size": 1, "microbatches": 1},
+    }))
+    commands = json.dumps([arguments for arguments, _ in EARLY.values()])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, commands, " ".join(SLOW)], cwd=folder, text=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1", "HOME": "/tmp"},
+        capture_output=True, check=True, timeout=120,
+    )
+    codes, slow = json.loads(done.stdout.splitlines()[-1])
+    texts = done.stderr.split("error:")[1:]
+    return dict(zip(EARLY, zip(codes, texts, strict=True), strict=True)), slow
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_an_early_error_says_what_to_do(early, name):
+    code, text = early[0][name]
+    flat = " ".join(text.split())
+    assert code == 2 and not [part for part in EARLY[name][1] if part not in flat], text
+
+
+def test_errors_come_before_slow_imports(early):
+    assert early[1] == []
+
+
+def test_an_unknown_option_names_the_one_that_is_meant(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--modle", "x", "--data", "y"])
+    assert end.value.code == 2 and "did you mean --model?" in capsys.readouterr().err
+
+
+def start(monkeypatch, tmp_path, *arguments):
+    """The values that a command writes, without a run."""
+    monkeypatch.chdir(tmp_path)
+    from raymm.cli.main import _parsed
+
+    folder_start = FolderStart.of(_parsed(["train", *arguments]))
+    assert folder_start is not None
+    return load_config(folder_start.write())
+
+
+def test_run_yaml_has_what_runs(monkeypatch, tmp_path, capsys):
+    model, data = tiny("idefics3")
+    given = ["--model", model, "--data", data, "--output", "out"]
+    config = start(
+        monkeypatch, tmp_path, *given, "--lora", "r=4", "dropout=0.1", "--epochs", "50",
+        "--eval-fraction", "0.25", "--set", "data.batch_size=4", "--set", "run.seed=5",
+    )
+    lora = config.model.train["language_model"].lora
+    assert (lora.r, lora.alpha, lora.dropout) == (4, 8.0, 0.1)
+    assert config.model.train["projector"] == config.model.train["vision"] == "frozen"
+    assert config.optimizer.lr == 1e-4 and config.optimizer.schedule == "cosine"
+    assert 0 < config.optimizer.warmup_steps <= 0.05 * config.run.steps
+    assert config.data.batch_size == 4 and config.run.seed == 5
+    text = Path("out/run.yaml").read_text()
+    assert text in capsys.readouterr().out and "batch_size: 4" in text
+    again = start(monkeypatch, tmp_path, *given, "--lr", "0.5", "--set", "run.seed=6")
+    assert again.optimizer.lr == 0.5 and again.run.seed == 6
+    assert again.model == config.model and again.data == config.data
+
+
+def test_full_training_has_a_lower_rate_and_a_frozen_tower(monkeypatch, tmp_path):
+    model, data = tiny("idefics3")
+    config = start(monkeypatch, tmp_path, "--model", model, "--data", data)
+    assert config.optimizer.lr == 1e-5
+    assert config.model.train == {
+        "vision": "frozen", "projector": "full", "language_model": "full",
+    }
+    assert config.data.heldout is None  # of few rows none is held out
+
+
+def test_held_out_rows_are_a_fraction_that_is_never_trained_on(monkeypatch, tmp_path):
+    model, data = tiny("idefics3")
+    config = start(
+        monkeypatch, tmp_path, "--model", model, "--data", data, "--eval-fraction", "0.3",
+    )
+    ids = [
+        {split[i].id for i in range(len(split))}
+        for split in (open_split(config.data, name) for name in ("train", "heldout"))
+    ]
+    assert len(ids[0]) == 8 and len(ids[1]) == 4 and not ids[0] & ids[1]
+    assert config.run.eval_every is not None
+
+
+@pytest.mark.parametrize("option", ["model", "data"])
+def test_another_run_in_the_same_folder_is_refused(monkeypatch, tmp_path, option, capsys):
+    model, data = tiny("idefics3")
+    given = {"model": model, "data": data}
+    for name, value in given.items():
+        (tmp_path / name).symlink_to(value)
+    words = ["--model", "model", "--data", "data", "--output", "out"]
+    start(monkeypatch, tmp_path, *words)
+    written = Path("out/run.yaml").read_text()
+    other = tmp_path / "other" / Path(given[option]).name
+    other.parent.mkdir()
+    if option == "data":
+        other.write_bytes(Path(data).read_bytes())
+    else:
+        other.mkdir()
+        (other / "config.json").write_text("{}")
+    capsys.readouterr()
+    assert main(["train", *words, f"--{option}", str(other)]) == 2
+    text = capsys.readouterr().err
+    assert str(other) in text and f"/{option}'" in text and "--output" in text
+    assert Path("out/run.yaml").read_text() == written
+    start(monkeypatch, tmp_path, *words, f"--{option}", str(tmp_path / option))  # the same file
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_model_of_text_alone_trains(monkeypatch, tmp_path, inputs, capsys):
+    model = tmp_path / "text-model"
+    for part in ("llama", "tokenizer"):
+        shutil.copytree(inputs / part, model, dirs_exist_ok=True)
+    (tmp_path / "rows.jsonl").write_text('{"text": "what is this a dog"}\n' * 8)
+    monkeypatch.chdir(tmp_path)
+    assert main([
+        "train", "--model", "text-model", "--data", "rows.jsonl", "--lora", "--set", "run.steps=2",
+        "--set", "run.device=cpu", "--set", "resources={cpus: 0.1}",
+    ]) == 0  # fmt: skip
+    config = load_config("runs/text-model/run.yaml")
+    assert config.model.language_model is not None and config.model.path is None
+    rows = read_metrics(tmp_path / "runs/text-model/metrics.jsonl")
+    assert len([row for row in rows if "loss" in row]) == 2
+    capsys.readouterr()
+    pictures = ["--data", str(inputs / "train.jsonl"), "--out", "pictures"]
+    assert main(["train", "--model", "text-model", *pictures]) == 2
+    assert "has items of image" in capsys.readouterr().err
