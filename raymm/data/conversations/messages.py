@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raymm.data.conversations.template import ChatTemplate
-from raymm.data.samples.config import ModalityDataConfig
+from raymm.data.samples.config import KINDS, ModalityDataConfig
 from raymm.data.samples.placeholders import check_parts, part_types, text_error
 from raymm.data.samples.sample import Sample
 
@@ -52,7 +52,8 @@ def _parts(
     content: Any, types: Mapping[str, str], marks: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the parts of a content, with its marks as parts of their own."""
-    pattern = re.compile(rf"(\\?(?:{'|'.join(map(re.escape, marks)) or '(?!)'}))")
+    every = {*marks, *(f"<{kind}>" for kind in KINDS)}
+    pattern = re.compile(rf"(\\?(?:{'|'.join(map(re.escape, every))}))")
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if part["type"] != "text":
             yield {"type": types[part["type"]]}
@@ -65,7 +66,7 @@ def _parts(
                 yield {"type": marks[run]}
                 text = ""
             else:
-                text += run[1:] if run[:1] == "\\" and run[1:] in marks else run
+                text += run[1:] if run[:1] == "\\" and run[1:] in every else run
         if text or not part["text"]:
             yield {"type": "text", "text": text}
 

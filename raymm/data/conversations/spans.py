@@ -36,7 +36,7 @@ def aligned(first: str, second: str) -> str:
 
 def learned_spans(
     render: Render, messages: Sequence[Message], text: str, offsets: Sequence[tuple[int, int]],
-    header: str, special: re.Pattern[str],
+    headers: tuple[str, str], special: re.Pattern[str],
 ) -> list[tuple[int, int]]:
     """Return first and end character of each message of the assistant, in order.
 
@@ -45,13 +45,13 @@ def learned_spans(
         messages: the conversation.
         text: its rendering.
         offsets: characters of the text's tokens.
-        header: the generation prompt alone.
+        headers: the generation prompt alone, with the variables of the sample and without.
         special: matches one special token or one character of white space.
 
     Raises:
         AmbiguousError: a turn cannot be located.
     """
-    finder = _Finder(render, messages, text, offsets, header, special)
+    finder = _Finder(render, messages, text, offsets, headers, special)
     spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
         if message["role"] != LEARNED_ROLE:
@@ -60,7 +60,8 @@ def learned_spans(
         if start > stop or spans and start < spans[-1][1]:
             raise AmbiguousError(f"messages[{number}] has no place of its own in the rendering")
         # A space after the end of a turn is part of the first token of the next one.
-        spans.append((start, start + len(text[start:stop].rstrip(" "))))
+        stop = start + len(text[start:stop].rstrip(" "))
+        spans.append((start, finder.ending(stop)))
     return spans
 
 
@@ -69,11 +70,15 @@ class _Finder:
 
     def __init__(
         self, render: Render, messages: Sequence[Message], text: str,
-        offsets: Sequence[tuple[int, int]], header: str, special: re.Pattern[str],
+        offsets: Sequence[tuple[int, int]], headers: tuple[str, str], special: re.Pattern[str],
     ) -> None:
         self._render, self._messages, self._text = render, messages, text
         self._boundaries = {0, len(text)}.union(*offsets) if offsets else {0, len(text)}
-        self._header, self._special = _REASONING.sub("", header), special
+        full, plain = (_REASONING.sub("", header) for header in headers)
+        common = aligned(full, plain)
+        self._header = full if full[len(common) :].strip() else common
+        self._extra, self._special = len(full) - len(self._header), special
+        self._offsets = offsets
 
     def start(self, number: int) -> int:
         """Return the first character of the turn of a message."""
@@ -89,7 +94,10 @@ class _Finder:
 
     def _prompt(self, number: int) -> str | None:
         prompt = self._try(self._messages[:number], prompt=True)
-        return None if prompt is None else _REASONING.sub("", prompt)
+        if prompt is None:
+            return None
+        prompt = _REASONING.sub("", prompt)
+        return prompt[: len(prompt) - self._extra]
 
     def _rewritten_start(self, number: int, prompt: str | None) -> int:
         content = self._content_start(number)
@@ -102,7 +110,8 @@ class _Finder:
             start = next((end for end in ends if end is not None), None)
             if self._header and start is None:
                 raise AmbiguousError("messages[0] does not begin with the generation prompt")
-            return content if start is None else start
+            before = content if self._text[:content].strip() else 0
+            return before if start is None else start
         own = self._content_end(self._messages, number - 1, self._text)
         if prompt is None or own is None:
             raise AmbiguousError(f"the chat template cannot render a prompt for messages[{number}]")
@@ -142,11 +151,17 @@ class _Finder:
         length = self._common(own, closing)
         if self._special.sub("", closing[length:]):
             raise AmbiguousError(f"messages[{number}] ends otherwise when messages follow")
-        if not closing[:length].strip() and closing[length:].strip():
-            # Another token ends a turn that is not the last one.
-            ending = self._special.match(self._text, own + length)
-            length = ending.end() - own if ending else length
         return own + length
+
+    def ending(self, stop: int) -> int:
+        """Return the end of a turn with the token that ends it. Where the template writes none, or
+        another one for the last turn, that is the next special token (``<|user|>`` of GLM)."""
+        length = len(self._text[:stop].rstrip())
+        last = next((span for span in reversed(self._offsets) if span[1] <= length), (0, 0))
+        if self._special.fullmatch(self._text, *last):
+            return stop
+        ending = self._special.match(self._text, stop)
+        return ending.end() if ending and ending[0].strip() else stop
 
     def _try(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from raymm.data.conversations.spans import AmbiguousError, Render, aligned, learned_spans
+from raymm.data.conversations.spans import AmbiguousError, aligned, learned_spans
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.rows import LEARNED_ROLE
@@ -67,6 +67,7 @@ class ChatTemplate:
         ignored: Sequence[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
+        self._owner = tokenizer if processor is None else processor
         self._template = getattr(processor, "chat_template", None) or tokenizer.chat_template
         self._options, self._ignored = dict(options or {}), frozenset(ignored)
         name = getattr(tokenizer, "name_or_path", "")
@@ -108,7 +109,7 @@ class ChatTemplate:
             messages: in a form that the template takes.
             prompt: append what an assistant's turn begins with.
             tools: function definitions.
-            options: variables for the template, in addition to those of the configuration.
+            options: variables for the template; by default those of the configuration.
 
         Returns:
             The text, and the characters of its ``{% generation %}`` blocks.
@@ -119,13 +120,21 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self.source(tools)
+        messages = [{k: v for k, v in m.items() if k != LOSS} for m in messages]
+        options = self._options if options is None else options
+        if not _GENERATION.search(source):
+            # Some processors change the template or the messages for some kinds of items.
+            text = self._owner.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False,
+                **options,
+            )
+            return text, []
         texts, blocks = render_jinja_template(
-            conversations=[[{k: v for k, v in m.items() if k != LOSS} for m in messages]],  # type: ignore[arg-type]
-            tools=tools or None, chat_template=source, add_generation_prompt=prompt,
-            return_assistant_tokens_mask=bool(_GENERATION.search(source)),
-            **{**self.tokenizer.special_tokens_map, **self._options, **(options or {})},
+            conversations=[messages], tools=tools or None, chat_template=source,
+            add_generation_prompt=prompt, return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **options},
         )
-        return texts[0], [tuple(block) for block in blocks[0]] if blocks else []
+        return texts[0], [tuple(block) for block in blocks[0]]
 
     def takes(self, role: str) -> tuple[bool, bool]:
         """Return whether messages of a role may have a string and a list of parts as content."""
@@ -160,22 +169,25 @@ class ChatTemplate:
         Args:
             part: the part, such as ``{"type": "image"}``.
         """
-        text = {"type": "text", "text": _PROBE}
-        try:
-            with_item, _ = self.render([{"role": "user", "content": [part, text]}])
-            without, _ = self.render([{"role": "user", "content": [text]}])
-        except USER_CODE_RAISES:
-            return ""
-        start = len(aligned(with_item, without))
-        end = with_item.find(_PROBE, start)
-        written = with_item[start:end] if end >= 0 else ""
-        if _printed([{"content": [part]}], written):
-            return ""
-        offsets = [
-            span for token, span in zip(*self.tokens(written), strict=True)
-            if token in self.special_ids
-        ]
-        return written[offsets[0][0] : offsets[-1][1]] if offsets else written.strip()
+        before, after = ({"type": "text", "text": f"{_PROBE}{end}"} for end in ("A", "B"))
+        written = ""
+        # Some templates write all items of a message before its texts.
+        for parts, first in (([before, part, after], before), ([part, after], None)):
+            try:
+                text, _ = self.render([{"role": "user", "content": parts}])
+                plain, _ = self.render([{"role": "user", "content": [after]}])
+            except USER_CODE_RAISES:  # a template is a program: it may raise anything
+                continue
+            start = text.find(first["text"]) + len(first["text"]) if first else len(
+                aligned(text, plain)
+            )
+            written = text[start : text.find(after["text"], start)]
+            if written and not _printed([{"content": [part]}], written):
+                break
+            written = ""
+        spans = zip(*self.tokens(written), strict=True)
+        special = [span for token, span in spans if token in self.special_ids]
+        return written[special[0][0] : special[-1][1]] if special else written.strip()
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -187,21 +199,28 @@ class ChatTemplate:
         tokens = [re.escape(t) for t in self.tokenizer.convert_ids_to_tokens([*self.special_ids])]
         return re.compile("|".join([r"\s", *sorted(tokens, key=len, reverse=True)]))
 
-    def _turn_header(self, render: Render) -> str:
-        """Return the text that a generation prompt adds to a conversation.
+    def _turn_headers(self, options: Mapping[str, Any], tools: Any) -> tuple[str, str]:
+        """Return the text that a generation prompt adds to a conversation, with the variables of a
+        sample and without variables.
 
         Args:
-            render: renders messages with the tools and options of a sample.
+            options: variables of the sample.
+            tools: its function definitions.
         """
-        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
-            messages = [{"role": "user", "content": content}]
-            try:
-                text, with_header = render(messages), render(messages, prompt=True)
-            except USER_CODE_RAISES:
-                continue
-            if with_header.startswith(text):
-                return with_header[len(text) :]
-        return ""
+        headers: list[str] = []
+        for variables in (options, {}):
+            headers.append("")
+            for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+                messages = [{"role": "user", "content": content}]
+                try:
+                    text, _ = self.render(messages, False, tools, variables)
+                    with_header, _ = self.render(messages, True, tools, variables)
+                except USER_CODE_RAISES:
+                    continue
+                if with_header.startswith(text):
+                    headers[-1] = with_header[len(text) :]
+                    break
+        return headers[0], headers[1]
 
     def tokens(
         self, text: str, special: bool = False
@@ -237,7 +256,7 @@ class ChatTemplate:
             SampleError: the template fails, prints Python data, leaves out tools, tool calls or
                 keys of messages, or rewrites the conversation so that the turns cannot be told.
         """
-        options = self._checked_options(sample)
+        options = self.options(sample)
         messages, text, blocks = self._accepted_form(sample, messages, options)
         self._check_used(sample, messages, text, options)
 
@@ -250,7 +269,8 @@ class ChatTemplate:
         if not _GENERATION.search(self.source(sample.tools)) or any(masked):
             try:
                 turns = learned_spans(
-                    render, messages, text, offsets, self._turn_header(render), self._special_text
+                    render, messages, text, offsets, self._turn_headers(options, sample.tools),
+                    self._special_text,
                 )
             except AmbiguousError as error:
                 raise text_error(
@@ -264,8 +284,13 @@ class ChatTemplate:
         )
         return RenderedChat(text, ids, offsets, learned)
 
-    def _checked_options(self, sample: Sample) -> dict[str, Any]:
-        options = dict(sample.template)
+    def options(self, sample: Sample) -> dict[str, Any]:
+        """Return the variables of the template for a sample.
+
+        Raises:
+            SampleError: the template does not use one of them.
+        """
+        options = {**self._options, **sample.template}
         source = self.source(sample.tools)
         for name in options:
             if name in _RESERVED:

@@ -250,7 +250,7 @@ class TextEncoder:
         """Return the tokens of the messages of a sample, with a generation prompt."""
         try:
             text, _ = self._template.render(
-                self._messages(sample), True, sample.tools, sample.template
+                self._messages(sample), True, sample.tools, self._template.options(sample)
             )
         except MemoryError:
             raise

@@ -96,7 +96,7 @@ def test_turns_are_those_of_generation_blocks(name):
     untagged = re.sub(r"(\{%-?)\s*(?:end)?generation\s*(-?%\})", r"\1 set nothing = 1 \2", tagged)
     tokenizer, compared = byte_tokenizer(tagged), 0
     for case, messages in CONVERSATIONS.items():
-        if name == "llava_next":  # it takes lists of parts only
+        if not ChatTemplate(tokenizer).takes("user")[0]:
             messages = [
                 {**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages
             ]
@@ -160,7 +160,7 @@ def test_templates_that_rewrite_earlier_turns(name):
             turns, [m for m in messages if m["role"] == "assistant"], strict=True
         ):
             assert message["content"] in turn or "get_weather" in turn
-            assert "user" not in turn
+            assert "user" not in turn.removesuffix("<|user|>")
         if case == "reasoning" and name.startswith("qwen"):
             assert "They greet." not in "".join(turns)
             assert "Count." in turns[-1]
