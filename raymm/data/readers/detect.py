@@ -10,18 +10,11 @@ from typing import Any
 
 from raymm.data.readers import format_of, open_source
 from raymm.data.readers.base import Reader, ReaderOptions
-from raymm.data.readers.row_index import MEDIA_COLUMNS, Progress
+from raymm.data.readers.row_index import MEDIA_COLUMNS, MEDIA_SUFFIXES, Progress
 from raymm.data.samples.errors import DataError
 
 # Kinds of media, and the types of message parts that hold them.
 _PARTS = {"image": "image", "video": "video", "audio": "audio"}
-# Extensions of tar members, by kind.
-_EXTENSIONS = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"), "image"),
-    **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi"), "video"),
-    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
-}
-
 
 @dataclass(frozen=True)
 class Detected:
@@ -40,6 +33,7 @@ class Detected:
         template: number of rows with ``chat_template_kwargs``.
         frames: kinds whose items are lists of frames.
         unused: columns, and keys of message parts, that no row form and no modality uses.
+        names_media: those of ``unused`` whose values name files of media -> their kind.
     """
 
     path: str
@@ -53,6 +47,7 @@ class Detected:
     template: int = 0
     frames: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()
+    names_media: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def data_section(self) -> dict[str, Any]:
@@ -81,7 +76,12 @@ class Detected:
             for kind, column in self.modalities.items()
         ]
         parts += [f"{self.tools:,} rows with tools"] if self.tools else []
-        parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
+        names = [
+            f"{name} (names {self.names_media[name]} files; to use it, call the column "
+            f"{self.names_media[name]!r} or name it in data.modalities)"
+            if name in self.names_media else name for name in self.unused
+        ]
+        parts += [f"not used: {', '.join(names)}"] if names else []
         return "; ".join(parts)
 
 
@@ -112,13 +112,17 @@ def detect(
     for name, count in survey.media.items():
         if kind := _kind(name):
             items[kind] += count
+    unused = tuple(
+        name for name in survey.unused
+        if name not in ignored and not (survey.media[name] and _kind(name))
+    )
     return Detected(
         str(path), format, len(reader), dict(survey.forms.most_common()),
         {kind: columns[kind] for kind in _PARTS if kind in columns},
         {kind: items[kind] for kind in _PARTS if kind in columns}, survey.preferences,
         survey.tools, survey.template,
         frozenset(MEDIA_COLUMNS[name] for name in survey.frames),
-        tuple(n for n in survey.unused if n not in ignored and not (survey.media[n] and _kind(n))),
+        unused, {name: kind for name, kind in survey.names_media.items() if name in unused},
     )
 
 
@@ -155,4 +159,4 @@ def _members(reader: Reader) -> dict[str, str | None]:
 
 def _kind(name: str) -> str | None:
     """Kind of the items of a column, or of a tar extension like ``0.png``."""
-    return MEDIA_COLUMNS.get(name) or _EXTENSIONS.get(name.rpartition(".")[2].lower())
+    return MEDIA_COLUMNS.get(name) or MEDIA_SUFFIXES.get(name.rpartition(".")[2].lower())

@@ -22,13 +22,19 @@ from raymm.data.remote.path import DataPath, size_of, version_of
 from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import MediaRange
-from raymm.data.samples.row_media import MediaRules, items_of
+from raymm.data.samples.row_media import LONGEST_PATH, MediaRules, items_of
 from raymm.data.samples.rows import ParsedRow, RowRules, parse_row
 
 # Columns in which rows have media, by kind.
 MEDIA_COLUMNS = {
     "images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio",
     "audio": "audio",
+}
+# Suffixes of files, and extensions of tar members, by kind.
+MEDIA_SUFFIXES = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"), "image"),
+    **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi"), "video"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
 }
 # Called with the rows read so far and the fraction of the data that they are.
 Progress = Callable[[int, float], None]
@@ -81,6 +87,7 @@ class Survey:
         frames: those of these columns that have lists of lists.
         inline: modality -> items inside of messages.
         unused: columns that nothing uses -> the first row that has it.
+        names_media: those of these columns whose value in this row names files of media -> kind.
         tools, template, preferences: rows with tools, template arguments, two answers.
     """
 
@@ -90,6 +97,7 @@ class Survey:
     frames: dict[str, None] = field(default_factory=dict)
     inline: Counter = field(default_factory=Counter)
     unused: dict[str, str] = field(default_factory=dict)
+    names_media: dict[str, str] = field(default_factory=dict)
     tools: int = 0
     template: int = 0
     preferences: int = 0
@@ -106,8 +114,14 @@ class Survey:
                 self.media[column] += int(values.sum())
                 self.frames |= dict.fromkeys([column] if column in frames else [])
 
-    def add(self, parsed: ParsedRow, place: str) -> None:
-        """Add a row."""
+    def add(self, parsed: ParsedRow, place: str, row: Mapping[str, Any]) -> None:
+        """Add a row.
+
+        Args:
+            parsed: what was made of it.
+            place: of the row.
+            row: column -> value.
+        """
         self.forms[parsed.form] += 1
         self.tools += parsed.text.tools is not None
         self.template += bool(parsed.text.template)
@@ -115,7 +129,10 @@ class Survey:
         for modality in parsed.inline:
             self.inline[modality] += len(parsed.media[modality])
         for name in parsed.unused:
-            self.unused.setdefault(name, place)
+            if name not in self.unused:
+                self.unused[name] = place
+                if kind := _named_kind(row.get(name)):
+                    self.names_media[name] = kind
 
 
 class RowIndex:
@@ -188,7 +205,7 @@ class RowIndex:
                     "in parts of its messages; accepted: one of them"
                 )
             counts[modality] = counts.get(modality, 0) + count
-        self.survey.add(parsed, place)
+        self.survey.add(parsed, place, row)
         return counts
 
     def _add_media(self, row: dict, rules: MediaRules) -> None:
@@ -230,6 +247,16 @@ class RowIndex:
         return self
 
 
+def _named_kind(value: Any) -> str | None:
+    """Kind of media whose files a value names, by their suffix."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, dict):
+        first = first.get("path")
+    if not isinstance(first, str) or len(first) > LONGEST_PATH or any(c.isspace() for c in first):
+        return None
+    return MEDIA_SUFFIXES.get(first.rpartition(".")[2].lower()) if "." in first else None
+
+
 def check_unused(survey: Survey, rules: RowRules, source: object) -> None:
     """Refuse columns that nothing uses.
 
@@ -246,9 +273,10 @@ def check_unused(survey: Survey, rules: RowRules, source: object) -> None:
     unused = [name for name in survey.unused if name not in rules.ignore_columns]
     if not unused:
         return
+    kinds = {name: MEDIA_COLUMNS.get(name, survey.names_media.get(name)) for name in unused}
     hints = [
-        f"{name!r} holds media: data.modalities: {{{MEDIA_COLUMNS[name]}: {{column: {name}}}}}"
-        for name in unused if name in MEDIA_COLUMNS
+        f"{name!r} holds media: data.modalities: {{{kind}: {{column: {name}}}}}"
+        for name, kind in kinds.items() if kind
     ]
     forms = ", ".join(repr(form) for form, _ in survey.forms.most_common())
     raise DataError(

@@ -204,18 +204,31 @@ def _from_preference(values: RoleValues) -> RowText:
         preference = Preference(prompt, chosen, rejected)
         return RowText(None, preference.answers[0], preference)
     names = [values.column(role) for role in (PROMPT, CHOSEN, REJECTED)]
+    if strings == [PROMPT]:
+        pair = _common_prompt(values)
+        if pair.preference and pair.preference.prompt[-1]["content"] == values.get(PROMPT):
+            return pair
     if strings:
         what = "messages too" if PROMPT in values else "given with a prompt, or messages"
         column = values.column(strings[0])
         raise RowError(f"{column!r} is a text; accepted: {what}, in all of {names}", column)
-    *prompts, chosen, rejected = (
+    if PROMPT not in values:
+        return _common_prompt(values)
+    prompt, chosen, rejected = (
         one_or_more_messages(values.get(role), values.column(role)) for role in roles
     )
-    if prompts:
-        return _pair(_with_system(values, prompts[0]), chosen, rejected, names[0])
-    return _split_prompt(
-        _with_system(values, chosen), _with_system(values, rejected), names[1], names[2]
+    if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    return _pair(_with_system(values, prompt), chosen, rejected, names[0])
+
+
+def _common_prompt(values: RoleValues) -> RowText:
+    """Two whole conversations, which begin with the prompt."""
+    chosen, rejected = (
+        _with_system(values, one_or_more_messages(values.get(role), values.column(role)))
+        for role in (CHOSEN, REJECTED)
     )
+    return _split_prompt(chosen, rejected, values.column(CHOSEN), values.column(REJECTED))
 
 
 def _split_prompt(
@@ -236,8 +249,8 @@ def _split_prompt(
 def _pair(
     prompt: list[dict], chosen: list[dict], rejected: list[dict], column: str
 ) -> RowText:
-    if not prompt or not chosen:
-        raise RowError(f"{column!r} has no message before the answer", column)
+    if not prompt or not chosen or not rejected:
+        raise RowError(f"{column!r} has no prompt, or no answer to it", column)
     preference = Preference(prompt, chosen, rejected)
     return RowText(preference.answers[0], None, preference)
 

@@ -125,6 +125,12 @@ class PartMedia:
     def _part(self, part: dict, where: str) -> dict:
         fields = {key: value for key, value in part.items() if value is not None and key != "type"}
         if part["type"] == "text":
+            kinds = {*_KINDS, *_KINDS.values(), *(self._rules.parts or ())}
+            if media := sorted(set(fields) & kinds):
+                raise RowError(
+                    f"{where} has type 'text' and {media[0]!r}; accepted: a part of its own for "
+                    f"each item, {{'type': {media[0]!r}, {media[0]!r}: ...}}", self._column,
+                )
             self.unused |= set(fields) - {"text"}
             return {"type": "text", "text": part["text"]}
         kind = _KINDS.get(part["type"], part["type"])

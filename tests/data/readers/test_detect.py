@@ -128,3 +128,19 @@ def test_two_columns_of_a_kind_are_refused(tmp_path):
 def test_rows_that_cannot_be_used_are_named(tmp_path, row, message):
     with pytest.raises(DataError, match=message):
         detect(write(tmp_path / "d.jsonl", [{"text": "a"}, row]))
+
+
+@pytest.mark.parametrize(("value", "kind"), [
+    ("a/b.PNG", "image"), (["a.wav"], "audio"), ({"path": "a.mp4"}, "video"), ("see a.png", None),
+    ("v1.5", None), (3, None),
+])
+def test_an_unused_column_that_names_media_is_pointed_out(tmp_path, value, kind):
+    path = write(tmp_path / "d.jsonl", [{"text": "a", "file": value}])
+    found = detect(path)
+    assert found.unused == ("file",) and not found.modalities
+    assert found.names_media == ({"file": kind} if kind else {})
+    assert (f"names {kind} files" in found.summary) == (kind is not None)
+    config = DataConfig(train=str(path), tokenizer="none", batch_size=1, microbatches=1)
+    hint = rf"{{{kind}: {{column: file}}}}" if kind else "not used"
+    with pytest.raises(DataError, match=hint):
+        open_split(config, "train")

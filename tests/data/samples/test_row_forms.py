@@ -132,6 +132,14 @@ PREFERENCES = {
     "no prompt": {
         "chosen": [user("what"), assistant("a cat")], "rejected": [user("what"), assistant("a dog")]
     },
+    "prompt and whole conversations": {
+        "prompt": [user("what")], "chosen": [user("what"), assistant("a cat")],
+        "rejected": [user("what"), assistant("a dog")],
+    },
+    "text of the prompt and whole conversations": {
+        "prompt": "what", "chosen": [user("what"), assistant("a cat")],
+        "rejected": [user("what"), assistant("a dog")],
+    },
     "sharegpt": {
         "conversations": [{"from": "human", "value": "what"}],
         "chosen": {"from": "gpt", "value": "a cat"}, "rejected": {"from": "gpt", "value": "a dog"},
@@ -237,6 +245,8 @@ def test_function_calls_of_sharegpt_become_tool_calls():
     ({"messages": [{"role": "assistant", "content": None}]}, "needs a string 'content'"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "a part with a string 'type'"),
     ({"conversations": [{"from": "function_call", "value": "look"}]}, "must be JSON with 'name'"),
+    ({"prompt": "else", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), user("c")]},
+     "'prompt' is a text; accepted: messages too"),
 ])
 def test_rows_that_fit_no_form_say_what_does(row, message):
     with pytest.raises(RowError, match=message):

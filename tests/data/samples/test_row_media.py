@@ -198,3 +198,8 @@ def test_media_of_an_answer_of_a_pair_are_refused():
     prompt = [{"role": "user", "content": "draw"}]
     with pytest.raises(RowError, match="an answer has media"):
         parse({"prompt": prompt, "chosen": [answer], "rejected": [answer]})
+
+
+def test_a_text_with_an_item_is_refused():
+    with pytest.raises(RowError, match=r"content\[0\] has type 'text' and 'image'; .*of its own"):
+        of_parts({"type": "text", "text": "a", "image": "a.png"})
