@@ -65,7 +65,7 @@ class DatasetsFolder(Reader):
             modality: self._count(rows, column) for column, modality in plan.media.items()
         }
         if self.options.survey:
-            index.survey.add_media(counts, plan.frames)
+            index.survey.add_media(counts, plan.frames, str(self.path))
         if not plan.scan:
             index.add_counts(counts, len(rows), plan.forms[0])
             return index.finish()

@@ -116,6 +116,14 @@ def detect(
         name for name in survey.unused
         if name not in ignored and not (survey.media[name] and _kind(name))
     )
+    for name in unused:
+        if name in survey.used:
+            raise DataError(
+                f"column {name!r} is used by some rows ({survey.used[name]}) and not by others "
+                f"({survey.unused[name]}), which have columns of another row form; accepted: rows "
+                "in which it always means the same. Remove it there, split the file, or set "
+                "data.row_form"
+            )
     return Detected(
         str(path), format, len(reader), dict(survey.forms.most_common()),
         {kind: columns[kind] for kind in _PARTS if kind in columns},

@@ -89,7 +89,7 @@ class ParquetDataset(Reader):
                     for column, modality in plan.media.items()
                 }
                 if self.options.survey:
-                    index.survey.add_media(counts, plan.frames)
+                    index.survey.add_media(counts, plan.frames, str(path))
                 rows = file.metadata.num_rows
                 if not plan.scan:
                     index.add_counts(counts, rows, plan.forms[0])

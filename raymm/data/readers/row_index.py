@@ -41,7 +41,7 @@ Progress = Callable[[int, float], None]
 # The index of sources of so many bytes is stored.
 LARGE_SOURCE = 2**26
 _REPORT_SECONDS, _LOG_SECONDS = 1.0, 10.0
-_VERSION = 1
+_VERSION = 2
 _COUNTS, _ARRAYS = "counts/", "arrays/"
 _LOGGER = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Survey:
         frames: those of these columns that have lists of lists.
         inline: modality -> items inside of messages.
         unused: columns that nothing uses -> the first row that has it.
+        used: columns that rows use -> the first of these rows.
         names_media: those of these columns whose value in this row names files of media -> kind.
         tools, template, preferences: rows with tools, template arguments, two answers.
     """
@@ -97,20 +98,26 @@ class Survey:
     frames: dict[str, None] = field(default_factory=dict)
     inline: Counter = field(default_factory=Counter)
     unused: dict[str, str] = field(default_factory=dict)
+    used: dict[str, str] = field(default_factory=dict)
     names_media: dict[str, str] = field(default_factory=dict)
     tools: int = 0
     template: int = 0
     preferences: int = 0
 
-    def add_media(self, counts: Mapping[str, np.ndarray], frames: Sequence[str]) -> None:
-        """Add the items of columns of media.
+    def add_media(
+        self, counts: Mapping[str, np.ndarray], frames: Sequence[str], place: str
+    ) -> None:
+        """Add the items of columns of media of a columnar file.
 
         Args:
             counts: column -> (rows,) items.
             frames: columns of lists of lists.
+            place: of the file.
         """
         for column, values in counts.items():
-            if values.any():
+            if not values.any():
+                self.unused.setdefault(column, place)
+            else:
                 self.media[column] += int(values.sum())
                 self.frames |= dict.fromkeys([column] if column in frames else [])
 
@@ -128,6 +135,8 @@ class Survey:
         self.preferences += parsed.text.preference is not None
         for modality in parsed.inline:
             self.inline[modality] += len(parsed.media[modality])
+        for name in parsed.used - self.used.keys():
+            self.used[name] = place
         for name in parsed.unused:
             if name not in self.unused:
                 self.unused[name] = place

@@ -71,7 +71,8 @@ class ParsedRow:
         text: its text.
         media: modality -> items, without the modalities that it lacks.
         inline: modalities whose items are inside of messages.
-        unused: columns, and keys of message parts, that nothing uses.
+        used: columns with a value that the form or a modality uses.
+        unused: columns with a value, and keys of message parts, that nothing uses.
         column: column of the text, for errors.
     """
 
@@ -79,6 +80,7 @@ class ParsedRow:
     text: RowText
     media: dict[str, tuple[Media, ...]]
     inline: frozenset[str]
+    used: frozenset[str]
     unused: frozenset[str]
     column: str
 
@@ -119,7 +121,10 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
     used = rules.form_columns(form) | set(rules.columns.values())
     names = {str(key) for key, value in row.items() if value not in (None, "", [], {})}
     unused = (names - used | parts.unused) - ignored
-    return ParsedRow(form, text, media, frozenset(parts.items), frozenset(unused), column)
+    return ParsedRow(
+        form, text, media, frozenset(parts.items), frozenset(names & used), frozenset(unused),
+        column,
+    )
 
 
 def _without_media(text: RowText, parts: PartMedia, column: str) -> RowText:

@@ -5,6 +5,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from same_rows import write_datasets_folder, write_parquet, write_shards
 from sample_files import write_rows
 
@@ -120,6 +122,12 @@ def test_two_columns_of_a_kind_are_refused(tmp_path):
     assert detect(path, None, options).modalities == {"image": "images"}
 
 
+def test_a_column_that_only_some_rows_use_is_refused(tmp_path):
+    path = write(tmp_path / "d.jsonl", [{"messages": TURNS, "text": "a"}, {"text": "b"}])
+    with pytest.raises(DataError, match=r"'text' is used by some rows .*:2\).*others .*:1\)"):
+        detect(path)
+
+
 @pytest.mark.parametrize(("row", "message"), [
     ({"caption": "a"}, "d.jsonl:2: a sample needs 'messages'"),
     ({"text": "a", "image": 5}, "d.jsonl:2: column 'image' must be a path"),
@@ -144,3 +152,63 @@ def test_an_unused_column_that_names_media_is_pointed_out(tmp_path, value, kind)
     hint = rf"{{{kind}: {{column: file}}}}" if kind else "not used"
     with pytest.raises(DataError, match=hint):
         open_split(config, "train")
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "datasets"])
+def test_columns_of_media_without_items_are_ignored(tmp_path, kind):
+    row = {"messages": TURNS, "images": [], "audio": None, "tools": None}
+    if kind == "json":
+        path = write(tmp_path / "d.jsonl", [row] * 2)
+    elif kind == "parquet":
+        path = tmp_path / "d.parquet"
+        schema = pa.Table.from_pylist([{**row, "images": ["a"], "audio": "a"}]).schema
+        pq.write_table(pa.Table.from_pylist([row] * 2, schema=schema), path)
+    else:
+        import datasets
+
+        path = tmp_path / "saved"
+        datasets.Dataset.from_list([row] * 2).save_to_disk(path)
+    found = detect(path)
+    assert not found.modalities
+    config = DataConfig(**found.data_section, tokenizer="none", batch_size=1, microbatches=1)
+    assert open_split(config, "train")[1].messages == TURNS
+
+
+POOL = [
+    {"messages": TURNS}, {"messages": TURNS, "images": ["a.png", "b.png"], "source": "web"},
+    {"messages": TURNS, "text": "a", "tools": "[{}]"}, {"text": "a", "audio": "a.wav"},
+    {"instruction": "a", "input": "b", "output": "c", "category": 1}, {"text": "b", "prompt": "x"},
+    {"query": "a", "response": "b", "images": []}, {"prompt": "a", "completion": "b", "id": "7"},
+    {"chosen": TURNS, "rejected": [TURNS[0], {**TURNS[1], "content": "dog"}], "messages": None},
+    {"messages": json.dumps(inline("a.png")["messages"]), "system": ""},
+]
+
+
+@given(st.lists(st.sampled_from(POOL), min_size=1, max_size=6), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_any_mix_of_rows_opens_as_detected(tmp_path_factory, rows, columnar):
+    folder = tmp_path_factory.mktemp("mix")
+    if columnar:
+        rows = [
+            {**row, "messages": json.dumps(row["messages"]) if isinstance(row["messages"], list)
+             else row["messages"]} if row.get("messages") else row
+            for row in rows
+        ]
+        columns = sorted({key for row in rows for key in row})
+        path = folder / "d.parquet"
+        table = pa.Table.from_pylist([{key: row.get(key) for key in columns} for row in rows])
+        pq.write_table(table, path)
+    else:
+        path = write(folder / "d.jsonl", rows)
+    try:
+        found = detect(path)
+    except DataError as error:
+        assert "is used by some rows" in str(error)
+        return
+    config = DataConfig(**found.data_section, processor="none", batch_size=1, microbatches=1)
+    dataset = open_split(config, "train")
+    assert len(dataset) == found.rows == len(rows) == sum(found.forms.values())
+    for kind in ("image", "audio"):
+        read = sum(len(dataset[n].media.get(kind, ())) for n in range(len(rows)))
+        assert read == found.items.get(kind, 0)
+        assert read == (int(dataset.counts[kind].sum()) if kind in dataset.counts else 0)
