@@ -11,9 +11,9 @@ from raymm.actors.probe.callbacks import Cuts, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model
 from raymm.config.planning_options import JOINT
 from raymm.layout.whole_stages import cut_module
-from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
+from raymm.model.whole_model import LANGUAGE, WholeModel
 from raymm.planning.degrees import Refused, refused_degrees
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan_result import PlanResult
@@ -26,6 +26,7 @@ from raymm.scheduler.search.evaluation import Option, Proposal
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each
 from raymm.scheduler.search.module_degrees import degrees_of
 from raymm.scheduler.search.options import PlanProblem
+from raymm.scheduler.search.stage_space import StageSearchError
 from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
 Planned = TypeVar("Planned", bound=PlanResult)
@@ -65,7 +66,11 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
             )
             problem = replace(problem, degrees=choices)
         control.begin()
-        proposal = _solved(problem, whole, solve)
+        try:
+            proposal = _solved(problem, whole, solve)
+        except StageSearchError as error:
+            limit = costs.memory_limit(inputs.request.memory_gib)
+            raise StageSearchError(f"{error}{_advice(model) if limit else ''}") from None
         cut = {name for option in proposal.options for name in cut_modules(option.plan)} - probed
         probed |= cut
         refused = refused_cuts(model, sorted(cut))
@@ -85,6 +90,20 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
     return PlanResult(
         best, proposal, costs, replace(problem, degrees={}), tuple(whole),
         notes=tuple(notes),
+    )
+
+
+def _advice(model: MultimodalModule | WholeModel) -> str:
+    """Return what needs less memory where a language model is trained in full, else nothing."""
+    if isinstance(model, WholeModel):
+        has_adapters, field = LANGUAGE in model.adapters, "model.train.language_model"
+    else:
+        has_adapters, field = bool(model.language_model.lora), "model.language_model.train"
+    if has_adapters or not any(model.graph.node(LANGUAGE_MODEL).trainable):
+        return ""
+    return (
+        ". The language model is trained in full, which takes 16 bytes per parameter with AdamW; "
+        f"adapters take a fraction of that: raymm train --lora, or {field}: {{lora: {{r: 16}}}}"
     )
 
 
