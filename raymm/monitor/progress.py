@@ -87,8 +87,14 @@ class ScanProgress:
         self._bar.show(done, total)
 
 
-def step_line(row: Mapping[str, Any], steps: int) -> str:
-    """One line about a step: loss, speed, how busy each stage was, how alike microbatches."""
+def step_line(row: Mapping[str, Any], steps: int, speed: float) -> str:
+    """Return one line about a step: loss, speed, how busy each stage was, how equal microbatches.
+
+    Args:
+        row: of the metrics.
+        steps: of the run.
+        speed: tokens per second since the last line.
+    """
     busy = "  ".join(f"{name} {share:.0%}" for name, share in row["stage_busy"].items())
     alike = row.get("balance", {})
     if alike.get("microbatches", 1) > 1:
@@ -98,7 +104,7 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
         busy += ")"
     return (
         f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
-        f"{row['tokens_per_s']:,.0f} tokens/s  {_utilisation(row)}"
+        f"{speed:,.0f} tokens/s  {_utilisation(row)}"
         f"grad norm {row['grad_norm']:.3g}  busy: {busy}"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from raymm.monitor.progress import (
     step_line,
     texts_line,
 )
+from raymm.monitor.step_clock import StepClock
 from raymm.monitor.throughput import Throughput
 from raymm.recovery.recovery import Recovery
 from raymm.recovery.replayed_batches import ReplayedBatches
@@ -95,7 +95,7 @@ class TrainingLoop:
         self._observer, self._throughput = observer, throughput
         self._callbacks, self._progress = callbacks, progress
         self._pending: deque[tuple[int, Batch, PendingOutput, float]] = deque()
-        self._last_read = time.perf_counter()
+        self._clock = StepClock()
         self._reported: set[str] = set()
         self._in_a_row = steps_not_applied(metrics.rows, at_the_end=True)
         self._owed = False  # a checkpoint
@@ -186,7 +186,7 @@ class TrainingLoop:
         # What a step still owes that a failure came after.
         if first == 0 or first > self._first and self._stops_at(first):
             self._pause_after(first)
-        self._last_read = time.perf_counter()
+        self._clock.restart()
         for batch, waited in timed(self._stop.until_asked(source)):
             pending = self._parallel.submit(
                 (batch.parts, batch.meta), update=True, keep=batch.owner
@@ -224,7 +224,7 @@ class TrainingLoop:
                 save(self._position)
                 self._owed = False
                 self._enter(RunState.RUNNING)
-        self._last_read = time.perf_counter()
+        self._clock.restart()
 
     def _stopped(self) -> str | None:
         """What became of a run that was asked to stop; saves what is not saved."""
@@ -262,10 +262,12 @@ class TrainingLoop:
             step, batch, pending, waited = self._pending[0]
             output = pending.result()
             self._pending.popleft()
-            self._read, now = step, time.perf_counter()
+            self._read = step
+            tokens = sum(microbatch.tokens for microbatch in batch.meta)
+            busiest = max(output.timeline.stage_busy().values(), default=0.0)
+            seconds = self._clock.read(tokens, busiest)
             self._store.check_owner()  # what is logged is in the folder, too
-            row = self._row(step, batch, output, now - self._last_read, waited)
-            self._last_read = now
+            row = self._row(step, batch, output, seconds, waited)
             self._metrics.add(row)
             self._callbacks.step(self._metrics.rows[-1])
             if self._samples is not None:
@@ -276,7 +278,7 @@ class TrainingLoop:
             self._count_skipped(output.skipped)
             self._report_skipped(step, batch.skipped)
             if step % self._run.log_every == 0 or step == self._run.steps:
-                self._progress.line(step_line(row, self._run.steps))
+                self._progress.line(step_line(row, self._run.steps, self._clock.speed()))
             self._replace_straggler()
 
     def _replace_straggler(self) -> None:

@@ -70,10 +70,10 @@ def test_a_step_with_figures_done_by_hand(plan):
         "copies": {"llm": 0.75},  # 2 s and 1 s
     }
     row = {"step": 1, "loss": 1.0, "tokens_per_s": 5.0, "grad_norm": 1.0, "stage_busy": {}}
-    assert "balance: 86% (measured 83%)" in step_line({**row, "balance": found}, 2)
-    assert "balance" not in step_line(row, 2)
+    assert "balance: 86% (measured 83%)" in step_line({**row, "balance": found}, 2, 5.0)
+    assert "balance" not in step_line(row, 2, 5.0)
     found["costs"] = {"error": 0.051}
-    assert "(measured 83%, costs off by 5%)" in step_line({**row, "balance": found}, 2)
+    assert "(measured 83%, costs off by 5%)" in step_line({**row, "balance": found}, 2, 5.0)
 
 
 def test_a_step_of_text_alone(plan):
