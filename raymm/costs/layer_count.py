@@ -154,6 +154,20 @@ def count_attention(module: nn.Module, causal: bool = False) -> tuple[dict[int |
     return tuple(counter.pair_flops(place) for place in counter.places() or [""])
 
 
+def count_products(
+    module: nn.Module, load: Load, causal: bool = False
+) -> dict[str, tuple[float, float]]:
+    """FLOPs of the forward products with weights of every submodule that has some of its own, and
+    of these with weights under adapters, by name in the order of registration; arguments as of
+    :func:`count_layers`."""
+    counter = _LayerCounter(module, load, causal)
+    products: dict[str, tuple[float, float]] = {}
+    for name, child in module.named_modules():
+        if child._parameters and (own := list(counter.matmuls.of(name))):
+            products[name] = sum(m.flops for m in own), sum(m.flops for m in own if m.base)
+    return products
+
+
 class _LayerCounter:
     """Counts parts of one module under one load."""
 

@@ -80,7 +80,8 @@ class MatmulCounter:
         """The products with a submodule's own weights, not its children's."""
         module = self.loaded.module.get_submodule(name)
         if isinstance(module, _ConvNd):
-            yield self._convolution(name, module)
+            if module._parameters.get("weight", module) is not None:  # else another part has it
+                yield self._convolution(name, module)
             return
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return

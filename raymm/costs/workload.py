@@ -16,7 +16,9 @@ from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
 from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.whole.cut import of_zeros
+from raymm.actors.probe.whole.towers import as_copied
 from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.source import on_meta
 from raymm.costs.load import Load, LoadError, default_tokens
@@ -127,6 +129,23 @@ def _seen_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> L
     return _load_of(on_meta(source.skeleton()).to("meta"), {**shapes, **dict(tower.constants)}) or (
         _load_of(of_zeros(source), {**inputs, **dict(tower.constants)}, leave=True)
     )
+
+
+def small_tower_load(model: WholeModel, name: str) -> Load | None:
+    """Return what a tower has to do on the model's example, as seen on a small copy of it; None if
+    the copy does not come to its blocks.
+
+    Args:
+        model: the description.
+        name: of the tower.
+    """
+    tower, source = model.tower(name), cast(PartSource, model.tower_spec(name).source)
+    inputs = tower.inputs(model.example) or {}
+
+    def probe(copied: nn.Module) -> Load | None:
+        return _load_of(copied, {**as_copied(source, copied, inputs), **dict(tower.constants)})
+
+    return of_one_that_runs(source, probe)
 
 
 def _load_of(module: nn.Module, inputs: Mapping[str, Any], leave: bool = False) -> Load | None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from raymm.costs.load import LoadError
 from raymm.costs.named_devices import CPU, cluster_device
 from raymm.costs.step_flops import StepFlops
+from raymm.costs.whole_step_flops import WholeStepFlops
 from raymm.data import MicrobatchMeta
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -35,7 +36,7 @@ class Throughput:
     ) -> None:
         self._processes, self._say = processes, say
         self._peak = _peak(device, precision)
-        self._flops: StepFlops | None = self._counted(lambda: _step_flops(model))
+        self._flops: StepFlops | WholeStepFlops | None = self._counted(lambda: _step_flops(model))
 
     def after_step(self, meta: Sequence[MicrobatchMeta], seconds: float) -> dict[str, Any]:
         """What ``metrics.jsonl`` gets of a step.
@@ -73,10 +74,8 @@ class Throughput:
             return None
 
 
-def _step_flops(model: MultimodalModule | WholeModel) -> StepFlops:
-    if isinstance(model, WholeModel):
-        raise LoadError("steps of whole models are not counted")
-    return StepFlops(model)
+def _step_flops(model: MultimodalModule | WholeModel) -> StepFlops | WholeStepFlops:
+    return WholeStepFlops(model) if isinstance(model, WholeModel) else StepFlops(model)
 
 
 def _peak(device: str, precision: str) -> float | None:
