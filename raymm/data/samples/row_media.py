@@ -133,11 +133,12 @@ class PartMedia:
                 )
             self.unused |= set(fields) - {"text"}
             return {"type": "text", "text": part["text"]}
-        kind = _KINDS.get(part["type"], part["type"])
-        names = (part["type"], kind, f"{kind}_url", *_ITEM_KEYS)
+        type_name: str = part["type"]
+        kind = _KINDS.get(type_name, type_name)
+        names = (type_name, kind, f"{kind}_url", *_ITEM_KEYS)
         sources = {key: fields[key] for key in names if fields.get(key) not in (None, "", [])}
         parts = self._rules.parts or {}
-        place = part["type"] if part["type"] in parts else kind
+        place = type_name if type_name in parts else kind
         self._check_index(fields.get("index"), place, where, bool(sources))
         self.unused |= {
             key for key, value in fields.items()
@@ -147,7 +148,7 @@ class PartMedia:
             return {"type": place}
         if place not in parts:
             raise RowError(
-                f"{where} has an item of type {part['type']!r}, and no modality takes it; accepted "
+                f"{where} has an item of type {type_name!r}, and no modality takes it; accepted "
                 f"types: {sorted(parts) or 'none'}. Name the modality in data.modalities",
                 self._column,
             )
