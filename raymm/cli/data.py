@@ -1,0 +1,201 @@
+"""``raymm data preview``: rows of a file as training reads them, with the learned tokens marked."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from raymm.files.config_error import ConfigError
+
+if TYPE_CHECKING:  # they import torch
+    from raymm.data import DataConfig, StepBuilder
+    from raymm.data.readers.detect import Detected
+    from raymm.data.samples.sample import Sample
+
+# Files that a folder of a processor has, and one of a tokenizer alone has not.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_LEARNED, _ITEM, _NOTE = "bold black on green", "cyan", "dim"
+# Around learned text where there are no colours.
+_MARKS = ("[[", "]]")
+# Equal tokens in a row that are shown as one with their number.
+_REPEATED = 4
+_ROWS, _WIDTH = 3, 100
+# No row of a preview is cut.
+_MAX_LENGTH = 10**9
+
+
+class _Run(NamedTuple):
+    """Consecutive tokens of a row; ``repeats`` is above 1 for one token that is repeated."""
+
+    text: str
+    learned: bool
+    repeats: int
+
+
+def add_data_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``raymm data``."""
+    actions = command.add_subparsers(required=True, metavar="ACTION")
+    preview = actions.add_parser(
+        "preview", help="print rows as training reads them, with the learned tokens marked"
+    )
+    preview.add_argument("data", metavar="FILE", help="rows: JSON, JSON lines, Parquet, a folder")
+    preview.add_argument(
+        "--model", required=True, metavar="FOLDER",
+        help="folder of a model with its processor, or of a tokenizer",
+    )
+    preview.add_argument(
+        "--rows", type=int, default=_ROWS, metavar="N", help=f"rows to print (default: {_ROWS})"
+    )
+    preview.add_argument("--svg", metavar="FILE", help="save what is printed as a picture")
+    preview.set_defaults(run=run_preview)
+
+
+def run_preview(args: argparse.Namespace) -> int:
+    """Print the first rows of a file; returns 0, or 1 if one of them cannot be used.
+
+    Raises:
+        ConfigError: no such folder or file, or media for a tokenizer alone.
+        DataError: a file that cannot be read.
+    """
+    from raymm.data import SampleError, open_split, step_builder
+    from raymm.data.readers.detect import detect
+
+    if args.rows < 1:
+        raise ConfigError(f"--rows is {args.rows}; accepted: at least 1")
+    if not Path(args.model).is_dir():
+        raise ConfigError(
+            f"--model is {args.model!r}; accepted: a folder with a processor or a tokenizer"
+        )
+    detected = detect(args.data)
+    config = _config(detected, args.model)
+    console = Console(
+        record=bool(args.svg), width=None if Console().is_terminal else _WIDTH, highlight=False,
+        force_terminal=True if args.svg else None,
+    )
+    console.print(detected.summary, markup=False, soft_wrap=True)
+    console.print(_legend(console))
+    dataset = open_split(config, "train")
+    builder = step_builder(config, dataset)
+    code = 0
+    for index in range(min(args.rows, len(dataset))):
+        sample = dataset[index]
+        console.print()
+        try:
+            for title, text in _rows(builder, config, sample, console):
+                console.print(title, style="bold", markup=False, soft_wrap=True)
+                console.print(text, soft_wrap=not args.svg)
+        except SampleError as error:
+            console.print(f"row {index} cannot be used: {error}", style="red", markup=False)
+            code = 1
+    if args.svg:
+        Path(args.svg).write_text(console.export_svg(title=f"raymm data preview {args.data}"))
+    return code
+
+
+def _config(detected: Detected, model: str) -> DataConfig:
+    from raymm.data import DataConfig
+
+    has_processor = any((Path(model) / name).is_file() for name in _PROCESSOR_FILES)
+    if detected.modalities and not has_processor:
+        raise ConfigError(
+            f"{detected.path} has items ({', '.join(detected.modalities)}), and --model "
+            f"{model!r} has no processor for them ({' or '.join(_PROCESSOR_FILES)}); accepted: "
+            "the folder of a model that takes such items"
+        )
+    return DataConfig.model_validate({
+        **detected.data_section, ("processor" if has_processor else "tokenizer"): model,
+        "batch_size": 1, "microbatches": 1, "max_length": _MAX_LENGTH, "shuffle": False,
+        "preferences": not has_processor and detected.preferences > 0,
+    })
+
+
+def _legend(console: Console) -> Text:
+    text = Text("learned tokens are ")
+    if console.is_terminal:
+        text.append("marked", _LEARNED)
+    else:
+        text.append("between " + " and ".join(_MARKS))
+    return text.append("; repeated tokens are shown once, with their number")
+
+
+def _rows(
+    builder: StepBuilder, config: DataConfig, sample: Sample, console: Console
+) -> Iterator[tuple[str, Text]]:
+    """Yield a title and the tokens of each row that a sample becomes: two of a preference."""
+    from raymm.data import IGNORE_INDEX
+
+    microbatch = builder.build([[sample.index]]).microbatches[0]
+    mask = microbatch["attention_mask"].bool()
+    for number, shown in enumerate(mask):
+        ids = microbatch["input_ids"][number][shown].tolist()
+        learned = (microbatch["labels"][number][shown] != IGNORE_INDEX).tolist()
+        media = _media_tokens(builder, sample, ids)
+        title = f"row {sample.index}, {sample.id}"
+        title += f" ({('chosen', 'rejected')[number]})" if len(mask) > 1 else ""
+        title += f": {len(ids):,} tokens ({len(ids) - media:,} text, {media:,} media), "
+        title += "; ".join([f"{sum(learned):,} learned", *_sizes(config, sample)])
+        yield title, _marked(_runs(builder.tokenizer, ids, learned), console)
+
+
+def _media_tokens(builder: Any, sample: Sample, ids: Sequence[int]) -> int:
+    """Return how many tokens of a row are of its items."""
+    if builder.config.processor is None:
+        return sum(token in builder.text.placeholder_ids.values() for token in ids)
+    if not any(sample.media.values()):
+        return 0
+    return len(ids) - sum(map(len, builder.encode(sample).runs))
+
+
+def _sizes(config: DataConfig, sample: Sample) -> Iterator[str]:
+    """Yield the size of each item: pixels, seconds, frames."""
+    from raymm.data.samples.headers import AUDIO, check_media
+
+    for kind, items in sample.media.items():
+        for item in items:
+            frames = item if isinstance(item, tuple) else (item,)
+            header = check_media(frames[0], config.limits, kind == "video" and len(frames) == 1)
+            if header.kind == AUDIO:
+                yield f"{kind} {header.frames / header.rate:.2f} s at {header.rate:,} Hz"
+                continue
+            size = f"{kind} {header.width} x {header.height} pixels"
+            size += f", {header.seconds:.2f} s" if header.seconds else ""
+            yield size + (f", {len(frames)} frames" if isinstance(item, tuple) else "")
+
+
+def _runs(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Iterator[_Run]:
+    """Yield runs of tokens that are all learned or all not, and repeated tokens apart."""
+    pending: list[int] = []
+    flag = False
+    for (token, is_learned), group in groupby(zip(ids, learned, strict=True)):
+        count = len(list(group))
+        if pending and (is_learned != flag or count >= _REPEATED):
+            yield _Run(tokenizer.decode(pending), flag, 1)
+            pending = []
+        flag = is_learned
+        if count >= _REPEATED:
+            yield _Run(tokenizer.decode([token]), flag, count)
+        else:
+            pending += [token] * count
+    if pending:
+        yield _Run(tokenizer.decode(pending), flag, 1)
+
+
+def _marked(runs: Iterator[_Run], console: Console) -> Text:
+    text = Text()
+    for run in runs:
+        if run.repeats > 1:
+            text.append(f"{run.text} x {run.repeats:,}", _ITEM)
+        elif not run.learned:
+            text.append(run.text, _NOTE)
+        elif console.is_terminal:
+            text.append(run.text, _LEARNED)
+        else:
+            text.append(_MARKS[0] + run.text + _MARKS[1])
+    text.rstrip()
+    return text
