@@ -6,6 +6,7 @@ import base64
 import gzip
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -250,11 +251,14 @@ FILES = tuple(_WRITERS)
 
 
 def write(case: Case, folder: Path) -> Path:
-    """Write the rows of a case; returns the path to open."""
+    """Write the rows of a case into a folder that has the media; returns the path to open."""
     first = None
     for name, data in _WRITERS[case.file](case.rows).items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.is_dir():  # a folder of rows has their media
+            path.parent.mkdir()
+            for file in folder.glob("*.png"):
+                shutil.copy(file, path.parent)
         path.write_bytes(data)
         first = first or path
     assert first is not None

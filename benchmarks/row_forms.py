@@ -15,6 +15,7 @@ labels and media tensors are compared with a reference that uses transformers al
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -128,8 +129,7 @@ def check(case: Case, target: Target, loaded: Any, folder: Path) -> Cell:
         sentence = " ".join(f"[{type(error).__name__}] {error}".split())
         return Cell(REFUSED if explained else WRONG, sentence)
     finally:
-        for file in [path] if path.is_file() else list(path.iterdir()):
-            file.unlink()
+        path.unlink() if path.is_file() else shutil.rmtree(path)
     if refusal:
         return Cell(WRONG, f"accepted, but transformers refuses it: {refusal}")
     if len(rows) != len(expected):
