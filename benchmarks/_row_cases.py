@@ -280,8 +280,15 @@ def cases(media: Media) -> Iterator[Case]:
 def _case(form: str, file: str, *conversations: Sequence[Turn]) -> Case:
     return Case(
         form, "none", file, [FORMS[form](turns) for turns in conversations],
-        [Expected(convert(turns)) for turns in conversations],
+        [_expected(form, turns) for turns in conversations],
     )
+
+
+def _expected(form: str, turns: Sequence[Turn], items: Sequence[Value] = ()) -> Expected:
+    """Convert turns; of a prompt with a completion, the completion alone is learned."""
+    replies = sum(role == "assistant" for role, _ in turns)
+    learned = (False,) * (replies - 1) + (True,) if form.startswith("prompt/completion") else None
+    return Expected(convert(turns, items), learned=learned)
 
 
 def _text_forms() -> Iterator[Case]:
@@ -364,9 +371,8 @@ def _special_forms() -> Iterator[Case]:
     yield one("two user turns in a row", {"messages": again}, Expected(again))
     yield one("a column that is not used", {"messages": messages, "source": "web"},
               Expected(messages))
-    yield one("literal mark in a text without media",
-              {"messages": [{"role": "user", "content": "What is \\<image> here?"}, messages[1]]},
-              Expected([{"role": "user", "content": "What is <image> here?"}, messages[1]]))
+    marked = [{"role": "user", "content": "What is <image> or \\<image>?"}, messages[1]]
+    yield one("marks in a file without media", {"messages": marked}, Expected(marked))
 
 
 def _flags(one: Callable[..., Case], two: list[Value]) -> Iterator[Case]:
@@ -408,12 +414,13 @@ def _pictures(media: Media) -> Iterator[Case]:
     middle = (("user", "What is <image> in the picture?"), answer)
     both = (("user", "<image><image>What is it?"), answer)
     turns = (*asked, ("user", "And <image> in it?"), ("assistant", "Thanks"))
-    one, two = [Expected(convert(asked, [a]))], [Expected(convert(turns, [a, b]))]
+    one = [Expected(convert(asked, [a]))]
     for form, make in FORMS.items():
         yield Case(form, "images: list, mark", "jsonl", [make(asked) | {"images": ["a.png"]}], one)
         if form not in _SHORT:
             yield Case(form, "images: list, two turns", "jsonl",
-                       [make(turns) | {"images": ["a.png", "b.png"]}], two)
+                       [make(turns) | {"images": ["a.png", "b.png"]}],
+                       [_expected(form, turns, [a, b])])
     row = _messages(asked)
     columns = {
         "image: path": {"image": "a.png"}, "images: path": {"images": "a.png"},
@@ -449,6 +456,11 @@ def _pictures(media: Media) -> Iterator[Case]:
     yield Case("messages", "images: literal mark", "jsonl",
                [_messages(escaped) | {"images": ["a.png"]}],
                [Expected([{"role": "user", "content": parts}, *convert(asked[1:])])])
+    literal = [{"role": "user", "content": "What is <image>?"}, *convert(_ONE)[1:]]
+    yield Case("messages", "images: literal mark in a row without", "jsonl", [
+        _messages(asked) | {"images": ["a.png"]},
+        {"messages": [{"role": "user", "content": "What is \\<image>?"}, literal[1]]},
+    ], [*one, Expected(literal)])
     reply = [{"role": "user", "content": "What is it?"},
              {"role": "assistant", "content": [a, {"type": "text", "text": "A red circle."}]}]
     bare = [reply[0], {"role": "assistant", "content": [{"type": "image"}, reply[1]["content"][1]]}]

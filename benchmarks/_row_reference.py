@@ -34,8 +34,13 @@ _HEADERS = {
     "mistral_small": r"\[/INST\](?!\[INST\])|\[/SYSTEM_PROMPT\](?!\[INST\])",
     "llava_next": r" \[/INST\](?!\[INST\])|^(?= )",
     "idefics3": r"Assistant:", "smolvlm": r"Assistant:",
-    "glm4moe": r"<\|assistant\|>", "glm4_5v": r"<\|assistant\|>",
+    "glm4moe": r"<\|assistant\|>{off}", "glm4_5v": r"<\|assistant\|>{off}",
 }  # fmt: skip
+# What GLM's generation prompt has before its empty block of reasoning, with thinking off.
+_THINKING_OFF = r"\n"
+# Text around the token of an item, which the template writes for it.
+_BEFORE = re.compile(r"(?:<\|vision_start\|>|<\|begin_of_(?:image|video)\|>)$")
+_AFTER = re.compile(r"<\|vision_end\|>|<\|end_of_(?:image|video)\|>|(?<=<IMG_CONTEXT>)\n")
 # GLM has no token that ends a turn: the model writes the next role, which the last turn lacks.
 _GLM_END = r"<\|(?:user|observation|system)\|>|$"
 
@@ -127,12 +132,12 @@ def reference(
         )
         spans = [tuple(span) for span in indices[0]]
     else:
-        spans = turns(text, shape_name, shape)
+        spans = turns(text, shape_name, shape, row.template)
     replies = [message for message in messages if message["role"] == "assistant"]
     if len(spans) != len(replies):
         raise AssertionError(f"{len(spans)} turns for {len(replies)} messages in {text!r}")
     learned = row.learned or (True,) * len(spans)
-    items = [item["new_span"] for item in replaced]
+    items = [_item_span(text, item["span"], replaced) for item in replaced]
     spans = [
         (_moved(start, replaced), _moved(stop, replaced))
         for (start, stop), wanted in zip(spans, learned, strict=True) if wanted
@@ -146,10 +151,13 @@ def reference(
     return {**output, "labels": labels}
 
 
-def turns(text: str, shape_name: str, shape: Shape) -> list[tuple[int, int]]:
+def turns(
+    text: str, shape_name: str, shape: Shape, template: Mapping[str, Any]
+) -> list[tuple[int, int]]:
     """Return the spans of the assistant's turns in a rendered text: from after the header to the
     end of the token that ends the turn, with the white space that the template writes there."""
-    header = re.compile(_HEADERS[shape_name])
+    off = _THINKING_OFF if template.get("enable_thinking") is False else ""
+    header = re.compile(_HEADERS[shape_name].replace("{off}", off))
     end = re.compile(_GLM_END if shape_name.startswith("glm") else re.escape(shape.eos) + r"\s*")
     spans, place = [], 0
     while (match := header.search(text, place)) is not None:
@@ -191,12 +199,14 @@ def _plain(tokenizer: Any, processor: Any, row: Expected) -> dict[str, torch.Ten
     """Text without a template: all of it is learned, or all after the prompt."""
     text = (row.text or "").replace("{eos}", tokenizer.eos_token)
     output = dict(processor(text=[text], return_tensors="pt"))
-    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     labels = output["input_ids"].clone()
-    for place, (_, stop) in enumerate(offsets):
-        if stop <= row.prompt and row.prompt:
-            labels[0, place] = IGNORED
-    labels[0, 0] = IGNORED
+    first = labels.shape[1] - len(encoded["input_ids"])  # special tokens come before the text
+    assert labels[0, first:].tolist() == encoded["input_ids"]
+    for place, (_, stop) in enumerate(encoded["offset_mapping"]):
+        if stop <= row.prompt:
+            labels[0, first + place] = IGNORED
+    labels[0, : first if row.prompt else 1] = IGNORED
     return {**output, "labels": labels}
 
 
@@ -228,6 +238,15 @@ def _replaced(processor: Any, text: str, offsets: Any) -> list[dict[str, Any]]:
     mark = getattr(processor, "image_token", None)
     places = [match.span() for match in re.finditer(re.escape(mark), text)] if mark else []
     return [{"span": place, "new_span": place} for place in places]  # as Mllama's stay
+
+
+def _item_span(
+    text: str, span: tuple[int, int], replaced: Sequence[Mapping[str, Any]]
+) -> tuple[int, int]:
+    """Place of an item in the text with expanded placeholders, with what is around its token."""
+    before, after = _BEFORE.search(text[: span[0]]), _AFTER.match(text, span[1])
+    start, stop = before.start() if before else span[0], after.end() if after else span[1]
+    return _moved(start, replaced), _moved(stop, replaced)
 
 
 def _moved(place: int, replaced: Sequence[Mapping[str, Any]]) -> int:
