@@ -40,7 +40,7 @@ _HEADERS = {
 _THINKING_OFF = r"\n"
 # Text around the token of an item, which the template writes for it.
 _BEFORE = re.compile(r"(?:<\|vision_start\|>|<\|begin_of_(?:image|video)\|>)$")
-_AFTER = re.compile(r"<\|vision_end\|>|<\|end_of_(?:image|video)\|>|(?<=<IMG_CONTEXT>)\n")
+_AFTER = re.compile(r"<\|vision_end\|>|<\|end_of_(?:image|video)\|>")
 # GLM has no token that ends a turn: the model writes the next role, which the last turn lacks.
 _GLM_END = r"<\|(?:user|observation|system)\|>|$"
 
