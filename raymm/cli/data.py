@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from raymm.actors.weights.hub_folder import HubError, local_folder, pinned
 from raymm.files.config_error import ConfigError
 
 if TYPE_CHECKING:  # they import torch
@@ -46,8 +47,8 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
     )
     preview.add_argument("data", metavar="FILE", help="rows: JSON, JSON lines, Parquet, a folder")
     preview.add_argument(
-        "--model", required=True, metavar="FOLDER",
-        help="folder of a model with its processor, or of a tokenizer",
+        "--model", required=True, metavar="MODEL",
+        help="folder or hub id of a model with its processor, or folder of a tokenizer",
     )
     preview.add_argument(
         "--rows", type=int, default=_ROWS, metavar="N", help=f"rows to print (default: {_ROWS})"
@@ -68,12 +69,17 @@ def run_preview(args: argparse.Namespace) -> int:
 
     if args.rows < 1:
         raise ConfigError(f"--rows is {args.rows}; accepted: at least 1")
-    if not Path(args.model).is_dir():
+    try:
+        model = local_folder(pinned(args.model), weights=False)
+    except HubError as error:
+        raise ConfigError(f"--model is {args.model!r}. {error}") from None
+    if not Path(model).is_dir():
         raise ConfigError(
-            f"--model is {args.model!r}; accepted: a folder with a processor or a tokenizer"
+            f"--model is {args.model!r}, which is no folder of this machine; accepted: a folder "
+            "with a processor or a tokenizer, or the id of a model on the hub"
         )
     detected = detect(args.data)
-    config = _config(detected, args.model)
+    config = _config(detected, model)
     console = Console(
         record=bool(args.svg), width=None if Console().is_terminal else _WIDTH, highlight=False,
         force_terminal=True if args.svg else None,

@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": "let a run's model write after prompts",
     "trace": "summarise a run's last timeline",
     "check": "check, compare or prune checkpoints",
+    "data": "show rows of a data set as training reads them",
 }
 
 # What a user can set right; anything else is a defect and keeps its traceback.
@@ -142,7 +143,7 @@ def _parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
 
 def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    if name not in ("trace", "check"):
+    if name not in ("trace", "check", "data"):
         add("config", help="YAML file", nargs="?" if name == "train" else None)
         add(
             "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
@@ -186,6 +187,10 @@ def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
 
             add_check_arguments(command)
             command.set_defaults(run=run_check)
+        case "data":
+            from raymm.cli.data import add_data_arguments
+
+            add_data_arguments(command)
 
 
 def _train(args: argparse.Namespace) -> int:
