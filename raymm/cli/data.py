@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raymm.actors.weights.hub_folder import HubError, local_folder, pinned
+from raymm.cli.start_settings import is_text_only
 from raymm.files.config_error import ConfigError
 
 if TYPE_CHECKING:  # they import torch
@@ -19,8 +20,6 @@ if TYPE_CHECKING:  # they import torch
     from raymm.data.readers.detect import Detected
     from raymm.data.samples.sample import Sample
 
-# Files that a folder of a processor has, and one of a tokenizer alone has not.
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _LEARNED, _ITEM, _NOTE = "bold black on green", "cyan", "dim"
 # Around learned text where there are no colours.
 _MARKS = ("[[", "]]")
@@ -107,17 +106,16 @@ def run_preview(args: argparse.Namespace) -> int:
 def _config(detected: Detected, model: str) -> DataConfig:
     from raymm.data import DataConfig
 
-    has_processor = any((Path(model) / name).is_file() for name in _PROCESSOR_FILES)
-    if detected.modalities and not has_processor:
+    text_only = is_text_only(model)
+    if detected.modalities and text_only:
         raise ConfigError(
-            f"{detected.path} has items ({', '.join(detected.modalities)}), and --model "
-            f"{model!r} has no processor for them ({' or '.join(_PROCESSOR_FILES)}); accepted: "
-            "the folder of a model that takes such items"
+            f"{detected.path} has items of {', '.join(detected.modalities)}, and --model "
+            f"{model!r} has no processor for them; accepted: a model that takes such items"
         )
     return DataConfig.model_validate({
-        **detected.data_section, ("processor" if has_processor else "tokenizer"): model,
+        **detected.data_section, ("tokenizer" if text_only else "processor"): model,
         "batch_size": 1, "microbatches": 1, "max_length": _MAX_LENGTH, "shuffle": False,
-        "preferences": not has_processor and detected.preferences > 0,
+        "preferences": text_only and detected.preferences > 0,
     })
 
 

@@ -106,7 +106,7 @@ def first_settings(
     data = {**detected.data_section, "train": [source] if place else source["path"]}
     path, revision = split_id(model) if is_hub_id(model) else (model, None)
     reference = {"path": path} | ({"revision": revision} if revision else {})
-    if _is_text_only(model):
+    if is_text_only(model):
         if detected.modalities:
             raise ConfigError(
                 f"--data has items of {', '.join(detected.modalities)}, and --model {path!r} is a "
@@ -185,10 +185,13 @@ def apply_options(values: dict[str, Any], options: Options) -> None:
         run.setdefault("eval_every", max(1, run["steps"] // _EVALUATIONS))
 
 
-def _is_text_only(model: str) -> bool:
+def is_text_only(model: str) -> bool:
+    """Return True for a model of text, or a tokenizer alone: a folder without a processor."""
     folder = Path(local_folder(model, weights=False))
     if any((folder / name).is_file() for name in _PROCESSOR_FILES):
         return False
+    if not (folder / "config.json").is_file():
+        return True
     config = json.loads((folder / "config.json").read_text())
     return not any(name.endswith("_config") and name != "text_config" for name in config)
 
