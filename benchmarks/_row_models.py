@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Target:
         tokens: special tokens besides those of the template.
         named: attribute of the tokenizer -> special token.
         media: kinds of items that it takes.
+        training: the template is TRL's variant with generation blocks.
     """
 
     shape: str
@@ -39,6 +40,15 @@ class Target:
     tokens: tuple[str, ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)
     media: frozenset[str] = frozenset()
+    training: bool = False
+
+    @property
+    def template(self) -> str:
+        """Jinja text of its template."""
+        shape = SHAPES[self.shape]
+        text = shape.training if self.training else shape.template
+        assert text is not None, f"TRL has no training template of {self.shape}"
+        return text
 
 
 def _tiny(kind: str, shape: str, *media: str) -> Target:
@@ -88,6 +98,18 @@ TARGETS: dict[str, Target] = {
         {"patch_size": 14, "vision_feature_select_strategy": "default", "image_token": "<image>"},
         media=frozenset({"image"}),
     ),
+    **{
+        f"{shape} (TRL's training template)": Target(shape, training=True)
+        for shape in ("qwen2_5", "qwen3", "glm4moe")
+    },
+    **{
+        f"{shape} (TRL's training template)": replace(
+            _tiny(kind, shape, "image"), training=True
+        )
+        for kind, shape in (
+            ("qwen2_5_vl", "qwen2_5_vl"), ("qwen3_vl", "qwen3_5_think"), ("gemma3", "gemma3"),
+        )
+    },
 }  # fmt: skip
 
 
@@ -96,11 +118,12 @@ def save(target: Target, folder: Path) -> Path:
     shape = SHAPES[target.shape]
     tokenizer = make_tokenizer(shape, target.tokens, target.named)
     if target.processor is None:
+        tokenizer.chat_template = target.template
         tokenizer.save_pretrained(folder)
         return folder
     processor = getattr(transformers, target.processor)(
         **{name: make() for name, make in target.parts.items()}, tokenizer=tokenizer,
-        chat_template=shape.template, **target.options,
+        chat_template=target.template, **target.options,
     )
     processor.save_pretrained(folder)
     return folder

@@ -52,10 +52,11 @@ def test_a_wrong_setting_is_noticed():
 
 
 def test_the_data_page_has_four_sources():
-    configs = [
+    ignored, *configs = [
         parse_config(completed(parse_yaml(block.text, ""), copy.deepcopy(WHOLE)))
         for block in BLOCKS if block.page == "docs/own-data.md"
     ]
+    assert ignored.data.ignore_columns == ["source", "license"]
     sources = configs[0].data.sources("train")
     assert [source.name for source in sources] == [None, "laion", None, None]
     assert configs[0].data.limits.max_image_pixels == 50_000_000
