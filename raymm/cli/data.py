@@ -96,7 +96,10 @@ def run_preview(args: argparse.Namespace) -> int:
                 console.print(title, style="bold", markup=False, soft_wrap=True)
                 console.print(text, soft_wrap=not args.svg)
         except SampleError as error:
-            console.print(f"row {index} cannot be used: {error}", style="red", markup=False)
+            console.print(
+                f"row {index} cannot be used: {error}", style="red", markup=False,
+                soft_wrap=not args.svg,
+            )
             code = 1
     if args.svg:
         Path(args.svg).write_text(console.export_svg(title=f"raymm data preview {args.data}"))

@@ -1,5 +1,5 @@
 """The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``check``, ``export``,
-``generate``."""
+``generate``, ``data``."""
 
 from __future__ import annotations
 
