@@ -126,8 +126,10 @@ def reference(
     if len(replaced) != len(list(media_items(messages))):
         raise CannotRenderError(f"{len(replaced)} placeholders in {text!r}")
     if "{% generation" in template or "{%- generation" in template:
+        # As in transformers, a key without a value is left out.
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         _, indices = render_jinja_template(
-            conversations=[messages], chat_template=template, return_assistant_tokens_mask=True,
+            conversations=[given], chat_template=template, return_assistant_tokens_mask=True,
             **arguments, **tokenizer.special_tokens_map,
         )
         spans = [tuple(span) for span in indices[0]]
@@ -155,10 +157,10 @@ def turns(
     text: str, shape_name: str, shape: Shape, template: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
     """Return the spans of the assistant's turns in a rendered text: from after the header to the
-    end of the token that ends the turn, with the white space that the template writes there."""
+    end of the token that ends the turn, with the line break that the template writes there."""
     off = _THINKING_OFF if template.get("enable_thinking") is False else ""
     header = re.compile(_HEADERS[shape_name].replace("{off}", off))
-    end = re.compile(_GLM_END if shape_name.startswith("glm") else re.escape(shape.eos) + r"\s*")
+    end = re.compile(_GLM_END if shape_name.startswith("glm") else re.escape(shape.eos) + r"\n*")
     spans, place = [], 0
     while (match := header.search(text, place)) is not None:
         stop = end.search(text, match.end())

@@ -139,11 +139,12 @@ def _rows(
 
     microbatch = builder.build([[sample.index]]).microbatches[0]
     mask = microbatch["attention_mask"].bool()
+    name = Path(sample.id).name if sample.id == sample.place else sample.id
     for number, shown in enumerate(mask):
         ids = microbatch["input_ids"][number][shown].tolist()
         learned = (microbatch["labels"][number][shown] != IGNORE_INDEX).tolist()
         media = _media_tokens(builder, sample, ids)
-        title = f"row {sample.index}, {sample.id}"
+        title = f"row {sample.index}, {name}"
         title += f" ({('chosen', 'rejected')[number]})" if len(mask) > 1 else ""
         title += f": {len(ids):,} tokens ({len(ids) - media:,} text, {media:,} media), "
         title += "; ".join([f"{sum(learned):,} learned", *_sizes(config, sample)])
