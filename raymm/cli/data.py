@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from raymm.actors.weights.hub_folder import HubError, local_folder, pinned
@@ -20,7 +22,7 @@ if TYPE_CHECKING:  # they import torch
     from raymm.data.readers.detect import Detected
     from raymm.data.samples.sample import Sample
 
-_LEARNED, _ITEM, _NOTE = "bold black on green", "cyan", "dim"
+_LEARNED, _ITEM, _NOTE = "black on #9be89b", "cyan", "dim"
 # Around learned text where there are no colours.
 _MARKS = ("[[", "]]")
 # Equal tokens in a row that are shown as one with their number.
@@ -102,7 +104,11 @@ def run_preview(args: argparse.Namespace) -> int:
             )
             code = 1
     if args.svg:
-        Path(args.svg).write_text(console.export_svg(title=f"raymm data preview {args.data}"))
+        picture = console.export_svg(
+            title=f"raymm data preview {args.data}", theme=DEFAULT_TERMINAL_THEME
+        )
+        # Without fonts of a server: a picture loads nothing.
+        Path(args.svg).write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S))
     return code
 
 
@@ -197,13 +203,14 @@ def _runs(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Iterat
 def _marked(runs: Iterator[_Run], console: Console) -> Text:
     text = Text()
     for run in runs:
-        if run.repeats > 1:
-            text.append(f"{run.text} x {run.repeats:,}", _ITEM)
-        elif not run.learned:
-            text.append(run.text, _NOTE)
+        # A line break may be learned or not, and would not be seen.
+        shown = run.text.replace("\n", "↵\n") if run.learned else run.text
+        shown += f" x {run.repeats:,}" if run.repeats > 1 else ""
+        if not run.learned:
+            text.append(shown, _ITEM if run.repeats > 1 else _NOTE)
         elif console.is_terminal:
-            text.append(run.text, _LEARNED)
+            text.append(shown, _LEARNED)
         else:
-            text.append(_MARKS[0] + run.text + _MARKS[1])
+            text.append(_MARKS[0] + shown + _MARKS[1])
     text.rstrip()
     return text

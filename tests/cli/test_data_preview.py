@@ -29,7 +29,7 @@ def test_learned_tokens_are_marked(tokenizer, tmp_path, capsys):
     assert main(["data", "preview", file, "--model", tokenizer, "--rows", "2"]) == 0
     out = capsys.readouterr().out
     assert "3 rows (messages 3); not used: source" in out
-    assert out.count("[[<think>\n\n</think>\n\nIt is sunny.<|im_end|>\n]]") == 2
+    assert out.count("[[<think>↵\n↵\n</think>↵\n↵\nIt is sunny.<|im_end|>↵\n]]") == 2
     assert "<|im_start|>assistant\n[[" in out
     assert "row 0, one: 26 tokens (26 text, 0 media), 12 learned\n" in out
 
@@ -72,7 +72,8 @@ def test_a_picture_can_be_saved(tokenizer, tmp_path, capsys):
     words = ["data", "preview", write(tmp_path, ROW), "--model", tokenizer, "--svg", str(picture)]
     assert main(words) == 0
     text = picture.read_text()
-    assert text.startswith("<svg") and "sunny" in text and "<script" not in text
+    assert text.startswith("<svg") and "sunny" in text and "http://www.w3.org" in text
+    assert "https://" not in text.replace("https://www.textualize.io", "")
 
 
 @pytest.mark.parametrize("words, sentence", [
