@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # they import torch
     from raymm.data.readers.detect import Detected
     from raymm.data.samples.sample import Sample
 
-_LEARNED, _ITEM, _NOTE = "black on #9be89b", "cyan", "dim"
+_LEARNED, _ITEM, _NOTE = "black on green", "cyan", "dim"
+_LEARNED_PALE = "black on #9be89b"  # where there are more than 16 colours
 # Around learned text where there are no colours.
 _MARKS = ("[[", "]]")
 # Equal tokens in a row that are shown as one with their number.
@@ -83,7 +84,7 @@ def run_preview(args: argparse.Namespace) -> int:
     config = _config(detected, model)
     console = Console(
         record=bool(args.svg), width=None if Console().is_terminal else _WIDTH, highlight=False,
-        force_terminal=True if args.svg else None,
+        force_terminal=True if args.svg else None, color_system="truecolor" if args.svg else "auto",
     )
     console.print(detected.summary, markup=False, soft_wrap=True)
     console.print(_legend(console))
@@ -131,10 +132,14 @@ def _config(detected: Detected, model: str) -> DataConfig:
 def _legend(console: Console) -> Text:
     text = Text("learned tokens are ")
     if console.is_terminal:
-        text.append("marked", _LEARNED)
+        text.append("marked", _learned_style(console))
     else:
         text.append("between " + " and ".join(_MARKS))
     return text.append("; repeated tokens are shown once, with their number")
+
+
+def _learned_style(console: Console) -> str:
+    return _LEARNED if console.color_system in (None, "standard", "windows") else _LEARNED_PALE
 
 
 def _rows(
@@ -209,7 +214,7 @@ def _marked(runs: Iterator[_Run], console: Console) -> Text:
         if not run.learned:
             text.append(shown, _ITEM if run.repeats > 1 else _NOTE)
         elif console.is_terminal:
-            text.append(shown, _LEARNED)
+            text.append(shown, _learned_style(console))
         else:
             text.append(_MARKS[0] + shown + _MARKS[1])
     text.rstrip()
