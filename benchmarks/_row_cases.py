@@ -55,8 +55,8 @@ class Case:
         form, media, file: names of the three; together a name of the case.
         rows: values of the rows, as the file has them.
         expected: what each row is.
-        needs: ``"tools"``, ``"thinks"``: what the template has to have; ``"tokenizer"``: rows that
-            are read without a processor only.
+        needs: ``"tools"``, ``"thinks"``: what the template has to have; ``"tokenizer"``,
+            ``"processor"``: rows that are for a model of text, or for one of media.
         config: further values of ``data``.
     """
 
@@ -372,7 +372,11 @@ def _special_forms() -> Iterator[Case]:
     yield one("a column that is not used", {"messages": messages, "source": "web"},
               Expected(messages))
     marked = [{"role": "user", "content": "What is <image> or \\<image>?"}, messages[1]]
-    yield one("marks in a file without media", {"messages": marked}, Expected(marked))
+    yield one("marks for a model of text", {"messages": marked}, Expected(marked),
+              needs=("tokenizer",))
+    literal = [{"role": "user", "content": "What is <image> or <image>?"}, messages[1]]
+    yield one("marks in a file without media", {"messages": marked}, Expected(literal),
+              needs=("processor",))
 
 
 def _flags(one: Callable[..., Case], two: list[Value]) -> Iterator[Case]:

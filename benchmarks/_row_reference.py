@@ -34,10 +34,8 @@ _HEADERS = {
     "mistral_small": r"\[/INST\](?!\[INST\])|\[/SYSTEM_PROMPT\](?!\[INST\])",
     "llava_next": r" \[/INST\](?!\[INST\])|^(?= )",
     "idefics3": r"Assistant:", "smolvlm": r"Assistant:",
-    "glm4moe": r"<\|assistant\|>{off}", "glm4_5v": r"<\|assistant\|>{off}",
+    "glm4moe": r"<\|assistant\|>", "glm4_5v": r"<\|assistant\|>",
 }  # fmt: skip
-# What GLM's generation prompt has before its empty block of reasoning, with thinking off.
-_THINKING_OFF = r"\n"
 # Text around the token of an item, which the template writes for it.
 _BEFORE = re.compile(r"(?:<\|vision_start\|>|<\|begin_of_(?:image|video)\|>)$")
 _AFTER = re.compile(r"<\|vision_end\|>|<\|end_of_(?:image|video)\|>")
@@ -134,7 +132,7 @@ def reference(
         )
         spans = [tuple(span) for span in indices[0]]
     else:
-        spans = turns(text, shape_name, shape, row.template)
+        spans = turns(text, shape_name, shape)
     replies = [message for message in messages if message["role"] == "assistant"]
     if len(spans) != len(replies):
         raise AssertionError(f"{len(spans)} turns for {len(replies)} messages in {text!r}")
@@ -153,13 +151,10 @@ def reference(
     return {**output, "labels": labels}
 
 
-def turns(
-    text: str, shape_name: str, shape: Shape, template: Mapping[str, Any]
-) -> list[tuple[int, int]]:
+def turns(text: str, shape_name: str, shape: Shape) -> list[tuple[int, int]]:
     """Return the spans of the assistant's turns in a rendered text: from after the header to the
     end of the token that ends the turn, with the line break that the template writes there."""
-    off = _THINKING_OFF if template.get("enable_thinking") is False else ""
-    header = re.compile(_HEADERS[shape_name].replace("{off}", off))
+    header = re.compile(_HEADERS[shape_name])
     end = re.compile(_GLM_END if shape_name.startswith("glm") else re.escape(shape.eos) + r"\n*")
     spans, place = [], 0
     while (match := header.search(text, place)) is not None:

@@ -104,6 +104,7 @@ def applies(case: Case, target: Target) -> bool:
         and ("tools" not in case.needs or shape.tools)
         and ("thinks" not in case.needs or shape.thinks)
         and ("tokenizer" not in case.needs or target.processor is None)
+        and ("processor" not in case.needs or target.processor is not None)
         # Of a preference, what follows the prompt is learned, whatever the template marks.
         and not (target.training and "preferences" in case.config)
     )
