@@ -84,7 +84,7 @@ def local_folder(path: str, weights: bool = True) -> str:
             "machine's token may read. Accepted: a folder with config.json and safetensors, or the "
             "id of a model; for a private one, log in with `hf auth login` or set HF_TOKEN"
         ) from None
-    except (errors.HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
         reason = error.__cause__ or error
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         raise HubError(
@@ -122,7 +122,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
             "Accepted: a file, folder, glob or URL, or the id of a data set; for a private one, "
             "log in with `hf auth login` or set HF_TOKEN"
         ) from None
-    except (errors.HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
         ref = Path(
             constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "refs",
             revision or "main",

@@ -132,7 +132,7 @@ def _check_runs(
     run, optimizer = config.run, config.optimizer.build(config.run.steps)
     check_updates(optimizer, run, model, plan)
     if plan is not None:
-        is_cpu = run.device == "cpu" or config.planning.device == "cpu"
+        is_cpu = "cpu" in (run.device, config.planning.model_dump()["device"])
         Execution(plan).check(
             model, optimizer=optimizer, precision=run.precision, kernels=run.kernels,
             exact_autocast=run.exact_autocast, device="cpu" if is_cpu else "cuda",

@@ -38,9 +38,8 @@ def check_files(config: TrainConfig, with_data: bool = False) -> None:
                 )
     if with_data:
         _check_data(config.data)
-    for field, file in (
-        ("parallel.plan", config.parallel.plan), ("planning.profile", config.planning.profile),
-    ):
+    profile = config.planning.model_dump()["profile"]
+    for field, file in (("parallel.plan", config.parallel.plan), ("planning.profile", profile)):
         if file is not None and not Path(file).is_file():
             raise ConfigError(f"{field} is {file!r}; there is no such file")
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray._common.network_utils import parse_address
+from ray._common.network_utils import parse_address  # pyright: ignore[reportAttributeAccessIssue]
 from ray._private import services
+from ray.exceptions import RayError
 from ray.util.client import ray as ray_client
 
 from raymm.actors.placement.node_types import reachable_resources
@@ -99,7 +100,7 @@ def _connect_to(address: str, options: dict[str, Any]) -> None:
     check_address()
     try:
         ray.init(**options)
-    except (ConnectionError, TimeoutError, ray.exceptions.RayError) as error:
+    except (ConnectionError, TimeoutError, RayError) as error:
         if os.environ.get("RAY_AUTH_MODE") == "token":
             cure = (
                 "the token in ~/.ray/auth_token or RAY_AUTH_TOKEN must be the cluster's, and its "

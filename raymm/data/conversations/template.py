@@ -134,7 +134,7 @@ class ChatTemplate:
             add_generation_prompt=prompt, return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **options},
         )
-        return texts[0], [tuple(block) for block in blocks[0]]
+        return texts[0], [(int(start), int(stop)) for start, stop in blocks[0]]
 
     def takes(self, role: str) -> tuple[bool, bool]:
         """Return whether messages of a role may have a string and a list of parts as content."""

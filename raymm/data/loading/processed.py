@@ -63,8 +63,8 @@ class ProcessedBuilder(StepBuilder):
     @cached_property
     def processor(self) -> ModelProcessor:
         """Of the model."""
-        assert self.config.processor is not None  # see step_builder
         config = self.config
+        assert config.processor is not None  # see step_builder
         return ModelProcessor(
             config.processor, config.trust_remote_code, config.chat_template_kwargs,
             config.ignore_message_keys,
