@@ -144,13 +144,13 @@ def conversation(
                 "the row",
             )
         places += matches
-    for token in processor.item_tokens.values():
-        for match in re.finditer(re.escape(token), chat.text):
-            if not any(start <= match.start() < stop for start, stop in places):
-                raise text_error(
-                    sample, f"its text has {token!r}, which is the processor's token for an item; "
-                    "remove it from texts of the row",
-                )
+    for token, (first, _) in zip(chat.ids, chat.offsets, strict=True):
+        if token in processor.item_ids and not any(a <= first < b for a, b in places):
+            name = processor.tokenizer.convert_ids_to_tokens(token)
+            raise text_error(
+                sample, f"its text has {name!r}, which is the processor's token for an item; "
+                "remove it from texts of the row",
+            )
     runs, start, count = [], 0, len(chat.ids)
     for begin, end in sorted(places):
         first = next((i for i in range(start, count) if chat.offsets[i][1] > begin), start)

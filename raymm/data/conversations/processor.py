@@ -82,6 +82,17 @@ class ModelProcessor:
         return {kind: str(token) for kind, token in tokens.items() if token}
 
     @cached_property
+    def item_ids(self) -> frozenset[int]:
+        """Ids of the tokens that stand for items before or after they are processed, where the
+        processor names them."""
+        ids: list[Any] = []
+        for kind in KINDS:
+            ids.append(getattr(self._processor, f"{kind}_token_id", None))
+            ids += getattr(self._processor, f"{kind}_token_ids", None) or ()
+        ids += [self.tokenizer.convert_tokens_to_ids(token) for token in self.item_tokens.values()]
+        return frozenset(number for number in ids if isinstance(number, int))
+
+    @cached_property
     def markers(self) -> dict[str, str]:
         """By kind, what a rendering has for an item; empty where the template takes no item."""
         return {
