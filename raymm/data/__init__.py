@@ -53,6 +53,7 @@ _PUBLIC = {
     "open_source": "raymm.data.readers",
     "open_split": "raymm.data.loading.sources",
     "row_lengths": "raymm.data.loading.lengths",
+    "truncation_note": "raymm.data.loading.lengths",
     "scan": "raymm.data.sampling.scanner",
     "shuffle_modality": "raymm.data.loading.shuffle",
     "split_parts": "raymm.data.samples.collate",
@@ -109,12 +110,13 @@ __all__ = [
     "split_parts",
     "step_builder",
     "training_sampler",
+    "truncation_note",
 ]
 
 if TYPE_CHECKING:
     from raymm.actors.modules.merge import IGNORE_INDEX
     from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
-    from raymm.data.loading.lengths import row_lengths
+    from raymm.data.loading.lengths import row_lengths, truncation_note
     from raymm.data.loading.loader import Step, StepLoader, local_steps
     from raymm.data.loading.processed import measure_of, step_builder
     from raymm.data.loading.shuffle import shuffle_modality

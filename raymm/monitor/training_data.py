@@ -19,6 +19,7 @@ from raymm.data import (
     measure_of,
     open_split,
     training_sampler,
+    truncation_note,
 )
 from raymm.data.readers import Dataset
 from raymm.model.multimodal import MultimodalModule
@@ -63,6 +64,8 @@ def training_data(
     if not isinstance(data, DataConfig):
         return TrainingData()
     dataset = open_split(data, "train") if dataset is None else dataset
+    if console is not None and (note := truncation_note(data, dataset)) is not None:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     if data.batching.method == "random":
         sampler = training_sampler(data, dataset)
         sampler.check(state)

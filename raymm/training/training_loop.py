@@ -336,6 +336,7 @@ class TrainingLoop:
                 for stage, busy in output.timeline.stage_busy().items()
             },
             "skipped": len(batch.skipped),
+            "truncated": sum(microbatch.truncated for microbatch in batch.meta),
             "peak_memory_bytes": list(output.peak_bytes),
             # Ranks were busy with the step before meanwhile, if one was under way.
             "data_wait_s": round(waited, 4),

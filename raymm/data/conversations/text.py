@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -191,6 +193,22 @@ class TextEncoder:
                 + roles_without_labels(sample),
             )
         return input_ids, labels
+
+    def count_truncated(
+        self, sample: Sample, encoded: Sequence[tuple[list[int], list[int]]]
+    ) -> int:
+        """Count the rows of a sample that were cut at ``max_length``.
+
+        Args:
+            sample: it.
+            encoded: by :meth:`encode` or :meth:`encode_answers`.
+        """
+        if all(len(ids) < self.max_length for ids, _ in encoded):
+            return 0
+        uncut = copy.copy(self)
+        uncut.max_length = sys.maxsize
+        rows = uncut.encode_answers(sample) if len(encoded) > 1 else [uncut.encode(sample)]
+        return sum(len(ids) > self.max_length for ids, _ in rows)
 
     def encode_answers(self, sample: Sample) -> list[tuple[list[int], list[int]]]:
         """:meth:`encode` of the prompt with the chosen answer and with the rejected one, whose

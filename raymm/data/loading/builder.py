@@ -220,6 +220,7 @@ class StepBuilder:
         groups, skipped = self._groups(indices)
         if not groups:
             raise none_usable(skipped)
+        truncated = [sum(sample.truncated for sample in group) for group in groups]
         groups = [[row for sample in group for row in sample.rows] for group in groups]
         microbatches = [
             collate(group, self.pad_id, self.config.columns, stack) for group in groups
@@ -232,9 +233,9 @@ class StepBuilder:
         meta = [
             replace(
                 describe(microbatch, [sample.id for sample in group], self.text.placeholder_ids),
-                feature_keys=_keys_of(group, shuffled),
+                feature_keys=_keys_of(group, shuffled), truncated=cut,
             )
-            for microbatch, group in zip(microbatches, groups, strict=True)
+            for microbatch, group, cut in zip(microbatches, groups, truncated, strict=True)
         ]
         pairs = self.config.preferences is True
         telling = getattr(self.dataset, "tells_sources", False) and not pairs
@@ -299,7 +300,10 @@ class StepBuilder:
         }
         # A prompt is of no data set.
         source = 0 if self.dataset is None else int(self.dataset.sources[sample.index])
-        encoded = EncodedSample(sample.id, *texts[0], media, keys, source=source)
+        encoded = EncodedSample(
+            sample.id, *texts[0], media, keys, source=source,
+            truncated=self.text.count_truncated(sample, texts),
+        )
         if sample.preference is not None and self.config.preferences is True:
             rejected = EncodedSample(f"{sample.id}:rejected", *texts[1], media, keys)
             encoded = replace(encoded, id=f"{sample.id}:chosen", rejected=rejected)

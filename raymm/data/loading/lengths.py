@@ -4,6 +4,7 @@ are counted."""
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,18 @@ import numpy as np
 from raymm.data.loading.processed import ProcessedBuilder
 from raymm.data.readers import Dataset
 from raymm.data.samples.config import DataConfig
+from raymm.data.samples.errors import SampleError
 from raymm.data.samples.sample import Sample
-from raymm.data.sampling.scan_cache import default_cache
-from raymm.data.sampling.scanner import Progress, Sizes, scan
+from raymm.data.sampling.scan_cache import default_cache, load_scan, scan_key
+from raymm.data.sampling.scanner import HeaderSizes, Progress, Sizes, scan
 from raymm.files.section import MOST_COUNT
 
 # A worker process needs seconds to start. Rows that one scans in the meantime: of text, and with
 # media, which are decoded.
 _TEXT_ROWS_PER_WORKER, _MEDIA_ROWS_PER_WORKER = 10_000, 500
 _MAX_WORKERS = 16
+# Rows whose tokens are counted at the start of a run, where no scan has counted all.
+_ROWS_LOOKED_AT = 256
 
 
 def row_lengths(
@@ -64,6 +68,45 @@ def row_lengths(
     return scan(
         dataset, config, workers, cache or default_cache(), progress, measure
     ).text_tokens
+
+
+def truncation_note(
+    config: DataConfig, dataset: Dataset, cache: str | Path | None = None
+) -> str | None:
+    """Say how many rows have more than ``max_length`` tokens; None if no row has.
+
+    All rows are known if :func:`row_lengths` has counted them. Else those of a few hundred rows are
+    counted, at equal distances over the data. Rows that cannot be used are left out.
+
+    Args:
+        config: of the data.
+        dataset: of ``open_split``.
+        cache: as of :func:`row_lengths`.
+    """
+    if config.preferences:
+        return None
+    most, rows = config.max_length, len(dataset)
+    config = config.model_copy(update={"max_length": MOST_COUNT})
+    measure = HeaderSizes if config.processor is None else ProcessedLengths
+    name = "" if config.processor is None else ProcessedLengths.__qualname__
+    scanned = load_scan(cache or default_cache(), scan_key(dataset, config, name), dataset, config)
+    if scanned is not None:
+        lengths = scanned.text_tokens
+    else:
+        sizes, counted = measure(dataset, config), []
+        for index in np.unique(np.linspace(0, rows - 1, min(rows, _ROWS_LOOKED_AT)).astype(int)):
+            with suppress(SampleError):
+                counted.append(sizes(dataset[int(index)])[0])
+        lengths = np.asarray(counted, np.int64)
+    if not (longer := int((lengths > most).sum())):
+        return None
+    seen = f"{longer:,} of {rows:,} rows" if len(lengths) == rows else (
+        f"{longer:,} of {len(lengths):,} rows that were looked at (there are {rows:,})"
+    )
+    return (
+        f"{seen} have more tokens than data.max_length ({most:,}), the longest {lengths.max():,}: "
+        "what is behind is not learned. Set a larger data.max_length, or split these rows"
+    )
 
 
 class ProcessedLengths:

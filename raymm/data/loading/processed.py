@@ -334,7 +334,14 @@ class ProcessedBuilder(StepBuilder):
             for name, own in parts.items() if name != "text" and is_featured(own)
             for entry, value in own.items() if not value.is_floating_point()
         }
-        return replace(meta, digests=meta.digests | shapes, feature_keys=keys)
+        most = self.config.max_length
+        truncated = sum(
+            kept >= most and self.length(sample) > most
+            for kept, sample in zip(meta.lengths, group, strict=True)
+        )
+        return replace(
+            meta, digests=meta.digests | shapes, feature_keys=keys, truncated=truncated
+        )
 
 
 def measure_of(config: DataConfig) -> Measure | None:

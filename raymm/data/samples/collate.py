@@ -22,8 +22,8 @@ Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; mod
 @dataclass(frozen=True)
 class EncodedSample:
     """A sample as tensors: token ids, labels, per modality the tensors of each item, and what its
-    features are to be kept under; beside a chosen answer, the same with the rejected one; and the
-    number of its source."""
+    features are to be kept under; beside a chosen answer, the same with the rejected one; the
+    number of its source; and how many of its rows were cut at ``max_length``."""
 
     id: str
     input_ids: list[int]
@@ -32,6 +32,7 @@ class EncodedSample:
     keys: dict[str, list[str]] = field(default_factory=dict)
     rejected: "EncodedSample | None" = None
     source: int = 0
+    truncated: int = 0
 
     @property
     def rows(self) -> "list[EncodedSample]":
@@ -59,6 +60,7 @@ class MicrobatchMeta:
             modalities whose features are kept, and not there yet.
         digests: of a whole model's inputs that are of no token and no floats (grids, sizes), of
             which shapes of features follow, a digest of the values.
+        truncated: rows that were cut at ``max_length``.
     """
 
     num_samples: int
@@ -73,6 +75,7 @@ class MicrobatchMeta:
     places: dict[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     feature_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    truncated: int = 0
 
     @property
     def featured(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def scan(
         DataError: no tokenizer, or what the readers raise.
     """
     name = "" if measure is None else getattr(measure, "__qualname__", repr(measure))
-    measure = measure or _HeaderSizes
+    measure = measure or HeaderSizes
     key = scan_key(dataset, config, name) if cache is not None else None
     if cache is not None and key is not None and (
         stored := load_scan(cache, key, dataset, config)
@@ -117,14 +117,24 @@ class _Scanner:
         return part
 
 
-class _HeaderSizes:
-    """Of a sample's text, and its items' headers."""
+class HeaderSizes:
+    """Sizes of samples by their text and the headers of their items.
+
+    Args:
+        _: the samples.
+        config: of the data.
+    """
 
     def __init__(self, _: Dataset, config: DataConfig):
         self.config = config
         self.text = TextEncoder.from_config(config)
 
     def __call__(self, sample: Sample) -> Sizes:
+        """Return the sizes of a sample.
+
+        Raises:
+            SampleError: it cannot be used.
+        """
         tokens = len(self.text.encode(sample)[0])
         return tokens, {name: self._items(name, sample) for name in self.config.modalities}
 

@@ -7,7 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from raymm.data import DataConfig, SampleError, local_steps, open_split, row_lengths
+from raymm.data import (
+    DataConfig,
+    SampleError,
+    local_steps,
+    open_split,
+    row_lengths,
+    truncation_note,
+)
 from tests.tiny_folders import modalities, tiny
 
 
@@ -74,3 +81,40 @@ def test_a_row_that_cannot_be_used_is_named_or_zero(tmp_path):
     config = configured("gemma3", file, on_error="skip")
     lengths = row_lengths(config, open_split(config, "train"), cache=tmp_path / "cache")
     assert lengths[0] > 0 and lengths[2] == 0
+
+
+def test_rows_that_are_cut_are_counted_and_reported(tmp_path):
+    file = texts(tmp_path, "Hello.", "A red circle. Then " * 60, "Hello.", "A blue square. " * 50)
+    config = configured("gemma3", file, max_length=32, batch_size=4, microbatches=2)
+    dataset = open_split(config, "train")
+    (step,) = local_steps(config, steps=1)
+    assert sum(meta.truncated for meta in step.meta) == 2
+    longest = row_lengths(config, dataset, cache=tmp_path / "all").max()
+    for cache in ("all", "none"):
+        note = truncation_note(config, dataset, tmp_path / cache)
+        assert note is not None
+        assert note.startswith(
+            f"2 of 4 rows have more tokens than data.max_length (32), the longest {longest}"
+        )
+    whole = config.model_copy(update={"max_length": int(longest)})
+    assert truncation_note(whole, dataset, tmp_path / "all") is None
+    (step,) = local_steps(whole, steps=1)
+    assert sum(meta.truncated for meta in step.meta) == 0
+
+
+def test_rows_of_models_by_parts_that_are_cut_are_counted(tmp_path):
+    file = texts(tmp_path, "Hello.", "A red circle. Then " * 60)
+    config = DataConfig.model_validate({
+        "train": str(file), "tokenizer": tiny("gemma3")[0], "batch_size": 2, "microbatches": 1,
+        "max_length": 32,
+    })
+    (step,) = local_steps(config, steps=1)
+    assert [meta.truncated for meta in step.meta] == [1]
+    note = truncation_note(config, open_split(config, "train"), tmp_path / "cache")
+    assert note is not None and note.startswith("1 of 2 rows have more tokens")
+
+
+def test_a_cut_within_an_item_is_an_error_of_the_row(tmp_path):
+    config = configured("gemma3", max_length=6, shuffle=False)
+    with pytest.raises(SampleError, match=r"more than max_length \(6\).*items' tokens"):
+        list(local_steps(config, steps=1))
