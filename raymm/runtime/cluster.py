@@ -100,7 +100,7 @@ def _connect_to(address: str, options: dict[str, Any]) -> None:
     check_address()
     try:
         ray.init(**options)
-    except (ConnectionError, TimeoutError, RayError) as error:
+    except (ConnectionError, TimeoutError, RuntimeError, RayError) as error:
         if os.environ.get("RAY_AUTH_MODE") == "token":
             cure = (
                 "the token in ~/.ray/auth_token or RAY_AUTH_TOKEN must be the cluster's, and its "

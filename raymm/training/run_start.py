@@ -7,6 +7,7 @@ from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.actors.placement.placement import PlacementOptions
+from raymm.actors.weights.hub_folder import pinned
 from raymm.config.evaluate_section import METRICS, OF_PAIRS, PERPLEXITY
 from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, open_split
@@ -91,8 +92,8 @@ def _first_without_rate(optimizer: UpdateRule, steps: int) -> int | None:
 
 
 def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
-    """The data configuration, told which token ids the model has embeddings for, and which inputs
-    the towers of a whole one take."""
+    """Return the data configuration with the token ids that the model has embeddings for, and the
+    inputs of a whole model's towers."""
     preference = getattr(model, "preference", None)
     if not isinstance(data, DataConfig):
         if preference is not None and preference.asked_once:
@@ -114,6 +115,21 @@ def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
         return data.model_copy(update={"vocabulary": ids, "towers": model.tower_inputs})
     vocabulary = Vocabulary.of(model.language_model.source(ModuleKind.LANGUAGE_MODEL).skeleton())
     return data.model_copy(update={"vocabulary": vocabulary.ids})
+
+
+def with_commits(data: Any) -> Any:
+    """Return the data configuration with ids of tokenizer and processor on the hub at their
+    commits, so that data workers on all nodes read the same files.
+
+    Raises:
+        HubError: the hub does not have them or cannot be reached, and neither has the cache.
+    """
+    if not isinstance(data, DataConfig):
+        return data
+    names = {"tokenizer": data.tokenizer, "processor": data.processor}
+    return data.model_copy(update={
+        field: pinned(path) for field, path in names.items() if path is not None
+    })
 
 
 def placement_beside(

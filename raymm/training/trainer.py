@@ -56,6 +56,7 @@ from raymm.training.run_start import (
     data_position,
     open_splits,
     placement_beside,
+    with_commits,
     with_vocabulary,
 )
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
@@ -130,7 +131,7 @@ class Trainer:
             parts = of_parts(model, "parallel is a MultimodalParallelSpec")
             self.plan = None if parallel.elastic else parallel.plan(parts)
             self._elastic = ElasticPlans(parallel, parts) if parallel.elastic else None
-        self.data = with_vocabulary(data, model)
+        self.data = with_commits(with_vocabulary(data, model))
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
         check_updates(self.optimizer, run_config, model, self.plan)

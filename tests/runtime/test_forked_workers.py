@@ -135,20 +135,32 @@ def test_a_process_that_has_not_begun_is_the_server_itself(tmp_path):
 
 
 TRAIN = """
-import sys
+import os, sys
 from raymm.runtime.embedded import forked_workers
 def early():
-    print([name for name in ("ray", "torch", "transformers") if name in sys.modules])
+    slow = [name for name in ("ray", "torch", "transformers") if name in sys.modules]
+    print(slow, len(os.listdir("/proc/self/task")))
     raise SystemExit
 forked_workers.start_servers_early = early
 from raymm.cli.main import main
-main(["train", "none.yaml"])
+main(["train", "run.yaml"])
+"""
+CONFIG = """
+run: {storage_path: run, steps: 1}
+model: {language_model: {config: {model_type: llama}}}
+data: {train: rows.jsonl, tokenizer: ., batch_size: 1, microbatches: 1}
 """
 
 
-def test_the_command_starts_servers_before_anything_else():
-    done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+def test_the_command_starts_servers_before_anything_slow(tmp_path):
+    """Once the configuration is checked; with one thread, so that the process can be forked."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    variables = {n: v for n, v in os.environ.items() if n != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN], env=variables, cwd=tmp_path, capture_output=True, text=True,
+    )
+    assert done.stdout == "[] 1\n", done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

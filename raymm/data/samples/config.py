@@ -192,9 +192,11 @@ class DataConfig(Section):
         heldout_fraction: hold out this fraction of the rows of each training source for
             evaluation, instead of ``heldout``: at least one row, drawn with ``seed``. No other
             rows are trained on, and a resumed run has the same ones.
-        tokenizer: local folder of a Hugging Face tokenizer; by default that of ``processor``.
-        processor: local folder of a whole model's own processor (``AutoProcessor``) with its chat
-            template, which makes everything that the model is given.
+        tokenizer: folder of a Hugging Face tokenizer, or the id of a model on the hub,
+            ``ORG/NAME`` or ``ORG/NAME@REVISION``; by default that of ``processor``.
+        processor: folder or id, as of ``tokenizer``, of a whole model's own processor
+            (``AutoProcessor``) with its chat template, which makes everything that the model is
+            given.
         modalities: by name, as in the model's ``encoders``; with ``processor``, of ``image``,
             ``video`` (frames) and ``audio`` those that there are.
         batch_size: samples per step, over all microbatches.
