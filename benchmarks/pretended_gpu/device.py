@@ -186,6 +186,17 @@ def _listed(tensor: torch.Tensor) -> list:
 _tolist = torch.Tensor.tolist
 
 
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention``, which in a CUDA build queries the device's properties."""
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
 class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -246,6 +257,9 @@ def pretended_gpu() -> Iterator[Counter[str]]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.accelerator, "current_device_index", lambda: 0))
         stack.enter_context(patch.object(torch.Tensor, "tolist", _listed))
+        stack.enter_context(
+            patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
+        )
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)  # pyright: ignore[reportAttributeAccessIssue]
         with _Mode():

@@ -1,4 +1,4 @@
-"""A library that makes a CPU build of torch accept tensors that say they are on a GPU."""
+"""A library that lets torch accept tensors on a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _BUILD_SECONDS = 300
 
 
 def load() -> None:
-    """Register a CUDA device guard and hooks with torch: before torch is imported.
+    """Import torch with a CUDA device guard and hooks that need no device.
 
     Raises:
-        RuntimeError: torch is imported already, or is one that has CUDA itself.
+        RuntimeError: torch is imported already.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already; the pretended GPU has to come before it")
-    ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)  # registers the hooks
+    import torch  # noqa: F401
+
+    library.install_guard()
 
 
 def build() -> Path:
