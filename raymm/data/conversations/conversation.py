@@ -137,7 +137,13 @@ def conversation(
         kinds = [kind for kind, own in processor.markers.items() if own == marker]
         items = sum(len(media.get(kind, ())) for kind in kinds)
         matches = [match.span() for match in re.finditer(re.escape(marker), chat.text)]
-        if len(matches) != items:
+        if len(matches) < items:
+            raise text_error(
+                sample, f"the chat template writes {len(matches)} of the row's {items} items "
+                f"({', '.join(kinds)}); put them into messages of a role whose items it writes, "
+                "such as 'user'",
+            )
+        if len(matches) > items:
             raise text_error(
                 sample, f"its text has {len(matches)} times {marker!r}, which stands for an item "
                 f"({', '.join(kinds)}), and the row has {items} of them; remove it from texts of "
