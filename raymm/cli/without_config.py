@@ -154,14 +154,20 @@ def _check_same_run(args: argparse.Namespace, file: Path, earlier: dict[str, Any
     model, data = earlier.get("model") or {}, earlier.get("data") or {}
     train = data.get("train")
     sources = train if isinstance(train, list) else [train]
+    source = sources[0] if isinstance(sources[0], dict) else {"path": sources[0]}
     stored = {
         "model": model.get("path") or (model.get("language_model") or {}).get("path"),
-        "data": sources[0].get("path") if isinstance(sources[0], dict) else sources[0],
+        "data": source.get("path"),
     }
-    for name, before in stored.items():
-        now = getattr(args, name)
-        if len(sources) == 1 and _same(now, str(before)):
-            continue
+    differences = [
+        (name, getattr(args, name), before) for name, before in stored.items()
+        if len(sources) > 1 or not _same(getattr(args, name), str(before))
+    ]
+    for name, default in (("split", "train"), ("subset", None)):
+        now, before = getattr(args, name) or default, source.get(name) or default
+        if now != before:
+            differences.append((name, now, before))
+    for name, now, before in differences:
         raise ConfigError(
             f"--{name} is {now!r}, and {file} is a run with {before!r}. Give the new run another "
             f"folder (--output), or remove {file.parent} to begin again"

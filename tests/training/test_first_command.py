@@ -111,6 +111,13 @@ def start(monkeypatch, tmp_path, *arguments):
     return load_config(folder_start.write())
 
 
+def text_model(inputs, folder):
+    """A causal language model with its tokenizer in one folder."""
+    for part in ("llama", "tokenizer"):
+        shutil.copytree(inputs / part, folder, dirs_exist_ok=True)
+    return str(folder)
+
+
 def test_run_yaml_has_what_runs(monkeypatch, tmp_path, capsys):
     model, data = tiny("idefics3")
     given = ["--model", model, "--data", data, "--output", "out"]
@@ -154,6 +161,24 @@ def test_held_out_rows_are_a_fraction_that_is_never_trained_on(monkeypatch, tmp_
     assert config.run.eval_every is not None
 
 
+def test_on_gpus_the_precision_is_bfloat16(monkeypatch, tmp_path):
+    model, data = tiny("idefics3")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = start(monkeypatch, tmp_path, "--model", model, "--data", data)
+    assert (config.run.device, config.run.precision) == ("cuda", "bf16")
+
+
+@pytest.mark.parametrize(("options", "reference"), [((), "initial"), (("--lora",), "base")])
+def test_pairs_of_answers_train_by_dpo(monkeypatch, tmp_path, inputs, options, reference):
+    model = text_model(inputs, tmp_path / "text-model")
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "what is this", "chosen": "a dog", "rejected": "a cat"}\n' * 8)
+    config = start(monkeypatch, tmp_path, "--model", model, "--data", str(rows), *options)
+    assert config.model.loss is not None and config.model.loss.dpo.reference == reference
+    assert config.data.preferences is True
+
+
 @pytest.mark.parametrize("option", ["model", "data"])
 def test_another_run_in_the_same_folder_is_refused(monkeypatch, tmp_path, option, capsys):
     model, data = tiny("idefics3")
@@ -176,13 +201,13 @@ def test_another_run_in_the_same_folder_is_refused(monkeypatch, tmp_path, option
     assert str(other) in text and f"/{option}'" in text and "--output" in text
     assert Path("out/run.yaml").read_text() == written
     start(monkeypatch, tmp_path, *words, f"--{option}", str(tmp_path / option))  # the same file
+    assert main(["train", *words, "--split", "test"]) == 2
+    assert "--split is 'test'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_model_of_text_alone_trains(monkeypatch, tmp_path, inputs, capsys):
-    model = tmp_path / "text-model"
-    for part in ("llama", "tokenizer"):
-        shutil.copytree(inputs / part, model, dirs_exist_ok=True)
+    text_model(inputs, tmp_path / "text-model")
     (tmp_path / "rows.jsonl").write_text('{"text": "what is this a dog"}\n' * 8)
     monkeypatch.chdir(tmp_path)
     assert main([

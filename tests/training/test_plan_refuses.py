@@ -46,3 +46,15 @@ def test_plan_refuses_what_train_refuses(raymm, make_config, no_new_actors, tmp_
     code, text = raymm("plan", config, *overrides, "--out", str(tmp_path / "plan"))
     assert code == 2 and sentence(text) == sentence(refusal)
     assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize(("train", "is_advised"), [("full", True), ("{lora: {r: 2}}", False)])
+def test_adapters_are_named_where_full_training_does_not_fit(
+    raymm, make_config, tmp_path, train, is_advised
+):
+    code, text = raymm(
+        "plan", make_config({"parallel": None}), "--ranks", "1", "--memory-gib", "0.0001",
+        "--set", f"model.language_model.train={train}", "--out", str(tmp_path / "plan"),
+    )
+    assert code == 2 and "no plan" in text
+    assert ("raymm train --lora, or model.language_model.train" in text) == is_advised
