@@ -66,7 +66,8 @@ class ItemCheck:
             raise _item_error(
                 encoded, "video", number,
                 f"it is a list of {len(frames)} frames without their times, which the processor "
-                "gives to the model; set data.modalities.video.fps (frames per second)",
+                "gives to the model; set data.modalities.video.fps (frames per second), or give "
+                "the part of the message 'fps' or 'times'",
             )
         self._most_frames = len(frames)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -161,7 +161,9 @@ class ProcessedBuilder(StepBuilder):
                 sample, self.config.modalities, self.processor.template, self.processor.item_tokens
             )
             media = {
-                kind: [self._decoded(kind, sample, item, self._reader(kind)) for item in items]
+                kind: [
+                    self._decoded(kind, sample, item, self._reader(kind, item)) for item in items
+                ]
                 for kind, items in sample.media.items()
             }
             chat = self.processor.template.chat(sample, messages, self.processor.adds_special)
@@ -190,18 +192,20 @@ class ProcessedBuilder(StepBuilder):
         except USER_CODE_RAISES as error:  # a processor may raise anything
             raise self._named(encoded, error) from error
 
-    def _reader(self, kind: str) -> Any:
+    def _reader(self, kind: str, item: Any = None) -> Any:
         if kind == "audio":
             return lambda item: read_audio(item, self.processor.sampling_rate)
         if kind == "video":
-            return self._video
+            return partial(self._video, times=getattr(item, "times", None))
         return read_image
 
-    def _video(self, video: Any) -> Clip | list:
+    def _video(self, video: Any, times: Sequence[float] | None = None) -> Clip | list:
         """Return the frames of a video, with their times where they are known."""
         if isinstance(video, Clip):
             return video
         frames = frames_of(video if isinstance(video, list) else [video])
+        if times is not None:
+            return Clip.from_frames([np.asarray(frame) for frame in frames], times)
         if (fps := self.config.modalities["video"].fps) is None:
             return frames
         return clip_of_images(frames, fps)

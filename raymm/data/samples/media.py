@@ -1,9 +1,12 @@
 """Media items that are not decoded yet: a file, a byte range of a file, or bytes in memory."""
 
+from __future__ import annotations
+
 import io
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from raymm.data.remote.items import item_size, open_item
 from raymm.data.remote.store import FileVersion
@@ -39,6 +42,23 @@ class MediaRange:
     start: int
     size: int
     version: FileVersion | None = field(default=None, repr=False)
+
+
+class TimedFrames(tuple):
+    """Frames of one item, with the time of each.
+
+    Args:
+        frames: media of the frames.
+        times: of each, in seconds from the beginning.
+    """
+
+    times: tuple[float, ...]
+
+    def __new__(cls, frames: Iterable[Any], times: Iterable[float] = ()) -> TimedFrames:
+        """Make the tuple; without times only while it is unpickled."""
+        timed = super().__new__(cls, frames)
+        timed.times = tuple(times)
+        return timed
 
 
 # A path or URL, or one of the above; a tuple of them is one item made of frames.

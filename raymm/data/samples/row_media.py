@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from raymm.data.remote.urls import is_url
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.headers import OTHER, kind_of
 from raymm.data.samples.limits import Limits
-from raymm.data.samples.media import Media, MediaBytes, MediaRange
+from raymm.data.samples.media import Media, MediaBytes, MediaRange, TimedFrames
 
 # Longest path that Linux accepts.
 LONGEST_PATH = 4096
@@ -140,9 +141,12 @@ class PartMedia:
         parts = self._rules.parts or {}
         place = type_name if type_name in parts else kind
         self._check_index(fields.get("index"), place, where, bool(sources))
+        # Times are those of lists of frames; files have their own.
+        is_list = any(isinstance(value, list | tuple) for value in sources.values())
+        timing = {"fps", "times"} & set(fields) if is_list else set()
         self.unused |= {
             key for key, value in fields.items()
-            if key not in (*names, "index") and (key, value) != ("text", "")
+            if key not in (*names, "index", *timing) and (key, value) != ("text", "")
         }
         if not sources:
             return {"type": place}
@@ -154,6 +158,8 @@ class PartMedia:
             )
         modality = parts[place]
         item = self._item(sources, modality, where)
+        if timing:
+            item = _timed(cast(tuple, item), fields, where, self._column)
         self.items.setdefault(modality, []).append(item)
         return {"type": place}
 
@@ -187,6 +193,28 @@ class PartMedia:
             return _frames(list(value), self._column, self._rules, name)
         item = _item(value, self._column, self._rules, name)
         return (item,) if modality in self._rules.frames else item
+
+
+def _timed(
+    frames: tuple[Media, ...], part: Mapping[str, Any], where: str, column: str
+) -> TimedFrames:
+    """Return frames with the times that their part gives: ``fps``, or ``times`` in seconds."""
+    times = part.get("times")
+    if times is None:
+        fps = part["fps"]
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
+            raise RowError(f"{where} has fps {fps!r}; accepted: frames per second, above 0", column)
+        return TimedFrames(frames, [number / fps for number in range(len(frames))])
+    if not isinstance(times, list) or len(times) != len(frames) or not all(
+        isinstance(time, int | float) and not isinstance(time, bool) for time in times
+    ):
+        raise RowError(
+            f"{where} has times that are not a number of seconds for each of its {len(frames)} "
+            "frames", column,
+        )
+    if "fps" in part:
+        raise RowError(f"{where} has fps and times; accepted: one of them", column)
+    return TimedFrames(frames, times)
 
 
 def _frames(values: list, column: str, rules: MediaRules, name: str) -> tuple[Media, ...]:

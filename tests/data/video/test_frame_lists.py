@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +12,10 @@ from transformers import AutoProcessor
 
 from examples.vlm.kinds import KINDS
 from raymm.data import Clip, DataConfig, SampleError, local_steps
+from raymm.data.samples.errors import RowError
+from raymm.data.samples.folders import MediaFolders
+from raymm.data.samples.media import TimedFrames
+from raymm.data.samples.row_media import MediaRules, PartMedia
 from raymm.data.video.container import VideoError
 from tests.tiny_folders import tiny
 
@@ -68,11 +73,11 @@ def test_frames_with_a_rate_are_what_the_processor_makes_of_them(kind, tmp_path)
     made = microbatch(tmp_path, folder, fps=2)
     processor = AutoProcessor.from_pretrained(folder)
     frames = np.stack([np.asarray(Image.open(tmp_path / f"{n}.png")) for n in range(4)])
-    text = processor.tokenizer.apply_chat_template(
+    text = processor.apply_chat_template(
         [{"role": "user", "content": [
             {"type": "video"}, {"type": "text", "text": "What is in the picture?"}]},
          {"role": "assistant", "content": [{"type": "text", "text": "A red circle."}]}],
-        tokenize=False, chat_template=processor.chat_template,
+        tokenize=False,
     )  # fmt: skip
     due = processor(
         text=[text], videos=[frames], return_tensors="pt", do_sample_frames=False,
@@ -87,6 +92,43 @@ def test_frames_with_a_rate_are_what_the_processor_makes_of_them(kind, tmp_path)
     if kind == "qwen3_vl":
         written = processor.tokenizer.decode(made["input_ids"][0])
         assert "<0.2 seconds>" in written and "<1.2 seconds>" in written
+
+
+@pytest.mark.parametrize("timing", [{"fps": 2}, {"times": [0, 0.5, 1, 1.5]}])
+def test_a_part_of_a_message_gives_the_times_of_its_frames(timing, tmp_path):
+    folder = files(tmp_path, "qwen3_vl")
+    due = microbatch(tmp_path, folder, fps=2)
+    part = {"type": "video", "video": [f"{number}.png" for number in range(4)], **timing}
+    row = {"messages": [
+        {"role": "user", "content": [
+            part, {"type": "text", "text": "What is in the picture?"}]},
+        {"role": "assistant", "content": "A red circle."},
+    ]}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    made = microbatch(tmp_path, folder, column=None, frames=False)
+    assert made.keys() == due.keys()
+    assert all(np.array_equal(made[name], value) for name, value in due.items())
+
+
+@pytest.mark.parametrize(("timing", "said"), [
+    ({"fps": 0}, "fps 0; accepted: frames per second"),
+    ({"fps": "2"}, "fps '2'; accepted"),
+    ({"times": [0, 1]}, "number of seconds for each of its 3 frames"),
+    ({"fps": 2, "times": [0, 1, 2]}, "fps and times; accepted: one of them"),
+])  # fmt: skip
+def test_times_of_a_part_that_cannot_be_are_refused(timing, said, tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.png").touch()
+    rules = MediaRules(MediaFolders(str(tmp_path), ()), parts={"video": "video"})
+    part = {"type": "video", "video": ["0.png", "1.png", "2.png"], **timing}
+    with pytest.raises(RowError, match=said):
+        PartMedia(rules, "messages").take([{"role": "user", "content": [part]}])
+
+
+def test_times_survive_between_processes():
+    frames = TimedFrames(["a.png", "b.png"], [0.0, 0.5])
+    again = pickle.loads(pickle.dumps(frames))  # noqa: S301
+    assert again == frames and again.times == (0.0, 0.5)
 
 
 def test_a_single_frame_needs_no_rate(tmp_path):
