@@ -1,1 +1,1 @@
-"""Conversations with media, as a whole model's own processor makes inputs of them."""
+"""Conversations: chat templates, labels, and the inputs that a model's processor makes."""

@@ -1,7 +1,7 @@
 """A conversation that is ready for a model's own processor, and its labels.
 
 A processor replaces the place of each item by as many tokens as the item has. The text between the
-places keeps its tokens, by which labels of the plain text are found in the processor's tokens.
+places keeps its tokens, so the labels of the plain text are found in the processor's tokens.
 """
 
 from __future__ import annotations

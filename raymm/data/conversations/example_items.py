@@ -1,4 +1,4 @@
-"""Made-up items, by which a model whose data have none shows where its towers are."""
+"""Synthetic items, with which the towers of a model are found if its data have no items."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def _item(processor: ModelProcessor, kind: str) -> Any:
 
 
 def _has_items(tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether there is more than tokens."""
+    """Return True if there are other tensors than those of tokens."""
     shape = tensors[IDS].shape
     return any(value.shape[:2] != shape and value.is_floating_point() for value in tensors.values())

@@ -51,7 +51,7 @@ def template_messages(
 def _parts(
     content: Any, types: Mapping[str, str], marks: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a content, with its marks as parts of their own."""
+    """Yield the parts of a content, with each mark as a separate part."""
     every = {*marks, *(f"<{kind}>" for kind in KINDS)}
     pattern = re.compile(rf"(\\?(?:{'|'.join(map(re.escape, every))}))")
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:

@@ -1,7 +1,7 @@
-"""A whole model's own processor: its chat template, its tokenizer, and what it makes of media.
+"""Processor of a Hugging Face model: chat template, tokenizer, and tensors of media.
 
-Nothing here knows a model by name: a processor is given texts and items by the arguments that all
-of transformers' have, and what it returns goes on under its own names.
+There is no code for single models: a processor is called with the arguments that all processors of
+transformers have, and its outputs keep their names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelProcessor:
         if self.tokenizer is None:
             raise DataError(
                 f"{FIELD}: {folder!r} holds a {type(self._processor).__name__}, which has no "
-                "tokenizer of its own; accepted: a whole model's processor (AutoProcessor)"
+                "tokenizer; accepted: the processor of a model (AutoProcessor)"
             )
         if not (self._processor.chat_template or self.tokenizer.chat_template):
             raise DataError(f"{FIELD}: {folder!r} has no chat template")
@@ -103,7 +103,7 @@ class ModelProcessor:
     def __call__(
         self, texts: Sequence[str], media: Sequence[Mapping[str, Sequence[Any]]]
     ) -> dict[str, torch.Tensor]:
-        """What the model is given of some samples, padded on the right.
+        """Return the tensors of some samples, padded on the right.
 
         Args:
             texts: rendered conversations or plain texts. Special tokens of the tokenizer are
@@ -151,7 +151,7 @@ class ModelProcessor:
             except (TypeError, ValueError, RuntimeError):
                 raise ValueError(
                     f"{type(self._processor).__name__} returns {name!r} as a "
-                    f"{type(value).__name__}, which is no tensor"
+                    f"{type(value).__name__}, not as a tensor"
                 ) from None
         if MASK not in tensors or tensors[MASK].shape != tensors[IDS].shape:
             raise ValueError(f"{type(self._processor).__name__} returns no {MASK} of its tokens")
@@ -165,7 +165,7 @@ class ModelProcessor:
 
     @cached_property
     def _special_texts(self) -> tuple[str, str]:
-        """What the tokenizer adds before and after a text, as text."""
+        """Text of the special tokens that the tokenizer adds before and after a text."""
         plain = self.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         full = self.tokenizer(_PROBE)["input_ids"]
         start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
@@ -174,7 +174,7 @@ class ModelProcessor:
 
 
 def _metadata(video: Clip | Sequence[Any]) -> dict[str, Any]:
-    """What a processor tells times of frames by, as ``transformers.video_utils.VideoMetadata``."""
+    """Return the fields of ``transformers.video_utils.VideoMetadata`` for a video."""
     if not isinstance(video, Clip):
         return {
             "total_num_frames": len(video), "fps": None, "frames_indices": list(range(len(video)))

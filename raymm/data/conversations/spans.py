@@ -1,4 +1,4 @@
-"""Where the turns of the assistant stand in a rendered conversation.
+"""Find the turns of the assistant in a rendered conversation.
 
 A turn begins where the prompt for it ends (the conversation so far, with the generation prompt)
 and ends where the rendering of the conversation up to it ends. Most templates only append, so both
@@ -26,7 +26,7 @@ _MARK = "\ue4f3mark\ue4f4"
 
 
 class AmbiguousError(InternalError, ValueError):
-    """The turns of a conversation cannot be told from its rendering."""
+    """Error for a rendering in which the turns cannot be located."""
 
 
 def aligned(first: str, second: str) -> str:
@@ -58,7 +58,7 @@ def learned_spans(
             continue
         start, stop = finder.start(number), finder.stop(number)
         if start > stop or spans and start < spans[-1][1]:
-            raise AmbiguousError(f"messages[{number}] has no place of its own in the rendering")
+            raise AmbiguousError(f"messages[{number}] has no separate place in the rendering")
         # A space after the end of a turn is part of the first token of the next one.
         stop = start + len(text[start:stop].rstrip(" "))
         spans.append((start, finder.ending(stop)))
@@ -66,7 +66,7 @@ def learned_spans(
 
 
 class _Finder:
-    """Locates the turns of one conversation; arguments as of :func:`learned_spans`."""
+    """Locates the turns of one conversation; arguments as in :func:`learned_spans`."""
 
     def __init__(
         self, render: Render, messages: Sequence[Message], text: str,

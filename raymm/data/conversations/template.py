@@ -254,7 +254,7 @@ class ChatTemplate:
 
         Raises:
             SampleError: the template fails, prints Python data, leaves out tools, tool calls or
-                keys of messages, or rewrites the conversation so that the turns cannot be told.
+                keys of messages, or rewrites the conversation so that turns cannot be located.
         """
         options = self.options(sample)
         messages, text, blocks = self._accepted_form(sample, messages, options)

@@ -215,7 +215,7 @@ class TextEncoder:
         labels are the answer's only. A text ends with the tokenizer's end of text.
 
         Raises:
-            SampleError, DataError: as of :meth:`encode`; or the prompt's tokens change when an
+            SampleError, DataError: as in :meth:`encode`; or the prompt's tokens change when an
                 answer follows.
         """
         preference = sample.preference
@@ -343,7 +343,7 @@ def text_chat(
 
 
 def roles_without_labels(sample: Sample) -> str:
-    """What to do with a sample whose messages are nobody's that is learned; empty if some are."""
+    """Return advice for a sample without a message of the assistant; empty if it has one."""
     roles = {message["role"] for message in sample.messages or ()}
     if not roles or LEARNED_ROLE in roles:
         return ""
