@@ -29,6 +29,8 @@ _RESERVED = frozenset({
 })  # fmt: skip
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "raymmprobe"
+# Characters at the end of a content that are looked for in the rendering.
+_TAIL = 16
 
 
 @dataclass(frozen=True)
@@ -323,8 +325,28 @@ class ChatTemplate:
                     "than the row has"
                 )
                 continue
+            if (number := self._left_out(sample, form, text, options)) is not None:
+                failure = failure or (
+                    f"the chat template leaves out the content of messages[{number}]"
+                )
+                continue
             return form, text, blocks
         raise text_error(sample, str(failure))
+
+    def _left_out(
+        self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
+    ) -> int | None:
+        """Return the number of a reply whose content makes no difference to the rendering."""
+        for number, message in enumerate(messages):
+            content = message["content"]
+            is_text = isinstance(content, str) and message["role"] == LEARNED_ROLE
+            if not is_text or not content.strip() or content.strip()[-_TAIL:] in text:
+                continue
+            other = [*messages]
+            other[number] = {**message, "content": _PROBE}
+            if self.render(other, False, sample.tools, options)[0] == text:
+                return number
+        return None
 
     def _check_used(
         self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
@@ -398,6 +420,12 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield form
         if any(message["content"] is None for message in form):
             yield [{**m, "content": ""} if m["content"] is None else m for m in form]
+    # Some processors have another template for conversations with items of some kinds.
+    yield [
+        {**m, "content": [{"type": "text", "text": m["content"]}]}
+        if isinstance(m["content"], str) else m
+        for m in messages
+    ]
 
 
 def _with_arguments(message: Message, change: Any) -> Message:
