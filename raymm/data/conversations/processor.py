@@ -159,9 +159,18 @@ class ModelProcessor:
 
     def adds_special(self, text: str) -> bool:
         """Return True if the tokenizer adds its special tokens to a text, which it does unless the
-        text begins with the beginning of text."""
+        text begins with the beginning of text or the processor writes that itself (Mllama)."""
         first = self.tokenizer.bos_token
-        return first is None or not text.startswith(first)
+        return first is None or not text.startswith(first) and not self._writes_first
+
+    @cached_property
+    def _writes_first(self) -> bool:
+        """True if the processor puts the beginning of text before every text."""
+        try:
+            output = self._processor(text=[_PROBE], text_kwargs={"add_special_tokens": False})
+        except USER_CODE_RAISES:  # some processors take no text without an image
+            return False
+        return list(output[IDS][0])[:1] == [self.tokenizer.bos_token_id]
 
     @cached_property
     def _special_texts(self) -> tuple[str, str]:

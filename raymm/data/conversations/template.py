@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,6 +86,7 @@ class ChatTemplate:
                 "(tokenizer.json)"
             )
         self._takes: dict[str, tuple[bool, bool]] = {}
+        self._has_warned = False
 
     def source(self, tools: Any = None) -> str:
         """Jinja source of the template. Of several named ones, ``tool_use`` if there are tools.
@@ -268,6 +270,7 @@ class ChatTemplate:
         ids, offsets = self.tokens(text, special(text))
         masked = [m.get(LOSS) is False for m in messages if m["role"] == LEARNED_ROLE]
         spans = blocks
+        self._warn_of_ends(text, blocks)
         if not _GENERATION.search(self.source(sample.tools)) or any(masked):
             try:
                 turns = learned_spans(
@@ -285,6 +288,25 @@ class ChatTemplate:
             for start, stop in offsets
         )
         return RenderedChat(text, ids, offsets, learned)
+
+    def _warn_of_ends(self, text: str, blocks: Sequence[tuple[int, int]]) -> None:
+        """Warn once if a generation block ends before the token that ends its turn."""
+        starts = {start for start, _ in blocks}
+        for start, stop in blocks if not self._has_warned else ():
+            ending = self._special_text.match(text, stop)
+            last = text[start:stop].rstrip()
+            if ending is None or not ending[0].strip() or stop in starts or any(
+                last.endswith(token) for token in self.tokenizer.convert_ids_to_tokens(
+                    [*self.special_ids]
+                )
+            ):
+                continue
+            self._has_warned = True
+            warnings.warn(
+                f"the {{% generation %}} blocks of the chat template end before {ending[0]!r}, so "
+                "the model does not learn to end its turn; move the token into the block",
+                UserWarning, stacklevel=2,
+            )
 
     def options(self, sample: Sample) -> dict[str, Any]:
         """Return the variables of the template for a sample.

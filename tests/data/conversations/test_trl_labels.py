@@ -5,6 +5,7 @@ writes (``assistant_only_loss``). Without the blocks, the same template must giv
 """
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,17 @@ def test_masked_messages_have_no_labels():
         ids = [token for token, own in zip(found.ids, found.learned, strict=True) if own]
         assert tokenizer.decode(ids) == "Two.<|im_end|>\n"
     assert special_ids(tokenizer) >= {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+def test_a_block_that_leaves_out_the_end_is_warned_of():
+    whole = (FOLDER / "llama3_training.jinja").read_text()
+    tokenizer = byte_tokenizer(whole)
+    old, new = "'<|eot_id|>' }}\n        {%- endgeneration %}", "'' }}{% endgeneration %}<|eot_id|>"
+    cut = re.sub(r"message\['content'\] \| trim \+ " + re.escape(old), lambda match: (
+        "message['content'] | trim + " + new), whole)
+    assert cut != whole
+    with pytest.warns(UserWarning, match="end before '<|eot_id|>', so the model does not learn"):
+        chat(tokenizer, cut, CONVERSATIONS["three turns"], None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        chat(tokenizer, whole, CONVERSATIONS["three turns"], None)
