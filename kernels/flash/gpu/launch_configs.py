@@ -122,6 +122,7 @@ _UNORDERED = {
     64: _TMA(128, 128, stages=1, unordered=True),
     128: _TMA(64, 128, stages=2, unordered=True),
 }
+# Where 8 warps would spill a few registers, there are 16.
 _SINGLE = {
     32: AttentionConfig(
         KernelConfig(128, 64, 8, 2), KernelConfig(128, 32, 8, 2), KernelConfig(32, 128, 8, 2)
@@ -133,15 +134,15 @@ _SINGLE = {
     ),
     128: AttentionConfig(
         KernelConfig(32, 16, 8, 1, "ieee"),
-        KernelConfig(32, 16, 8, 1, "ieee"),
+        KernelConfig(32, 16, 16, 1, "ieee"),
         KernelConfig(16, 32, 8, 1, "ieee"),
     ),
     256: AttentionConfig(
-        KernelConfig(32, 16, 8, 1, "ieee"),
-        KernelConfig(16, 16, 8, 1, "ieee"),
+        KernelConfig(32, 16, 16, 1, "ieee"),
+        KernelConfig(16, 16, 16, 1, "ieee"),
         KernelConfig(16, 16, 8, 1, "ieee"),
     ),
-    512: AttentionConfig(*[KernelConfig(16, 16, 8, 1, "ieee", two_passes=True)] * 3),
+    512: AttentionConfig(*[KernelConfig(16, 16, 16, 1, "ieee", two_passes=True)] * 3),
 }
 
 
