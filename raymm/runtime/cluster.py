@@ -159,9 +159,10 @@ def pick_device(
             its autoscaler can bring some.
 
     Raises:
-        ClusterError: it is ``"cuda"``, and the cluster has no GPU.
+        ClusterError: it is ``"cuda"``, ranks reserve GPUs, and the cluster has none.
     """
-    if device == "cuda" and reachable_resources().get("GPU", 0) < 1:
+    reserves = resources is None or resources("cuda").gpus  # without, ranks find GPUs by themselves
+    if device == "cuda" and reserves and reachable_resources().get("GPU", 0) < 1:
         raise ClusterError(
             "run.device is 'cuda', and no node of the cluster has a GPU, nor can the autoscaler "
             "bring one; accepted without GPUs: run.device: cpu, or auto"
