@@ -119,6 +119,11 @@ def reference(
         output = _encode(processor, tokenizer, messages, text, arguments, clip)
     except Exception as error:  # whatever a template or a processor raises
         raise CannotRenderError(f"{type(error).__name__}: {error}") from error
+    for message in messages:  # a string or a list with one text
+        if message["role"] == "system" and (said := message["content"]) and (
+            (said if isinstance(said, str) else said[0]["text"]) not in text
+        ):
+            raise CannotRenderError("the template drops the system message")
     offsets = [tuple(span) for span in output.pop("offset_mapping")[0]]
     replaced = _replaced(processor, text, output.pop("text_replacement_offsets", None))
     if len(replaced) != len(list(media_items(messages))):

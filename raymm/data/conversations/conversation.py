@@ -132,6 +132,13 @@ def conversation(
     Raises:
         SampleError: the text has another number of places than the row has items.
     """
+    for kind, items in media.items():
+        if items and not processor.markers.get(kind):
+            raise text_error(
+                sample, f"the row has {len(items)} items of kind {kind!r}, which the model's "
+                "processor does not take; accepted: "
+                f"{', '.join(k for k, marker in processor.markers.items() if marker) or 'text'}"
+            )
     places: list[tuple[int, int]] = []
     for marker in dict.fromkeys(filter(None, processor.markers.values())):
         kinds = [kind for kind, own in processor.markers.items() if own == marker]

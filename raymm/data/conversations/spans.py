@@ -107,7 +107,7 @@ class _Finder:
             places = range(content, -1, -1)
             starts = (i for i in places if self._text[i : i + 1] == self._header[:1])
             ends = (self._after_header(i, self._header, content) for i in starts)
-            start = next((end for end in ends if end is not None), None)
+            start = next((end for end in ends if end is not None and end <= content), None)
             if self._header and start is None:
                 raise AmbiguousError("messages[0] does not begin with the generation prompt")
             before = content if self._text[:content].strip() else 0
@@ -135,6 +135,7 @@ class _Finder:
     def stop(self, number: int) -> int:
         """Return the end of the turn of a message."""
         if number + 1 == len(self._messages):
+            self._check_end(number)
             return len(self._text)
         messages, place = self._messages[: number + 1], number
         so_far = self._try(messages)
@@ -152,6 +153,23 @@ class _Finder:
         if self._special.sub("", closing[length:]):
             raise AmbiguousError(f"messages[{number}] ends otherwise when messages follow")
         return own + length
+
+    def _check_end(self, number: int) -> None:
+        """
+        Raises:
+            AmbiguousError: the text goes on after the last turn. Some templates append the
+                generation prompt always.
+        """
+        if self._header:
+            return
+        more = [*self._messages, {"role": "user", "content": "Hi."}]
+        followed = self._try(more)
+        own = self._content_end(self._messages, number, self._text)
+        there = None if followed is None else self._content_end(more, number, followed)
+        if own is None or there is None or followed is None:
+            return
+        if self._special.sub("", self._text[own + self._common(own, followed[there:]) :]):
+            raise AmbiguousError(f"messages[{number}] ends otherwise when messages follow")
 
     def ending(self, stop: int) -> int:
         """Return the end of a turn with the token that ends it. Where the template writes none, or

@@ -87,6 +87,7 @@ class ChatTemplate:
             )
         self._takes: dict[str, tuple[bool, bool]] = {}
         self._has_warned = False
+        self._written: set[str] = set()
 
     def source(self, tools: Any = None) -> str:
         """Jinja source of the template. Of several named ones, ``tool_use`` if there are tools.
@@ -153,7 +154,7 @@ class ChatTemplate:
         for text in ("Hi.", [{"type": "text", "text": "Hi."}]):
             user = {"role": "user", "content": text}
             calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-            before = {"tool": [user, {"role": LEARNED_ROLE, "content": "", "tool_calls": calls}]}
+            before = {"tool": [user, {"role": LEARNED_ROLE, "content": text, "tool_calls": calls}]}
             messages = (
                 [message] if role == "user" else [message, user] if role == "system"
                 else [*before.get(role, [user]), message]
@@ -269,9 +270,9 @@ class ChatTemplate:
 
         ids, offsets = self.tokens(text, special(text))
         masked = [m.get(LOSS) is False for m in messages if m["role"] == LEARNED_ROLE]
-        spans = blocks
+        spans, has_blocks = blocks, _GENERATION.search(self.source(sample.tools))
         self._warn_of_ends(text, blocks)
-        if not _GENERATION.search(self.source(sample.tools)) or any(masked):
+        if not has_blocks or any(masked):
             try:
                 turns = learned_spans(
                     render, messages, text, offsets, self._turn_headers(options, sample.tools),
@@ -282,7 +283,7 @@ class ChatTemplate:
                     sample, f"the labels of its messages are ambiguous: {error}. Use a chat "
                     "template with {% generation %} blocks around what the assistant writes"
                 ) from None
-            spans = _unmasked(blocks, turns, masked)
+            spans = _unmasked(blocks if has_blocks else turns, turns, masked)
         learned = tuple(
             start < stop and any(start < end and begin < stop for begin, end in spans)
             for start, stop in offsets
@@ -388,6 +389,7 @@ class ChatTemplate:
                 sample, "it has 'tools', which the chat template does not write; use a template "
                 "that does, or list the column in data.ignore_columns"
             )
+        self._check_contents(sample, messages, text, options)
         source, own = self.source(sample.tools), {"role", "content", LOSS, *_IDENTIFIERS}
         for number, message in enumerate(messages):
             for key in message.keys() - own - self._ignored:
@@ -396,16 +398,74 @@ class ChatTemplate:
                 every = key != "tool_calls"
                 if not message[key] or every and _names(source, key):
                     continue
-                without = [
-                    _without(other, key) if every or other is message else other
-                    for other in messages
+                fewer = [
+                    [_without(other, key) if every or other is message else other
+                     for other in messages]
                 ]
-                if not changes(without, sample.tools):
+                calls = message[key] if isinstance(message[key], list) and not every else []
+                if len(calls) > 1:  # some templates write one of them
+                    fewer += [
+                        [*messages[:number], {**message, key: [*calls[:i], *calls[i + 1 :]]},
+                         *messages[number + 1 :]]
+                        for i in range(len(calls))
+                    ]
+                if not all(changes(without, sample.tools) for without in fewer):
                     raise text_error(
                         sample, f"messages[{number}] has {key!r}, which the chat template does not "
                         "write; use a template that does, or list the key in "
                         "data.ignore_message_keys"
                     )
+
+    def _check_contents(
+        self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
+    ) -> None:
+        """
+        Raises:
+            SampleError: the template does not write the content of a message, such as one of a
+                role that it does not know, or one next to tool calls.
+        """
+        if "content" in self._ignored:
+            return
+        probes = [f"{_PROBE}{number}x" for number in range(len(messages))]
+        others = list(map(_replaced, messages, probes))
+        # Which contents are written does not depend on what they say.
+        pattern = repr((
+            [(m["role"], m["content"], sorted(k for k in m if m[k])) for m in others],
+            bool(sample.tools), options,
+        ))
+        if pattern in self._written:
+            return
+        try:
+            written, _ = self.render(others, False, sample.tools, options)
+        except USER_CODE_RAISES:  # a template is a program: it may raise anything
+            written = ""
+        for number, message in enumerate(messages):
+            if others[number] is message or probes[number] in written:
+                continue
+            try:
+                changed = [*messages[:number], others[number], *messages[number + 1 :]]
+                if self.render(changed, False, sample.tools, options)[0] != text:
+                    continue
+            except USER_CODE_RAISES:
+                continue
+            raise text_error(
+                sample, f"messages[{number}] ({message['role']}) has a content that the chat "
+                "template does not write" + " next to tool calls" * ("tool_calls" in message)
+                + "; use a template that does, or list 'content' in data.ignore_message_keys"
+            )
+        self._written.add(pattern)
+
+
+def _replaced(message: Message, text: str) -> Message:
+    """Return a message with another text, where its content has one."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": text} if content.strip() else message
+    parts = [
+        {**part, "text": text} if part["type"] == "text" and part["text"].strip() else part
+        for part in content or ()
+    ]
+    return message if not content or parts == content else {**message, "content": parts}
 
 
 def _without(message: Message, key: str) -> Message:
@@ -421,12 +481,12 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _unmasked(
-    blocks: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]], masked: Sequence[bool],
+    spans: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]], masked: Sequence[bool],
 ) -> list[tuple[int, int]]:
-    """Return generation blocks, or else turns, without those of masked turns."""
+    """Return spans without those in masked turns."""
     gone = [turn for turn, is_masked in zip(turns, masked, strict=True) if is_masked]
     return [
-        (start, stop) for start, stop in blocks or turns
+        (start, stop) for start, stop in spans
         if not any(start < end and begin < stop for begin, end in gone)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
 from raymm.actors.weights.hub_folder import HubError, local_folder
-from raymm.data.conversations.template import ChatTemplate, RenderedChat
+from raymm.data.conversations.template import LOSS, ChatTemplate, RenderedChat
 from raymm.data.samples.config import DataConfig, ModalityDataConfig
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import (
@@ -343,9 +343,13 @@ def text_chat(
 
 
 def roles_without_labels(sample: Sample) -> str:
-    """Return advice for a sample without a message of the assistant; empty if it has one."""
-    roles = {message["role"] for message in sample.messages or ()}
-    if not roles or LEARNED_ROLE in roles:
+    """Return why no message of a sample is learned, for errors; empty if some are."""
+    messages = sample.messages or ()
+    roles = {message["role"] for message in messages}
+    if LEARNED_ROLE in roles:
+        masked = all(m.get(LOSS) is False for m in messages if m["role"] == LEARNED_ROLE)
+        return f": all messages of the {LEARNED_ROLE} have 'loss': false" if masked else ""
+    if not roles:
         return ""
     return (
         f": no message has the role {LEARNED_ROLE!r}, whose tokens are what is learned; the roles "

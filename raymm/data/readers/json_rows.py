@@ -243,3 +243,9 @@ def _elements(
             raise DataError(
                 f"{name}:{window.line}: expected ',' or ']' after element {index - 1}, and {what}"
             )
+    window.move(window.at + 1)
+    if following := window.peek():
+        raise DataError(
+            f"{name}:{window.line}: {following!r} follows the end of the array; accepted: one "
+            "array in a file. Join the arrays, or write each row on a line of its own"
+        )

@@ -7,6 +7,8 @@ from typing import Any
 
 from raymm.data.samples.errors import RowError
 
+# The role whose messages are labels.
+LEARNED_ROLE = "assistant"
 # Roles of ShareGPT and LLaVA (``from``), of ms-swift and of LLaMA-Factory.
 _ROLES = {
     "system": ("system",),
@@ -46,7 +48,13 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
             ) from None
     if isinstance(value, dict) and value and all(isinstance(v, list) for v in value.values()):
         names, lists = list(value), list(value.values())
-        value = [dict(zip(names, row, strict=False)) for row in zip(*lists, strict=False)]
+        if len(set(map(len, lists))) > 1:
+            lengths = {name: len(items) for name, items in value.items()}
+            raise RowError(
+                f"{column!r} has lists of different lengths {lengths}; accepted: equal ones, with "
+                "an element for each message", column,
+            )
+        value = [dict(zip(names, row, strict=True)) for row in zip(*lists, strict=True)]
     if not isinstance(value, list) or not value:
         raise RowError(f"{column!r} must be a list with at least one message", column)
     return [
@@ -91,6 +99,11 @@ def _message(message: object, where: str, column: str, rename: bool) -> dict:
             raise RowError(f"{where} is from {role!r}; accepted: {', '.join(accepted)}", column)
     _check_content(content, rest, where, names[1], column)
     loss = _loss(message, where, column)
+    if loss and role != LEARNED_ROLE:
+        raise RowError(
+            f"{where} is of the role {role!r} and has a flag to be learned; only messages of the "
+            f"role {LEARNED_ROLE!r} are. Remove the flag", column,
+        )
     return {"role": role, "content": content, **rest, **({} if loss is None else {"loss": loss})}
 
 

@@ -9,6 +9,7 @@ from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import Media
+from raymm.data.samples.messages import LEARNED_ROLE
 from raymm.data.samples.row_forms import (
     FORMS,
     ID,
@@ -23,8 +24,6 @@ from raymm.data.samples.row_media import MediaRules, PartMedia, items_of
 
 __all__ = ["ID", "TEXT", "TEXT_ROLES", "LEARNED_ROLE", "ParsedRow", "RowRules", "parse_row"]
 
-# The role whose messages are labels.
-LEARNED_ROLE = "assistant"
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,8 @@ def test_function_calls_of_sharegpt_become_tool_calls():
     ({"messages": [{"role": "system", "content": "s"}], "system": "t"}, "'system' is given, and"),
     ({"messages": [{"role": "assistant", "content": None}]}, "needs a string 'content'"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "a part with a string 'type'"),
+    ({"messages": [{**user("a"), "train": True}, assistant("b")]}, "is of the role 'user' and"),
+    ({"messages": {"role": ["user", "assistant"], "content": ["a"]}}, "lists of different lengths"),
     ({"conversations": [{"from": "function_call", "value": "look"}]}, "must be JSON with 'name'"),
     ({"prompt": "else", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), user("c")]},
      "'prompt' is a text; accepted: messages too"),

@@ -61,6 +61,13 @@ def test_no_label_at_all(bad):
         encode_text(build_tokenizer(), bad, 100)
 
 
+def test_a_row_without_labels_says_that_all_are_masked():
+    masked = sample([("user", "what is"), ("assistant", "a cat")])
+    masked.messages[1]["loss"] = False
+    with pytest.raises(SampleError, match="no label token.*'loss': false"):
+        encode_text(build_tokenizer(), masked, 100)
+
+
 def test_truncation_never_removes_every_label_silently():
     turns = [("user", "what is this what is this"), ("assistant", "a cat")]
     assert encode_text(build_tokenizer(), sample(turns), 13)[1][-1] != X
@@ -74,7 +81,7 @@ def test_a_template_that_drops_what_was_asked_is_refused():
         "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
     )
     turns = [("user", "what"), ("assistant", "a cat")]
-    with pytest.raises(SampleError, match=r"'the-id'.*ambiguous.*prompt for messages\[1\]"):
+    with pytest.raises(SampleError, match=r"'the-id'.*messages\[0\] \(user\) .* does not write"):
         encode_text(build_tokenizer(template), sample(turns), 100)
 
 
