@@ -31,7 +31,7 @@ from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
 from raymm.data.samples.config import TOWER_OF, DataConfig
-from raymm.data.samples.errors import DataError, SampleError
+from raymm.data.samples.errors import DataError, RowError, SampleError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.processors import frames_of, read_audio, read_image
 from raymm.data.samples.sample import Sample
@@ -203,7 +203,13 @@ class ProcessedBuilder(StepBuilder):
         """Return the frames of a video, with their times where they are known."""
         if isinstance(video, Clip):
             return video
-        frames = frames_of(video if isinstance(video, list) else [video])
+        if not isinstance(video, list):
+            raise RowError(
+                "it is a picture, and not a video file; accepted in a column of videos: video "
+                "files, or with data.modalities.video.frames: true lists of pictures, of which "
+                "each list is a video"
+            )
+        frames = frames_of(video)
         if times is not None:
             return Clip.from_frames([np.asarray(frame) for frame in frames], times)
         if (fps := self.config.modalities["video"].fps) is None:

@@ -133,6 +133,14 @@ def test_text_with_marks_is_as_parts(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_items_that_the_processor_does_not_take_are_refused(tmp_path):
+    path = picture(tmp_path, 60, 90)
+    file = write(tmp_path, row(0, "<image>What?", "This.", images=[path]))
+    settings = config("qwen2_audio", file, modalities={"image": {"column": "images"}})
+    with pytest.raises(SampleError, match="1 items of kind 'image'.*does not take; accepted: audio"):
+        step_builder(settings, open_split(settings, "train")).build([[0]])
+
+
 def test_what_cannot_be_used_is_named_and_may_be_left_out(tmp_path):
     path = picture(tmp_path, 60, 90)
     broken = tmp_path / "broken.png"

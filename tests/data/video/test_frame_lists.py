@@ -135,6 +135,13 @@ def test_a_single_frame_needs_no_rate(tmp_path):
     assert microbatch(tmp_path, files(tmp_path, "smolvlm", frames=1))["input_ids"].numel()
 
 
+def test_pictures_that_are_not_frames_are_no_videos(tmp_path):
+    """A list without ``frames`` is several items; each would be a video of one frame."""
+    folder = files(tmp_path, "smolvlm", frames=1)
+    with pytest.raises(SampleError, match="is a picture, and not a video file.*frames: true"):
+        microbatch(tmp_path, folder, frames=False)
+
+
 def test_frames_of_several_sizes_are_refused(tmp_path):
     folder = files(tmp_path, "qwen3_vl", sizes=((56, 56), (64, 56)))
     with pytest.raises(SampleError, match="several sizes, 56 x 56 and 64 x 56"):
