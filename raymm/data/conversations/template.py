@@ -30,8 +30,6 @@ _RESERVED = frozenset({
 })  # fmt: skip
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "raymmprobe"
-# Characters at the end of a content that are looked for in the rendering.
-_TAIL = 16
 
 
 @dataclass(frozen=True)
@@ -348,9 +346,10 @@ class ChatTemplate:
                     "than the row has"
                 )
                 continue
-            if (number := self._left_out(sample, form, text, options)) is not None:
+            if left_out := self._left_out(sample, form, text, options):
                 failure = failure or (
-                    f"the chat template leaves out the content of messages[{number}]"
+                    f"{left_out}, which the chat template does not write; use a template that "
+                    "does, or list 'content' in data.ignore_message_keys"
                 )
                 continue
             return form, text, blocks
@@ -358,18 +357,38 @@ class ChatTemplate:
 
     def _left_out(
         self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
-    ) -> int | None:
-        """Return the number of a reply whose content makes no difference to the rendering."""
+    ) -> str:
+        """Return what of a content the template does not write, such as that of a role that it
+        does not know, or one next to tool calls; empty if it writes all of them."""
+        if "content" in self._ignored:
+            return ""
+        probes = [f"{_PROBE}{number}x" for number in range(len(messages))]
+        others = list(map(_replaced, messages, probes))
+        # Which contents are written does not depend on what they say.
+        pattern = repr((
+            [(m["role"], m["content"], sorted(k for k in m if m[k])) for m in others],
+            bool(sample.tools), options,
+        ))
+        if pattern in self._written:
+            return ""
+        try:
+            written, _ = self.render(others, False, sample.tools, options)
+        except USER_CODE_RAISES:  # a template is a program: it may raise anything
+            written = ""
         for number, message in enumerate(messages):
-            content = message["content"]
-            is_text = isinstance(content, str) and message["role"] == LEARNED_ROLE
-            if not is_text or not content.strip() or content.strip()[-_TAIL:] in text:
+            if others[number] is message or probes[number] in written:
                 continue
-            other = [*messages]
-            other[number] = {**message, "content": _PROBE}
-            if self.render(other, False, sample.tools, options)[0] == text:
-                return number
-        return None
+            changed = [*messages[:number], others[number], *messages[number + 1 :]]
+            try:
+                if self.render(changed, False, sample.tools, options)[0] != text:
+                    continue
+            except USER_CODE_RAISES:
+                continue
+            return f"messages[{number}] ({message['role']}) has a content" + (
+                " next to tool calls" * ("tool_calls" in message)
+            )
+        self._written.add(pattern)
+        return ""
 
     def _check_used(
         self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
@@ -389,7 +408,6 @@ class ChatTemplate:
                 sample, "it has 'tools', which the chat template does not write; use a template "
                 "that does, or list the column in data.ignore_columns"
             )
-        self._check_contents(sample, messages, text, options)
         source, own = self.source(sample.tools), {"role", "content", LOSS, *_IDENTIFIERS}
         for number, message in enumerate(messages):
             for key in message.keys() - own - self._ignored:
@@ -415,45 +433,6 @@ class ChatTemplate:
                         "write; use a template that does, or list the key in "
                         "data.ignore_message_keys"
                     )
-
-    def _check_contents(
-        self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
-    ) -> None:
-        """
-        Raises:
-            SampleError: the template does not write the content of a message, such as one of a
-                role that it does not know, or one next to tool calls.
-        """
-        if "content" in self._ignored:
-            return
-        probes = [f"{_PROBE}{number}x" for number in range(len(messages))]
-        others = list(map(_replaced, messages, probes))
-        # Which contents are written does not depend on what they say.
-        pattern = repr((
-            [(m["role"], m["content"], sorted(k for k in m if m[k])) for m in others],
-            bool(sample.tools), options,
-        ))
-        if pattern in self._written:
-            return
-        try:
-            written, _ = self.render(others, False, sample.tools, options)
-        except USER_CODE_RAISES:  # a template is a program: it may raise anything
-            written = ""
-        for number, message in enumerate(messages):
-            if others[number] is message or probes[number] in written:
-                continue
-            try:
-                changed = [*messages[:number], others[number], *messages[number + 1 :]]
-                if self.render(changed, False, sample.tools, options)[0] != text:
-                    continue
-            except USER_CODE_RAISES:
-                continue
-            raise text_error(
-                sample, f"messages[{number}] ({message['role']}) has a content that the chat "
-                "template does not write" + " next to tool calls" * ("tool_calls" in message)
-                + "; use a template that does, or list 'content' in data.ignore_message_keys"
-            )
-        self._written.add(pattern)
 
 
 def _replaced(message: Message, text: str) -> Message:

@@ -25,9 +25,10 @@ from tests.data.conversations.test_trl_labels import (
 OTHER = {"diffusion_gemma"}
 TEXTS = st.lists(st.sampled_from([
     "", " ", "\n", "a", "Hello.", "assistant\n", "user", "None", "{'type': 'text'}", "\r\n", "\t",
-    "\u200b", "e\u0301\U0001f469\u200d\U0001f467", "\u05e9\u05dc\u05d5\u05dd", "\\alpha{x}",
-    "{{ x }}", "<think>", "</think>", "<think>\nt\n</think>\n\nans", "<|im_end|>", "<|im_start|>assistant\n",
-    "<eos>", "<bos>", "<end_of_turn>\n", "<|eot_id|>", "[INST] x [/INST]", "</s>", "<image>",
+    "\u200b", "\u05e9\u05dc\u05d5\u05dd", "e\u0301\U0001f469\u200d\U0001f467", "\\alpha{x}",
+    "{{ x }}", "<think>", "</think>", "<think>\nt\n</think>\n\nans", "<|im_end|>", "<eos>",
+    "<|im_start|>assistant\n", "<bos>", "<end_of_turn>\n", "<|eot_id|>", "[INST] x [/INST]",
+    "</s>", "<image>",
 ]), max_size=2).map("".join)
 
 
@@ -86,10 +87,10 @@ INSTEAD = "{{ m.tool_calls[0].function if m.tool_calls else m.content }}"
 DROPPING = {
     "a role": (CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in "
                "('user', 'assistant') %}"), [{"role": "developer", "content": "Be brief."}],
-               r"messages\[0\] \(developer\) has a content that the chat template does not write;"),
+               r"messages\[0\] \(developer\) has a content, which the chat"),
     "text next to calls": (CHATML.replace("{{ m.content }}", INSTEAD),
                            [user("Hi"), said("I look.", tool_calls=[CALL])],
-                           r"messages\[1\] \(assistant\) has a content .* next to tool calls"),
+                           r"messages\[1\] \(assistant\) has a content next to tool calls, which"),
     "a second call": (CHATML.replace("{{ m.content }}", INSTEAD),
                       [user("Hi"), said("", tool_calls=[CALL, CALL])],
                       r"messages\[1\] has 'tool_calls', which the chat template does not write"),

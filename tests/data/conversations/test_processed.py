@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
+from benchmarks._templates import SHAPES
 from examples.vlm.kinds import KINDS
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.data import DataConfig, DataError, SampleError, local_steps, open_split, step_builder
@@ -136,8 +137,14 @@ def test_text_with_marks_is_as_parts(tmp_path):
 def test_items_that_the_processor_does_not_take_are_refused(tmp_path):
     path = picture(tmp_path, 60, 90)
     file = write(tmp_path, row(0, "<image>What?", "This.", images=[path]))
-    settings = config("qwen2_audio", file, modalities={"image": {"column": "images"}})
-    with pytest.raises(SampleError, match="1 items of kind 'image'.*does not take; accepted: audio"):
+    processor = AutoProcessor.from_pretrained(tiny("qwen2_audio")[0])
+    processor.chat_template = SHAPES["qwen2_audio"].template  # it skips the parts of other kinds
+    processor.save_pretrained(tmp_path / "processor")
+    settings = config(
+        "qwen2_audio", file, processor=str(tmp_path / "processor"),
+        modalities={"image": {"column": "images"}},
+    )
+    with pytest.raises(SampleError, match="1 items of kind 'image'.*not take; accepted: audio"):
         step_builder(settings, open_split(settings, "train")).build([[0]])
 
 

@@ -138,6 +138,8 @@ def test_a_single_frame_needs_no_rate(tmp_path):
 def test_pictures_that_are_not_frames_are_no_videos(tmp_path):
     """A list without ``frames`` is several items; each would be a video of one frame."""
     folder = files(tmp_path, "smolvlm", frames=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace('[["0.png"]]', '["0.png"]'))
     with pytest.raises(SampleError, match="is a picture, and not a video file.*frames: true"):
         microbatch(tmp_path, folder, frames=False)
 
