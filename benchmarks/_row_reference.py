@@ -201,6 +201,9 @@ def _plain(tokenizer: Any, processor: Any, row: Expected) -> dict[str, torch.Ten
     """Text without a template: all of it is learned, or all after the prompt."""
     text = (row.text or "").replace("{eos}", tokenizer.eos_token)
     output = dict(processor(text=[text], return_tensors="pt"))
+    first, second = output["input_ids"][0, :2].tolist()
+    if first == second == tokenizer.bos_token_id:  # Mllama's processor writes one as well
+        output = dict(processor(text=[text], return_tensors="pt", add_special_tokens=False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     labels = output["input_ids"].clone()
     first = labels.shape[1] - len(encoded["input_ids"])  # special tokens come before the text

@@ -16,7 +16,7 @@ from tests import house
 FEW = 2  # parameters that need no list
 _SECTION = re.compile(r"^(?:Args|Attributes):\n((?:(?:    .*)?\n?)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\*{0,2}\w+(?:(?:, | to | and )\*{0,2}\w+)*):", re.MULTILINE)
-_REFERS = re.compile(r"\A(?:.*\n)?As :(?:meth|func)|arguments as of", re.IGNORECASE)
+_REFERS = re.compile(r"\A(?:.*\n)?As :(?:meth|func)|arguments as (?:of|in)", re.IGNORECASE)
 
 
 def named(text: str) -> set[str]:

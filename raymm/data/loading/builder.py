@@ -1,4 +1,4 @@
-"""Builds the microbatches of one step in this process; workers and local runs both use it."""
+"""Build the microbatches of a step in this process; data workers and local runs both use it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -66,12 +66,12 @@ class Skipped:
 
     @classmethod
     def of(cls, error: SampleError, source: str) -> "Skipped":
-        """A sample of a source that cannot be used."""
+        """Return the record of an unusable sample of a source."""
         return cls(error.sample_id, error.path, error.reason, error.column, source)
 
 
 def none_usable(skipped: Sequence[Skipped], of: str = "the step's") -> NoneUsableError:
-    """What to say of a step, or of another set of samples (``of``), of which nothing is left."""
+    """Return the error for a step, or another set of samples (``of``), without a usable sample."""
     reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
     what = f"none of {of} {len(skipped)} samples is usable: {reasons}"
     return NoneUsableError(what, skipped)
@@ -138,7 +138,7 @@ class StepBuilder:
     Args:
         config: the data configuration.
         dataset: the split's samples.
-        check: looks whether the model can take a sample; None if nobody asks.
+        check: checks whether the model can take a sample; None for no check.
         features: looks for features of items that were kept; None if none are.
 
     Tokenizer and processors are loaded at the first use.
@@ -176,7 +176,7 @@ class StepBuilder:
         return next(id for id in ids if id is not None)
 
     def parts(self, microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
-        """What different stages need of a microbatch: ``"text"`` and modalities."""
+        """Return the parts of a microbatch by stage: ``"text"`` and modalities."""
         return split_parts(microbatch)
 
     def alone(self, encoded: Any) -> tuple[dict[str, dict[str, torch.Tensor]], MicrobatchMeta]:
@@ -195,7 +195,7 @@ class StepBuilder:
         shuffled: Sequence[str] = (),
         stack: Stack = torch.stack,
     ) -> BuiltStep:
-        """The step of these samples.
+        """Build the step of some samples.
 
         Given groups are microbatches as they are; under ``on_error: skip`` an unusable sample
         leaves its group, and a group without samples the step.
@@ -243,19 +243,19 @@ class StepBuilder:
         return BuiltStep(microbatches, meta, skipped, sources)
 
     def _kept(self, indices: Sequence[int] | Sequence[Sequence[int]]) -> StepFeatures:
-        """What was kept of all samples of a step."""
+        """Return the cached features of all samples of a step."""
         if self._lookup is None:
             return StepFeatures()
         samples = []
         for index in flat(indices):
-            with suppress(SampleError):  # whoever encodes it will say
+            with suppress(SampleError):  # reported when it is encoded
                 samples.append(self.dataset[index])
         return self._lookup.of_step(samples)
 
     def _groups(
         self, indices: Sequence[int] | Sequence[Sequence[int]]
     ) -> tuple[list[list[EncodedSample]], list[Skipped]]:
-        """The samples of every microbatch, and what was left out."""
+        """Return the samples of every microbatch, and the samples that were left out."""
         if is_grouped(indices):
             groups = cast(Sequence[Sequence[int]], indices)
             encoded = [self._encode_all(group) for group in groups]
@@ -278,7 +278,7 @@ class StepBuilder:
         return samples, skipped
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Token ids, labels and item tensors of one sample.
+        """Return token ids, labels and item tensors of one sample.
 
         Raises:
             SampleError: names the sample, the column and, for a media file, its path.
@@ -338,7 +338,7 @@ class StepBuilder:
             ) from error
 
     def _item(self, name: str, sample: Sample, item: Media) -> dict[str, torch.Tensor]:
-        """The tensors of an item that is within the limits."""
+        """Return the tensors of an item, after checking its limits."""
         def tensors(inputs: Any) -> dict[str, torch.Tensor]:
             output = self.processors[name](inputs)
             return {key: torch.as_tensor(value) for key, value in output.items()}
@@ -348,7 +348,7 @@ class StepBuilder:
     def _decoded(
         self, name: str, sample: Sample, item: Media, make: Callable[[Any], T]
     ) -> T:
-        """What is made of an item that is within the limits."""
+        """Check the limits of an item, decode it and return the result of ``make``."""
         modality = self.config.modalities[name]
         frames = item if isinstance(item, tuple) else (item,)
         try:
@@ -382,8 +382,8 @@ class StepBuilder:
 def _keys_of(
     group: Sequence[EncodedSample], shuffled: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """What the items of a microbatch are to be kept under, in their order; of modalities whose
-    items change places, nothing."""
+    """Return cache keys of the items of a microbatch, in order, without modalities whose items are
+    shuffled."""
     names = dict.fromkeys(name for sample in group for name in sample.keys)
     return {
         name: tuple(key for sample in group for key in sample.keys.get(name, ()))

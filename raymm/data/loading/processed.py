@@ -1,5 +1,5 @@
-"""Builds the microbatches of a whole model's step: its own processor makes all of a microbatch's
-tensors in one call, as it would for inference."""
+"""Build the microbatches of a Hugging Face VLM: its processor makes all tensors of a microbatch in
+one call, as for inference."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ def step_builder(
     config: DataConfig, dataset: Dataset, check: SampleCheck | None = None,
     features: FeatureLookup | None = None,
 ) -> StepBuilder:
-    """What builds the steps of a configuration; arguments as of :class:`StepBuilder`."""
+    """Return the step builder of a configuration; arguments as in :class:`StepBuilder`."""
     kind = StepBuilder if config.processor is None else ProcessedBuilder
     return kind(config, dataset, check, features)
 
 
 class ProcessedBuilder(StepBuilder):
-    """Builds steps with ``data.processor``. Arguments as of :class:`StepBuilder`; samples are
-    checked as parts of their microbatch, and one by one to say which is at fault."""
+    """Step builder that uses ``data.processor``; arguments as in :class:`StepBuilder`. Samples are
+    checked together with their microbatch, and one by one to find the sample at fault."""
 
     @cached_property
     def _of_microbatches(self) -> list[tuple[Microbatch, tuple[Any, Any]]]:
-        """Of microbatches of this step, what modules get."""
+        """Microbatches of the current step with the parts of each module."""
         return []
 
     @cached_property
     def processor(self) -> ModelProcessor:
-        """Of the model."""
+        """Processor of the model."""
         config = self.config
         assert config.processor is not None  # see step_builder
         return ModelProcessor(
@@ -72,11 +72,11 @@ class ProcessedBuilder(StepBuilder):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of the processor."""
+        """Tokenizer of the processor."""
         return self.processor.tokenizer
 
     def alone(self, encoded: Any) -> tuple[dict[str, dict[str, torch.Tensor]], MicrobatchMeta]:
-        """As of :class:`StepBuilder`.
+        """See :meth:`StepBuilder.alone`.
 
         Raises:
             SampleError: it cannot be used.
@@ -90,7 +90,7 @@ class ProcessedBuilder(StepBuilder):
     def _kept_parts(
         self, microbatch: Microbatch
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, tuple[str, ...]]]:
-        """As :meth:`TowerLookup.parts`; the same whenever it is asked for."""
+        """Return :meth:`TowerLookup.parts`, computed once per microbatch."""
         if not isinstance(self._lookup, TowerLookup):
             return text_parts(self.config.towers, microbatch), {}
         for earlier, parts in self._of_microbatches:
@@ -133,7 +133,7 @@ class ProcessedBuilder(StepBuilder):
         return BuiltStep(microbatches, meta, skipped)
 
     def processor_batch(self, indices: Sequence[int]) -> Microbatch:
-        """All that the processor returns of these samples together, and labels.
+        """Return the processor's tensors of some samples together, and labels.
 
         Raises:
             SampleError: one that cannot be used.
@@ -141,7 +141,7 @@ class ProcessedBuilder(StepBuilder):
         return self._microbatch([self.encode(self.dataset[index]) for index in indices])
 
     def encode(self, sample: Sample) -> Any:
-        """A sample, rendered and decoded: a :class:`Conversation`.
+        """Render and decode a sample; return a :class:`Conversation`.
 
         Raises:
             SampleError: see :meth:`StepBuilder.encode`.
@@ -180,7 +180,7 @@ class ProcessedBuilder(StepBuilder):
         return ItemCheck(self.processor)
 
     def _check_items(self, encoded: Conversation) -> None:
-        """Refuse a sample of whose items the processor would drop or invent something.
+        """Refuse a sample if the processor would drop or invent a part of its items.
 
         Raises:
             SampleError: see :class:`ItemCheck`; or the processor fails on the sample.
@@ -219,7 +219,7 @@ class ProcessedBuilder(StepBuilder):
     def _of_group(
         self, group: Sequence[Conversation]
     ) -> tuple[Microbatch | None, list[Conversation], list[Skipped]]:
-        """A microbatch, the samples that it is of, and those that were left out."""
+        """Return a microbatch, the samples in it, and the samples that were left out."""
         try:
             return self._microbatch(group), list(group), []
         except SampleError as error:
@@ -246,7 +246,7 @@ class ProcessedBuilder(StepBuilder):
         if not skipped:
             ids = ", ".join(repr(sample.id) for sample in group)
             raise DataError(
-                f"samples {ids}, of which each alone could be used, make no microbatch together: "
+                f"samples {ids}, can be used one by one, but not in one microbatch: "
                 f"{type(first).__name__}: {first}"
             ) from first
         return self._microbatch(usable) if usable else None, usable, skipped
@@ -355,13 +355,12 @@ class ProcessedBuilder(StepBuilder):
 
 
 def measure_of(config: DataConfig) -> Measure | None:
-    """What says how large samples are, where a whole model's processor does."""
+    """Return the class that measures samples with ``data.processor``; None without a processor."""
     return None if config.processor is None else ProcessedSizes
 
 
 class ProcessedSizes:
-    """How large samples are, as the processor makes them: numbers that their towers are given, and
-    tokens with those of items.
+    """Sizes of processed samples: input numbers of each tower, and tokens including those of items.
 
     Args:
         dataset: the samples.
@@ -398,7 +397,7 @@ def describe_whole(
     microbatch: Mapping[str, torch.Tensor], parts: Mapping[str, Mapping[str, torch.Tensor]],
     sample_ids: Sequence[str], items: Mapping[str, Sequence[int]],
 ) -> MicrobatchMeta:
-    """Metadata of a whole model's microbatch.
+    """Return the metadata of a microbatch.
 
     Args:
         microbatch: what the model's forward takes, and labels.

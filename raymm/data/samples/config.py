@@ -13,7 +13,7 @@ from raymm.data.video.container import MAX_RATE
 from raymm.data.video.frames import FrameSampling
 from raymm.files.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
 
-# A microbatch keeps its text tensors under these names, beside the modalities.
+# Names of the text tensors of a microbatch, next to the modalities.
 TEXT_KEYS = ("input_ids", "attention_mask", "labels")
 RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
 # Of items, as whole models' processors know them, and what they call the argument.
@@ -30,13 +30,14 @@ Size = Annotated[int, Field(ge=1, le=2**60)]
 
 
 class VideoConfig(Section):
-    """Which frames of a video file become an item. They are those that are shown at these times,
-    upright RGB, and no more of the file is decoded than they need.
+    """Frames of a video file that become an item: those shown at some times, upright RGB. No more
+    of the file is decoded than they need.
 
     Attributes:
-        fps: frames per second, from the beginning on; None for ``max_frames`` of every file at
-            equal distances (of a short one some come twice), which stack into one tensor.
-        max_frames: where ``fps`` gives more, so many at equal distances.
+        fps: frames per second, from the beginning; None for ``max_frames`` frames of every file at
+            equal distances (some are repeated in a short file), which stack into one tensor.
+        max_frames: maximum number of frames; where ``fps`` gives more, this many at equal
+            distances.
         max_pixels: width times height of a frame; larger ones are scaled down while decoding.
     """
 
@@ -46,32 +47,32 @@ class VideoConfig(Section):
 
     @property
     def sampling(self) -> FrameSampling:
-        """The same for the decoder."""
+        """Settings of the decoder."""
         return FrameSampling(self.fps, self.max_frames, self.max_pixels)
 
 
 class ModalityDataConfig(Section):
-    """Where a modality's files are named and what turns one item into tensors.
+    """Column of a modality's items, and what turns an item into tensors.
 
     Attributes:
         column: column of the row that holds its items: a path, bytes, {"path", "bytes"} or a
-            list of them (``raymm.data.samples.row_media``). Of tar shards an extension
-            (``raymm.data.readers.tar_shards``). Without one, items come only from parts of
+            list of them (``raymm.data.samples.row_media``). For tar shards, a file extension
+            (``raymm.data.readers.tar_shards``). Without a column, items come only from parts of
             messages: {"type": "image", "image": ...}. A row has its items in the column or in
             parts, not both.
         processor: ``"pkg.mod:fn"``, a function from one item to its dict of tensors; or a local
-            folder of a Hugging Face image processor, feature extractor, or of both. Left out
-            where ``data.processor`` is given, which takes items of all kinds.
-        input: what a function gets. ``"file"``: the item's path, or a binary file
-            (``io.BytesIO``) where it has none, both of which Pillow, soundfile,
-            ``read_image`` and ``read_audio`` take. ``"bytes"``: the encoded item. ``"image"``:
-            an upright RGB ``PIL.Image``.
-        frames: every item is made of frames: a list in the column is one item, a list of lists
-            several. The processor gets a list.
-        video: items are video files, of which these frames are decoded, a :class:`VideoConfig`, or
-            True for its defaults. A function gets a ``raymm.data.Clip``, a folder a list of images.
-            Without it, of a video file the sound track is read: two modalities may have the same
-            column.
+            folder of a Hugging Face image processor, feature extractor, or both. Not accepted
+            with ``data.processor``, which takes items of all kinds.
+        input: argument of the function. ``"file"``: the item's path, or a binary file
+            (``io.BytesIO``) for an item without a path; Pillow, soundfile,
+            ``read_image`` and ``read_audio`` accept both. ``"bytes"``: the encoded item.
+            ``"image"``: an upright RGB ``PIL.Image``.
+        frames: every item is a list of frames: a list in the column is one item, a list of lists
+            is several items. The processor receives a list.
+        video: items are video files: the frames to decode, a :class:`VideoConfig`, or
+            True for its defaults. A function receives a ``raymm.data.Clip``, a folder a list of
+            images. Without ``video``, the sound track of a video file is read, so two modalities
+            may have the same column.
         fps: frames per second of items that are lists of frames, with ``data.processor``. Needed
             where the processor writes the times of frames into the text, or computes positions
             from them.
@@ -79,9 +80,9 @@ class ModalityDataConfig(Section):
             the column's name (also without its last s), and ``image`` for ``vision``.
         placeholder: token that stands for this modality in the text; by default that of
             ``model.merge``.
-        placeholder_tokens: how many tokens an item gets from the encoder: each placeholder in
-            the text is repeated so often. If None, the text has to hold as many as the encoder
-            gives.
+        placeholder_tokens: tokens per item from the encoder; each placeholder in the text is
+            repeated this many times. If None, the text must have as many placeholders as the
+            encoder returns tokens.
     """
 
     column: Text | None = None
@@ -109,12 +110,12 @@ class ModalityDataConfig(Section):
 
 
 class RebalanceConfig(Section):
-    """When steps are planned anew with the costs that were measured while training.
+    """When to plan the remaining steps again with the costs measured while training.
 
     Attributes:
-        every: steps from one look at what was measured to the next.
-        gain: how much faster the steps to come must be predicted to get, at least, for them to
-            be planned anew: 0.02 for 2 percent.
+        every: steps between two evaluations of the measured costs.
+        gain: smallest predicted speed-up of the remaining steps for which they are planned again:
+            0.02 for 2 percent.
     """
 
     every: Count = 50
@@ -122,28 +123,28 @@ class RebalanceConfig(Section):
 
 
 class BatchingConfig(Section):
-    """Which samples share a step and a microbatch.
+    """Assignment of samples to steps and microbatches.
 
     Attributes:
         method: ``"random"``: a permutation cut into steps of ``batch_size`` samples, and these,
             sorted by modality, into microbatches of equally many. Otherwise an epoch is planned
             from the sizes of all samples, which are scanned before the run starts:
             ``"balanced"``: the microbatches of a step are equal in every modality and in cost
-            (``raymm.scheduler.minibatch.balanced``); how many samples that takes differs.
-            ``"length_grouped"``: samples of similar length together, equally many.
-        budgets: modality, or ``"text"`` -> units that no microbatch exceeds; what is not named
-            gets what ``batch_size / microbatches`` samples have on average, and a little more.
+            (``raymm.scheduler.minibatch.balanced``), with different numbers of samples.
+            ``"length_grouped"``: the same number of samples, of similar length.
+        budgets: modality, or ``"text"`` -> units that no microbatch exceeds. The default is
+            slightly above the average of ``batch_size / microbatches`` samples.
         units: modality -> ``"pkg.mod:fn"``, from the (M, 3) int64 array of its items (of an image
             width, height, frames; of a sound length, Hz, channels) to (M,) whole units. Without
-            one an item counts as the tokens that the model's encoder makes of it. Units of
-            ``"text"`` are tokens of the language model. With ``data.processor`` an item has what
-            the processor makes of it, in numbers that the tower is given (and 1, 1).
-        alike: how different in size microbatches of a step may be, relative to their mean, for
-            steps that mix more: 0 to 1 (``plan_balanced``).
-        source_weight: how much the mix of sources counts beside sizes.
-        cache: folder that scans are kept in; by default below ``~/.cache/raymm``.
-        rebalance: plan what is left of an epoch anew, with seconds that were measured instead of
-            units, where that pays: steps from one look to the next, a :class:`RebalanceConfig`,
+            a function, the units of an item are its tokens from the model's encoder. Units of
+            ``"text"`` are tokens of the language model. With ``data.processor`` the first number
+            is the count of the item's input numbers (and 1, 1).
+        alike: allowed difference in size between the microbatches of a step, relative to their
+            mean, in exchange for a better mix: 0 to 1 (``plan_balanced``).
+        source_weight: weight of the mix of sources, relative to sizes.
+        cache: folder of stored scans; by default below ``~/.cache/raymm``.
+        rebalance: plan the rest of an epoch again with measured seconds instead of
+            units, where that is faster: steps between evaluations, a :class:`RebalanceConfig`,
             or True for its defaults.
     """
 
@@ -174,7 +175,7 @@ class BatchingConfig(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What was given of the planner's options."""
+        """Options of the planner that are set."""
         options = {
             "budgets": self.budgets or None,
             "alike": self.alike,
@@ -194,51 +195,50 @@ class DataConfig(Section):
             rows are trained on, and a resumed run has the same ones.
         tokenizer: folder of a Hugging Face tokenizer, or the id of a model on the hub,
             ``ORG/NAME`` or ``ORG/NAME@REVISION``; by default that of ``processor``.
-        processor: folder or id, as of ``tokenizer``, of a whole model's own processor
-            (``AutoProcessor``) with its chat template, which makes everything that the model is
-            given.
-        modalities: by name, as in the model's ``encoders``; with ``processor``, of ``image``,
-            ``video`` (frames) and ``audio`` those that there are.
+        processor: folder or id, as for ``tokenizer``, of the processor of a Hugging Face VLM
+            (``AutoProcessor``) with its chat template, which makes all inputs of the model.
+        modalities: by name, as in the model's ``encoders``; with ``processor``, those of ``image``,
+            ``video`` (frames) and ``audio`` that the rows have.
         batch_size: samples per step, over all microbatches.
         microbatches: microbatches per step; divides ``batch_size``.
         max_length: text tokens kept per sample.
-        preferences: rows are prompts with a chosen and a rejected answer, each of which becomes two
-            rows of its microbatch; in a configuration, ``model.loss`` says so. ``"chosen"``: of
-            each the chosen answer alone, as of a row with one answer.
-        row_form: how all rows say what is asked and answered, a key of
+        preferences: rows are prompts with a chosen and a rejected answer, and each row becomes two
+            rows of its microbatch; in a configuration, ``model.loss`` sets it. ``"chosen"``: only
+            the chosen answer, like a row with one answer.
+        row_form: form of all rows, a key of
             :data:`raymm.data.samples.row_forms.FORMS`: ``messages``, ``conversations``,
             ``preference``, ``prompt_completion``, ``alpaca``, ``query_response`` or ``text``. By
             default the columns of each row decide.
         ignore_columns: columns of rows, and keys of message parts, that are not used on purpose.
             Any other column that is not used is refused.
         shuffle: a new seeded permutation each epoch; else file order.
-        batching: which samples share a step: a method, or a :class:`BatchingConfig`. Held-out
-            data is one pass in a fixed order whatever it says.
+        batching: assignment of samples to steps: a method, or a :class:`BatchingConfig`. Held-out
+            data is always one pass in a fixed order.
         seed: of the permutations.
         num_workers: Ray actors that decode and tokenize. The stream does not depend on it.
         prefetch_steps: steps loaded ahead of the one in use.
-        on_error: what to do with a sample that cannot be used (malformed row, corrupt image or
+        on_error: action for a sample that cannot be used (malformed row, corrupt image or
             audio, an item above a limit, no label token within ``max_length``, placeholders
             that do not match the items): "raise", or "skip" and report it in ``Step.skipped``.
-        media_folders: where rows may name files, besides the folder of their source; ``[/]`` for
-            anywhere on this machine. URLs (``https://HOST/FOLDER``, ``s3://BUCKET``) allow rows to
-            name files by URL, below these.
+        media_folders: folders in which rows may name files, in addition to the folder of their
+            source; ``[/]`` for anywhere on this machine. URLs (``https://HOST/FOLDER``,
+            ``s3://BUCKET``) allow rows to name files by URL, below these.
         max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes,
-            max_video_seconds, max_video_frames: what an item
-            may have at most, checked before it is decoded or read: see
+            max_video_seconds, max_video_frames: limits of an item, checked before it is decoded
+            or read: see
             :class:`raymm.data.samples.limits.Limits`.
         worker_cpus: CPUs that each data worker reserves in Ray (a fraction is fine).
         worker_timeout: seconds to wait for a step before the run ends with an error.
         trust_remote_code: run Python files that folders of the tokenizer and of processors bring
-            (``auto_map``); in a configuration, ``model.trust_remote_code`` says it for all.
+            (``auto_map``); in a configuration, ``model.trust_remote_code`` sets it for all.
         vocabulary: token ids that the language model has embeddings for; by default those of the
             model that is trained.
         chat_template_kwargs: variables for the chat template of every row, such as
             ``{enable_thinking: false}``; those of a row (its column of that name) come on top.
         ignore_message_keys: keys of messages that the chat template need not write. Other keys
             that it does not write are refused.
-        towers: by tower of a whole model, for each of its arguments what the processor calls it; by
-            default those of the model that is trained.
+        towers: tower of a Hugging Face VLM -> argument -> name of that tensor in the processor's
+            output; by default those of the model that is trained.
     """
 
     train: list[SourceConfig] = Field(min_length=1)
@@ -340,8 +340,8 @@ class DataConfig(Section):
                     )
             if modality.processor is not None or modality.placeholder_tokens is not None:
                 raise ValueError(
-                    f"modalities.{name} has a processor or placeholder_tokens of its own; "
-                    "data.processor says both"
+                    f"modalities.{name} has a processor or placeholder_tokens; "
+                    "accepted with data.processor: neither"
                 )
         return self
 

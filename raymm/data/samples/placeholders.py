@@ -1,4 +1,4 @@
-"""Where media stand in the text: list-form messages, placeholder tokens, and their counts."""
+"""Places of media in the text: list-form messages, placeholder tokens, and their counts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _PROBE = "raymmprobe"
 
 @dataclass(frozen=True)
 class Placeholder:
-    """How a modality shows in token ids.
+    """Placeholder of a modality in token ids.
 
     Attributes:
         token: as text.
@@ -29,7 +29,7 @@ class Placeholder:
 def find_placeholders(
     tokenizer, modalities: Mapping[str, ModalityDataConfig]
 ) -> dict[str, Placeholder]:
-    """The placeholders of the modalities that have one.
+    """Return the placeholders of the modalities that have one.
 
     Raises:
         DataError: a placeholder is not one token of the tokenizer.
@@ -56,7 +56,7 @@ def find_placeholders(
 
 
 def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
-    """Type of a message's part -> modality."""
+    """Return the modality of each type of a message part."""
     types: dict[str, str] = {}
     for name, modality in modalities.items():
         column = modality.column or name
@@ -103,7 +103,7 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
 def flatten_parts(
     messages: Sequence[dict], types: Mapping[str, str], placeholders: Mapping[str, Placeholder]
 ) -> list[dict]:
-    """Messages with string content: a media part becomes its placeholder, or nothing where
+    """Return messages with string content: a media part becomes its placeholder, or nothing where
     the modality has none (then it is merged elsewhere).
 
     Args:
@@ -126,7 +126,7 @@ def flatten_parts(
 
 
 def template_takes_parts(tokenizer, kind: str, token: str) -> bool:
-    """Whether a chat template writes the placeholder itself for a part of some type.
+    """Return True if a chat template writes the placeholder itself for a part of some type.
 
     Args:
         tokenizer: with a chat template.
@@ -195,7 +195,7 @@ def _media_parts(message: dict) -> list[dict]:
 
 
 def text_error(sample: Sample, reason: str) -> SampleError:
-    """What is wrong with the text of a sample."""
+    """Return the error for the text of a sample."""
     role = "messages" if sample.text is None else "text"
     column = sample.columns.get(role, role)
     return SampleError(sample.id, None, reason, column, sample.place or None)

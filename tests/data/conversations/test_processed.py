@@ -179,7 +179,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
         config("gemma3", batching={"method": "balanced", "rebalance": 5})
     with pytest.raises(ValueError, match="accepted with a processor: image, video, audio"):
         config("gemma3", modalities={"vision": {"column": "images"}})
-    with pytest.raises(ValueError, match="of its own"):
+    with pytest.raises(ValueError, match="accepted with data.processor: neither"):
         config("gemma3", modalities={"image": {"column": "images", "processor": "a:b"}})
     with pytest.raises(DataError, match="not a local folder"):
         first_step(config("gemma3", processor="no/such/folder"))
