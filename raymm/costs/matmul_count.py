@@ -80,7 +80,7 @@ class MatmulCounter:
         """The products with a submodule's own weights, not its children's."""
         module = self.loaded.module.get_submodule(name)
         if isinstance(module, _ConvNd):
-            if module._parameters.get("weight", module) is not None:  # else another part has it
+            if "weight" not in vars(module):  # else another part of the model has the parameter
                 yield self._convolution(name, module)
             return
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
