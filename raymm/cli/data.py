@@ -66,7 +66,7 @@ def run_preview(args: argparse.Namespace) -> int:
         ConfigError: no such folder or file, or media for a tokenizer alone.
         DataError: a file that cannot be read.
     """
-    from raymm.data import SampleError, open_split, step_builder
+    from raymm.data import SampleError, open_split
     from raymm.data.readers.detect import detect
 
     if args.rows < 1:
@@ -89,6 +89,8 @@ def run_preview(args: argparse.Namespace) -> int:
     console.print(detected.summary, markup=False, soft_wrap=True)
     console.print(_legend(console))
     dataset = open_split(config, "train")
+    from raymm.data import step_builder  # torch is imported here: the rows are read before
+
     builder = step_builder(config, dataset)
     code = 0
     for index in range(min(args.rows, len(dataset))):

@@ -208,6 +208,9 @@ def _train(args: argparse.Namespace) -> int:
         from raymm.runtime.cluster import check_address
 
         check_address()
+    if start is not None and start.earlier is None:
+        with single_threaded():
+            start.read_rows()
     # From here on it takes seconds: torch, transformers and Ray are imported.
     start_servers_early()
     from raymm.config.build import build_layouts, build_model, build_plan

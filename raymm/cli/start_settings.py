@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -15,6 +15,9 @@ from raymm.actors.weights.hub_folder import is_hub_id, local_folder, split_id
 from raymm.config.model_section import LoraSection
 from raymm.files.config_error import ConfigError, closest, explain
 from raymm.files.config_file import parse_yaml
+
+if TYPE_CHECKING:  # it imports numpy
+    from raymm.data.readers.detect import Detected
 
 EPOCHS, LR, LORA_LR, WARMUP = 3.0, 1e-5, 1e-4, 0.03
 LORA = {"r": 16, "alpha": 32.0}
@@ -62,27 +65,28 @@ def _lora(words: list[str]) -> dict[str, Any]:
             like = closest(name, accepted)
             raise ConfigError(
                 f"--lora has {word!r}; " + (f"did you mean {like}=...? " if like else "")
-                + f"Accepted: r=16 and the like, of {', '.join(accepted)}"
+                + f"accepted: r=16 and the like, of {', '.join(accepted)}"
             )
         values[name] = parse_yaml(text, f"--lora {name}")
     values = {**LORA, **values}
-    if "alpha" not in "".join(words):
-        values["alpha"] = 2.0 * values["r"]
     try:
-        LoraSection.model_validate(values)
+        r = LoraSection.model_validate(values).r
     except ValidationError as error:
         raise ConfigError(f"--lora: {explain(error, LoraSection)}") from None
-    return values
+    return values if any(word.startswith("alpha=") for word in words) else {
+        **values, "alpha": 2.0 * r
+    }
 
 
 def first_settings(
-    model: str, source: dict[str, Any], folder: Path, options: Options
+    model: str, source: dict[str, Any], detected: Detected, folder: Path, options: Options
 ) -> dict[str, Any]:
     """Return the values of the configuration of a new run. Reads all rows.
 
     Args:
         model: folder, or ``ORG/NAME@COMMIT``.
         source: values of the source of the rows.
+        detected: description of the rows.
         folder: of the run.
         options: of the command line.
 
@@ -92,18 +96,10 @@ def first_settings(
     from rich.console import Console
 
     from raymm.data import DataConfig, open_split, row_lengths
-    from raymm.data.readers.base import ReaderOptions
-    from raymm.data.readers.detect import detect
     from raymm.data.samples.config import TOWER_OF
 
-    place = {key: value for key, value in source.items() if key != "path"}
-    with Console(stderr=True).status("reading rows") as status:
-        detected = detect(
-            source["path"], options=ReaderOptions(**place),
-            progress=lambda rows, part: status.update(f"reading rows: {rows:,} ({part:.0%})"),
-        )
-    print(detected.summary)
-    data = {**detected.data_section, "train": [source] if place else source["path"]}
+    train = [source] if len(source) > 1 else source["path"]
+    data = {**detected.data_section, "train": train}
     path, revision = split_id(model) if is_hub_id(model) else (model, None)
     reference = {"path": path} | ({"revision": revision} if revision else {})
     if is_text_only(model):

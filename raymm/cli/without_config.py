@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -23,6 +24,9 @@ from raymm.data.samples.source_config import HUB
 from raymm.files.config_error import ConfigError
 from raymm.files.config_file import apply_override, read_sections
 from raymm.files.run_files import write_whole
+
+if TYPE_CHECKING:  # it imports numpy
+    from raymm.data.readers.detect import Detected
 
 CONFIG = "run.yaml"
 # Options without a configuration, and the setting of a configuration that each is.
@@ -106,6 +110,30 @@ class FolderStart:
         model = _model(args.model)
         return cls(model, source, folder, options, tuple(args.overrides), None)
 
+    def read_rows(self) -> Detected:
+        """Read all rows of a new run once, print what they are, and return it.
+
+        Raises:
+            DataError: rows that cannot be used.
+        """
+        return self._detected
+
+    @cached_property
+    def _detected(self) -> Detected:
+        from rich.console import Console
+
+        from raymm.data.readers.base import ReaderOptions
+        from raymm.data.readers.detect import detect
+
+        options = {key: value for key, value in self.source.items() if key != "path"}
+        with Console(stderr=True).status("reading rows") as status:
+            detected = detect(
+                self.source["path"], options=ReaderOptions(**options),
+                progress=lambda rows, part: status.update(f"reading rows: {rows:,} ({part:.0%})"),
+            )
+        print(detected.summary)
+        return detected
+
     def write(self) -> str:
         """Write the configuration, print it, and return its file. Reads all rows of a new run.
 
@@ -116,7 +144,9 @@ class FolderStart:
 
         values = self.earlier
         if values is None:
-            values = first_settings(self.model, self.source, self.folder, self.options)
+            values = first_settings(
+                self.model, self.source, self.read_rows(), self.folder, self.options
+            )
         else:
             apply_options(values, self.options)
         for override in self.overrides:
@@ -168,6 +198,10 @@ def _check_same_run(args: argparse.Namespace, file: Path, earlier: dict[str, Any
         if now != before:
             differences.append((name, now, before))
     for name, now, before in differences:
+        if name == "model" and not is_hub_id(now):  # a missing folder is reported first
+            _model(now)
+        if name == "data" and not is_hub_id(now):
+            _source(args)
         raise ConfigError(
             f"--{name} is {now!r}, and {file} is a run with {before!r}. Give the new run another "
             f"folder (--output), or remove {file.parent} to begin again"

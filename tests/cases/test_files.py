@@ -12,6 +12,7 @@ from PIL import Image
 from raymm.cli.main import main
 from raymm.cli.start_settings import Options, first_settings
 from raymm.data import SampleError
+from raymm.data.readers.detect import detect
 from tests.cases.built_rows import BuiltRows, case_file
 from tests.tiny_folders import tiny
 
@@ -66,7 +67,8 @@ def test_max_length_fits_the_longest_row(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [SAY] * 64 + [long]))
     options = Options(None, None, None, None)
-    values = first_settings(tiny(KIND)[0], {"path": str(file)}, tmp_path / "run", options)
+    source = {"path": str(file)}
+    values = first_settings(tiny(KIND)[0], source, detect(file), tmp_path / "run", options)
     rows = BuiltRows(file, tiny(KIND)[0], max_length=values["data"]["max_length"])
     assert rows.row(64)["input_ids"].shape[1] > 1000
     assert rows.learned(64).endswith(END)

@@ -38,11 +38,20 @@ EARLY = {
     "both": (["good.yaml", "--lr", "1"], ["--lr", "'good.yaml'", "optimizer.lr"]),
     "a rate of nothing": (["--model", ".", "--data", "rows.jsonl", "--lr", "0"], ["--lr is 0"]),
     "a rank that is misspelt": (
-        ["--model", ".", "--data", "rows.jsonl", "--lora", "rnk=8"], ["'rnk=8'", "Accepted: r=16"],
+        ["--model", ".", "--data", "rows.jsonl", "--lora", "rnk=8"], ["'rnk=8'", "accepted: r=16"],
     ),
     "a rank that is none": (
         ["--model", ".", "--data", "rows.jsonl", "--lora", "r=0"], ["--lora: r", "greater than 0"],
     ),
+    "a rank that is no number": (
+        ["--model", ".", "--data", "rows.jsonl", "--lora", "r=abc"], ["--lora: r", "'abc'"],
+    ),
+    "a misspelt column": (
+        ["--model", ".", "--data", "typo.jsonl"], ["typo.jsonl:1", "it has ['mesages']"],
+    ),
+    "a page": (["--model", ".", "--data", "page.html"], ["page.html:1: is not a JSON value"]),
+    "an empty file": (["--model", ".", "--data", "empty.jsonl"], ["empty.jsonl has no samples"]),
+    "an empty folder": (["--model", ".", "--data", "tokens"], ["has no file of rows; accepted: "]),
     "a split of a file": (
         ["--model", ".", "--data", "rows.jsonl", "--split", "test"], ["--split", "a file"],
     ),
@@ -66,6 +75,9 @@ def early(tmp_path_factory):
     (folder / "tabs.yaml").write_text("run:\n\tsteps: 3\n")
     (folder / "broken.yaml").write_text("run:\n  steps: 3: 4\n")
     (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    (folder / "typo.jsonl").write_text('{"mesages": []}\n')
+    (folder / "page.html").write_text("<!DOCTYPE html>\n<html></html>\n")
+    (folder / "empty.jsonl").touch()
     (folder / "config.json").write_text("{}")
     (folder / "tokens").mkdir()
     (folder / "good.yaml").write_text(yaml.safe_dump({
@@ -203,6 +215,9 @@ def test_another_run_in_the_same_folder_is_refused(monkeypatch, tmp_path, option
     start(monkeypatch, tmp_path, *words, f"--{option}", str(tmp_path / option))  # the same file
     assert main(["train", *words, "--split", "test"]) == 2
     assert "--split is 'test'" in capsys.readouterr().err
+    assert main(["train", *words, f"--{option}", "misspelt"]) == 2
+    said = capsys.readouterr().err
+    assert f"--{option} is 'misspelt'" in said and "run.yaml" not in said
 
 
 @pytest.mark.usefixtures("ray_cluster")

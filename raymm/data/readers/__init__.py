@@ -94,10 +94,14 @@ def _format_within(folder: DataPath, files: Sequence[DataPath]) -> str:
             formats.remove("json")
     if len(formats) == 1:
         return formats.pop()
+    if not formats:
+        raise DataError(
+            f"{str(folder)!r} has no file of rows; accepted: files that end in "
+            f"{', '.join(_SUFFIXES)}, also with .gz or .zst, or for other names a source with "
+            f"'format' (one of {sorted(FORMATS)})"
+        )
     raise DataError(
-        f"{str(folder)!r} has "
-        + (f"files of {sorted(formats)}" if formats else f"no {', '.join(_SUFFIXES)} file")
-        + f"; set 'format' to one of {sorted(FORMATS)}"
+        f"{str(folder)!r} has files of {sorted(formats)}; set 'format' to one of {sorted(FORMATS)}"
     )
 
 
