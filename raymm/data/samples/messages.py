@@ -97,6 +97,12 @@ def _message(message: object, where: str, column: str, rename: bool) -> dict:
         if names[0] == "from" and role not in _ROLES:
             accepted = sorted({*_ROLE_OF, *_CALLS})
             raise RowError(f"{where} is from {role!r}; accepted: {', '.join(accepted)}", column)
+    elif role != LEARNED_ROLE and _ROLE_OF.get(role) == LEARNED_ROLE:
+        raise RowError(
+            f"{where} has the role {role!r}, which is not learned; accepted: {LEARNED_ROLE!r} (and "
+            "'user' for the one that asks). Rename the roles, or rename the column to "
+            "'conversations', whose roles are converted", column,
+        )
     _check_content(content, rest, where, names[1], column)
     loss = _loss(message, where, column)
     if loss and role != LEARNED_ROLE:

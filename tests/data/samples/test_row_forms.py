@@ -244,6 +244,8 @@ def test_function_calls_of_sharegpt_become_tool_calls():
     ({"messages": [{"role": "system", "content": "s"}], "system": "t"}, "'system' is given, and"),
     ({"messages": [{"role": "assistant", "content": None}]}, "needs a string 'content'"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "a part with a string 'type'"),
+    ({"messages": [user("a"), assistant("b"), user("c"), {"role": "gpt", "content": "d"}]},
+     r"messages\[3\] has the role 'gpt', which is not learned; accepted: 'assistant'"),
     ({"messages": [{**user("a"), "train": True}, assistant("b")]}, "is of the role 'user' and"),
     ({"messages": {"role": ["user", "assistant"], "content": ["a"]}}, "lists of different lengths"),
     ({"conversations": [{"from": "function_call", "value": "look"}]}, "must be JSON with 'name'"),
