@@ -19,6 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
+from raymm.actors.adapters.new_rows import merge_rows
 from raymm.actors.adapters.quantised import (
     GROUP,
     INT4,
@@ -259,7 +260,7 @@ def set_trained(module: nn.Module, trained: bool) -> None:
 
 
 def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
-    """A copy of a whole module without adapters.
+    """Return a copy of a whole module without adapters. Its weights have the rows of new tokens.
 
     Args:
         module: on any device; left as it is.
@@ -274,6 +275,7 @@ def plain_copy(module: nn.Module, merged: bool) -> nn.Module:
                 layer._parameters.pop(name, None)
             del layer.lora
             cast(Any, layer).__class__ = _PLAIN[type(layer)]
+    merge_rows(module)
     return module
 
 

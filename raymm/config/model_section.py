@@ -11,6 +11,9 @@ from raymm.actors.weights.hub_folder import is_hub_id, split_id
 from raymm.config.example_section import ExampleSection
 from raymm.files.section import MOST_COUNT, Count, Section, Text, Tuple
 
+# Of ``new_tokens``: those of the processor that have no rows.
+FROM_PROCESSOR = "from_processor"
+
 
 class LoraSection(Section):
     """Low-rank adapters: see :class:`raymm.actors.adapters.lora_config.LoraConfig`.
@@ -175,6 +178,11 @@ class ModelSection(Section):
         train: of a whole model by part (``language_model``, ``projector``, and its towers, such as
             ``vision``), ``"full"`` (what is not named), ``"frozen"``, or adapters, as of a part:
             ``{language_model: {lora: {r: 8}}}``.
+        new_tokens: of a whole model, texts that become tokens with rows of their own in the
+            embedding and the output head, which begin as the mean of the others; or
+            ``"from_processor"``, which gives rows to the tokens of the processor that have none.
+            The run trains the folder ``model`` in ``run.storage_path``, which is written once.
+            Next to adapters of the language model, only the new rows are trained.
         language_model: the language model.
         encoders: by modality name, as in ``data.modalities``.
         merge: ``"prepend"``, or a placeholder token per encoder
@@ -197,6 +205,7 @@ class ModelSection(Section):
     path: Text | None = None
     revision: Text | None = None
     train: dict[Text, Train] = Field(default_factory=dict)
+    new_tokens: Literal["from_processor"] | Tuple[Text] | None = None
     language_model: SourceSection | None = None
     encoders: dict[str, EncoderSection] = Field(default_factory=dict)
     merge: Text | dict[str, Text] = "prepend"
@@ -221,4 +230,24 @@ class ModelSection(Section):
                 f"{sorted(own)[0]} is given, but a whole model (path) has its own; leave it out"
             )
         self.path = path_with_revision(self.path, self.revision)
+        return self
+
+    @model_validator(mode="after")
+    def _new_tokens_can_be_trained(self) -> ModelSection:
+        tokens = self.new_tokens
+        if tokens is None:
+            return self
+        if self.path is None:
+            raise ValueError(
+                "new_tokens is given; accepted of a whole model (path), not of one by its parts"
+            )
+        if not tokens or isinstance(tokens, tuple) and len(set(tokens)) < len(tokens):
+            raise ValueError(
+                f"new_tokens is {tokens!r}; accepted: different texts, or 'from_processor'"
+            )
+        if self.train.get("language_model") == "frozen":
+            raise ValueError(
+                "new_tokens is given, and train.language_model is 'frozen', which would never "
+                "learn them; accepted: 'full', or adapters, next to which the new rows are trained"
+            )
         return self

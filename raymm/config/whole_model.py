@@ -6,6 +6,7 @@ import torch
 
 from raymm.actors.probe.error import NotRunError
 from raymm.config.model_section import AdaptersSection
+from raymm.config.new_tokens import use_new_tokens
 from raymm.config.sections import TrainConfig
 from raymm.data import DataConfig, DataError, SampleError, open_split
 from raymm.data.conversations.example_items import example_items
@@ -24,7 +25,8 @@ _TRIED = 16
 
 def build_whole_model(config: TrainConfig) -> WholeModel:
     """Build the model of ``model.path``. Where the data have no modalities, its towers are found
-    by made-up items, and are frozen where ``model.train`` does not name them.
+    by made-up items, and are frozen where ``model.train`` does not name them. With
+    ``model.new_tokens``, the configuration is changed to the folder that has them.
 
     Raises:
         ConfigError: the folder, the data or ``model.train`` do not fit each other; by field.
@@ -35,6 +37,7 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
     assert section.path is not None  # else it is of parts
     if config.data.processor is None:
         raise ConfigError("data.processor is not given; accepted: the folder of a processor")
+    new_rows = use_new_tokens(config)
     example = example_batch(config.data)
     try:
         model = from_pretrained(
@@ -44,7 +47,7 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
                 for name, how in section.train.items()
             },
             seed=config.run.seed, trust_remote_code=section.trust_remote_code,
-            packing=section.packing,
+            packing=section.packing, new_rows=new_rows,
         )
     except ValueError as error:
         made_by = ""

@@ -41,6 +41,7 @@ from raymm.actors.stages.whole_language import WholeLanguageSpec
 from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.model_part import is_within
+from raymm.actors.weights.new_rows_source import NewRowsSource
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
 from raymm.model.batch_rules import LABELS
@@ -61,7 +62,7 @@ How = str | LoraConfig
 def from_pretrained(
     model: str | os.PathLike[str] | PretrainedConfig, example: Batch,
     train: Mapping[str, How] | None = None, *, seed: int = 0, trust_remote_code: bool = False,
-    packing: bool = False,
+    packing: bool = False, new_rows: range = range(0),
 ) -> WholeModel:  # fmt: skip
     """A whole model of a folder that ``save_pretrained`` wrote, or with random weights of a
     configuration. Nothing of its weights is read here: each rank reads its own tensors.
@@ -78,6 +79,8 @@ def from_pretrained(
         trust_remote_code: as of :class:`raymm.ModalityModule`.
         packing: let a microbatch's rows go through the text model as one, without padding, each a
             document by itself.
+        new_rows: ids of new tokens, whose rows of the embedding and the head are trained next to
+            adapters of ``"language_model"``. The folder has initial values for them.
 
     Raises:
         SourceError: the folder lacks something.
@@ -89,7 +92,7 @@ def from_pretrained(
     else:
         folder = os.fspath(model)
         source = PretrainedSource(folder, trust_remote_code=trust_remote_code, seed=seed)
-    return WholeModel(source, example, train, packing, seed)
+    return WholeModel(source, example, train, packing, seed, new_rows)
 
 
 def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModule:
@@ -124,7 +127,7 @@ class WholeModel:
 
     Args:
         source: of the model.
-        example, train, packing, seed: as of :func:`from_pretrained`.
+        example, train, packing, seed, new_rows: as of :func:`from_pretrained`.
 
     Attributes:
         towers: as its forward calls them.
@@ -139,7 +142,7 @@ class WholeModel:
 
     def __init__(
         self, source: ModuleSource, example: Batch, train: Mapping[str, How] | None = None,
-        packing: bool = False, seed: int = 0,
+        packing: bool = False, seed: int = 0, new_rows: range = range(0),
     ) -> None:  # fmt: skip
         self.source, self.packing = source, packing
         self.example = {name: value for name, value in example.items() if name != LABELS}
@@ -160,6 +163,9 @@ class WholeModel:
         self.changing: frozenset[str] = frozenset()
         self._frozen = FrozenParts(frozenset(n for n, how in self.train.items() if how == FROZEN))
         self._adapted = self._with_adapters(seed)
+        if new_rows and LANGUAGE in self.adapters:
+            self._adapted = NewRowsSource(self._adapted, new_rows.start, new_rows.stop)
+            self._adapted.skeleton()  # raises if the head cannot have them
         self._whole: nn.Module | None = None
         self._roots: dict[str, RootForm] = {}
 

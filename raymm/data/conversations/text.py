@@ -93,7 +93,9 @@ def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
     if largest >= vocabulary:
         raise DataError(
             f"data.tokenizer: {folder!r} has token ids up to {largest}, but the language model has "
-            f"embeddings for {vocabulary} ids only (vocab_size); they do not belong together"
+            f"embeddings for {vocabulary} ids only (vocab_size). Accepted: the tokenizer of the "
+            "model; or, of a whole model (model.path), model.new_tokens: from_processor, which "
+            "gives rows to the tokens that have none"
         )
 
 
@@ -257,7 +259,8 @@ class TextEncoder:
             raise text_error(
                 sample,
                 f"the token {token!r} has the id {largest}, but the language model has embeddings "
-                f"for {self._vocabulary} ids only",
+                f"for {self._vocabulary} ids only. For a whole model (model.path), "
+                "model.new_tokens: from_processor gives rows to such tokens",
             )
 
     @cached_property

@@ -1,0 +1,123 @@
+"""Rows of new tokens, trained alone: an embedding and an output head stay as they are, but for the
+rows of a range of token ids, which are a parameter next to the weight.
+
+The weight is frozen, so no gradient, weight decay or optimizer state touches the rows of other
+tokens. A head that shares its weight with the embedding shares the new rows, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from raymm.actors.adapters.lora_config import AdapterError
+
+ROWS = "new_rows"
+"""Name of the parameter, (new tokens, hidden)."""
+
+
+class NewRows:
+    """Mixed into an embedding or a linear layer: its weight is read with the rows [``first``,
+    ``first`` + n) replaced by :attr:`new_rows`, (n, hidden)."""
+
+    new_rows: nn.Parameter
+    first: int
+
+
+class EmbeddingWithRows(NewRows, nn.Embedding):
+    """Mixed into an embedding, of any class whose forward looks up rows of its weight."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of token ids: (...) int64 -> (..., hidden)."""
+        out = super().forward(ids)
+        local = ids - self.first
+        is_new = (local >= 0) & (local < len(self.new_rows))
+        # The class's own forward, as it may scale what it looks up.
+        local = local.clamp(0, len(self.new_rows) - 1)
+        shown = {"weight": self.new_rows, "padding_idx": None}
+        before = {name: vars(self)[name] for name in shown if name in vars(self)}
+        vars(self).update(shown)
+        try:
+            rows = super().forward(local)
+        finally:
+            for name in shown:
+                del vars(self)[name]
+            vars(self).update(before)
+        return torch.where(is_new[..., None], rows.to(out.dtype), out)
+
+
+class LinearWithRows(NewRows, nn.Linear):
+    """``nn.Linear`` whose outputs are the logits of tokens."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return logits: (..., hidden) -> (..., tokens)."""
+        stop = self.first + len(self.new_rows)
+        bias = None if self.bias is None else self.bias[self.first : stop]
+        rows = F.linear(input, self.new_rows, bias)
+        out = F.linear(input, self.weight, self.bias)
+        return torch.cat((out[..., : self.first], rows, out[..., stop:]), dim=-1)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: LinearWithRows}
+
+
+def _class_with_rows(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"{kind.__name__}WithRows", (EmbeddingWithRows, kind), {})
+    return _CLASSES[kind]
+
+
+def add_rows(module: nn.Module, rows: range) -> nn.Module:
+    """Train the rows of new tokens, in place, with the values that the weights have there.
+
+    Args:
+        module: a transformers model, whole, pruned to a stage, or a skeleton. Layers without
+            weights there stay as they are.
+        rows: token ids.
+
+    Raises:
+        AdapterError: the head is no plain linear layer.
+    """
+    model = cast(Any, module)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and type(head) is not nn.Linear:
+        raise AdapterError(
+            f"new tokens cannot be trained next to adapters: the head of {type(module).__name__} "
+            f"is a {type(head).__name__}; accepted: nn.Linear. Train the language model in full"
+        )
+    parameters: dict[int, nn.Parameter] = {}
+    for layer in (embedding, head):
+        weight = None if layer is None else layer._parameters.get("weight")
+        if weight is None:
+            continue
+        if id(weight) not in parameters:
+            own = weight.detach()[rows.start : rows.stop].clone()
+            parameters[id(weight)] = nn.Parameter(own)
+        weight.requires_grad_(False)
+        layer.__class__ = _class_with_rows(type(layer))
+        layer.first = rows.start
+        layer.register_parameter(ROWS, parameters[id(weight)])
+    return module
+
+
+def merge_rows(module: nn.Module) -> None:
+    """Write new rows into the weights, in place, and make plain layers of those with rows.
+
+    Args:
+        module: whole.
+    """
+    for layer in module.modules():
+        if isinstance(layer, NewRows):
+            plain = cast(Any, layer)
+            rows = plain._parameters.pop(ROWS)
+            with torch.no_grad():
+                plain.weight[plain.first : plain.first + len(rows)] = rows
+            del plain.first
+            plain.__class__ = type(layer).__bases__[1]
+
+def is_new_rows(name: str) -> bool:
+    """Return whether a parameter is the rows of new tokens, by its name."""
+    return name.rpartition(".")[2] == ROWS

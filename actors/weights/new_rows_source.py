@@ -1,0 +1,53 @@
+"""A source whose module trains the rows of new tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from raymm.actors.adapters.new_rows import add_rows, is_new_rows
+from raymm.actors.weights.part import Part
+from raymm.actors.weights.source import ModuleSource, set_mode
+
+
+@dataclass(frozen=True)
+class NewRowsSource(ModuleSource):
+    """A model of another source whose embedding and head train the rows of new tokens.
+
+    Attributes:
+        base: source of the model, with the rows in its weights.
+        start, stop: range of token ids.
+    """
+
+    base: ModuleSource
+    start: int
+    stop: int
+    frozen: Any = None
+
+    def skeleton(self) -> nn.Module:
+        return self._with_rows(self.base.skeleton())
+
+    def build(self, part: Part | None = None) -> nn.Module:
+        return self._with_rows(self.base.build(part))
+
+    def _with_rows(self, module: nn.Module) -> nn.Module:
+        return set_mode(add_rows(module, range(self.start, self.stop)))
+
+    def check(self) -> list[str]:
+        return self.base.check()
+
+    def for_names(self, names: Iterable[str]) -> NewRowsSource:
+        own = self.base.for_names(name for name in names if not is_new_rows(name))
+        return replace(self, base=own)
+
+    @property
+    def origin(self) -> ModuleSource:
+        return self.base.origin
+
+    @property
+    def config(self) -> PretrainedConfig | None:
+        return self.base.config

@@ -1,0 +1,320 @@
+"""New tokens of a whole model: a folder of the run with rows for them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from raymm.actors.modules.blocks import input_embeddings, method_of
+from raymm.actors.storage.folder import PARTIAL
+from raymm.actors.storage.location import is_bucket
+from raymm.actors.weights.hub_folder import is_hub_id
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import SourceError
+from raymm.actors.weights.stored_weights import WeightsError, header_tensors, weight_files
+from raymm.config.model_section import FROM_PROCESSOR
+from raymm.config.sections import TrainConfig
+from raymm.data.conversations.processor import ModelProcessor
+from raymm.files.config_error import ConfigError
+from raymm.files.output import Output
+
+# Of a run's folder: the model with new tokens, and in it what it was made of.
+FOLDER, RECORD = "model", "new_tokens.json"
+_FIELD = "model.new_tokens"
+# What of a model's folder is neither weights nor written again.
+_COPIED = ("generation_config.json", "*.py")
+# Rows that are summed at a time.
+_CHUNK = 4096
+
+
+def use_new_tokens(config: TrainConfig) -> range:
+    """Change a configuration, in place, to the run's folder of the model with new tokens. The
+    folder is written if it is missing.
+
+    Args:
+        config: with ``model.path``.
+
+    Returns:
+        Ids of the new tokens; empty if none are requested.
+
+    Raises:
+        ConfigError: the model or the processor cannot have such tokens, or the run's folder has
+            another model.
+        DataError, SourceError: a processor or model that cannot be read.
+    """
+    section, data = config.model, config.data
+    if section.new_tokens is None:
+        return range(0)
+    if is_bucket(config.run.storage_path):
+        raise ConfigError(
+            f"{_FIELD} is given, and run.storage_path is {config.run.storage_path!r}; accepted: a "
+            "folder that all nodes share, as ranks read the model with new tokens from there"
+        )
+    place = Output.folder("run.storage_path", config.run.storage_path, FOLDER)
+    target = place.target.absolute()
+    assert section.path is not None and data.processor is not None
+    if section.path != str(target):
+        record = {
+            "model": _name(section.path), "processor": _name(data.processor),
+            "new_tokens": _listed(section.new_tokens),
+        }
+        if target.exists():
+            _check_same(target, record)
+        else:
+            with Output.folder("run.storage_path", config.run.storage_path).writing():
+                _write(config, target, record)
+        if data.tokenizer == data.processor:
+            data.tokenizer = str(target)
+        section.path = data.processor = str(target)
+    ids = json.loads((target / RECORD).read_text())["ids"]
+    return range(*ids)
+
+
+def _name(path: str) -> str:
+    return path if is_hub_id(path) else str(Path(path).resolve())
+
+
+def _listed(tokens: str | tuple[str, ...]) -> str | list[str]:
+    return tokens if isinstance(tokens, str) else list(tokens)
+
+
+def _check_same(folder: Path, record: dict[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: a folder was made of other things, or by something else.
+    """
+    try:
+        stored = json.loads((folder / RECORD).read_text())
+        before = {name: stored[name] for name in record}
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ConfigError(
+            f"{_FIELD} is given, and {str(folder)!r}, where the model with new tokens would be, is "
+            "something else; accepted: another run.storage_path"
+        ) from None
+    for name, value in record.items():
+        if before[name] != value:
+            raise ConfigError(
+                f"{_FIELD}: {str(folder)!r} was made with {name} {before[name]!r}, and now it is "
+                f"{value!r}. Give the run another run.storage_path"
+            )
+
+
+def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
+    section, trust = config.model, config.model.trust_remote_code
+    assert section.path is not None and section.new_tokens is not None
+    assert config.data.processor is not None
+    processor = ModelProcessor(config.data.processor, trust)
+    source = PretrainedSource(section.path, trust_remote_code=trust)
+    source.check()
+    skeleton = source.skeleton()
+    old = _rows_of(skeleton)
+    known = {i for i in processor.tokenizer.get_vocab().values() if i < old}
+    rows = _add(processor.tokenizer, section.new_tokens, old)
+    if within := sorted(known.intersection(rows)):
+        raise ConfigError(
+            f"{_FIELD}: the ids of new tokens would be {rows.start} to {rows.stop - 1}, and the "
+            f"processor has tokens of its own among them ({within[0]}); accepted: a processor "
+            "whose new tokens come after all others"
+        )
+    temporary = target.with_name(f".{FOLDER}.{os.getpid()}{PARTIAL}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        folder = Path(source.folder)
+        for file in (file for pattern in _COPIED for file in folder.glob(pattern)):
+            shutil.copyfile(file, temporary / file.name)
+        processor.save(temporary)
+        assert source.config is not None
+        _write_weights(folder, source.config, skeleton, temporary, known, rows)
+        _grown_config(source.config, old, max(old, rows.stop)).save_pretrained(temporary)
+        own = {**record, "ids": [rows.start, rows.stop]}
+        (temporary / RECORD).write_text(json.dumps(own, indent=2) + "\n")
+        _check_read(temporary, trust, old, rows)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rows_of(skeleton: nn.Module) -> int:
+    """Return how many ids a model has embeddings and logits for.
+
+    Raises:
+        ConfigError: they are not as many.
+    """
+    rows = len(input_embeddings(skeleton).weight)
+    head = method_of(skeleton, "get_output_embeddings")()
+    predicted = rows if head is None else len(head.weight)
+    if predicted != rows:
+        raise ConfigError(
+            f"{_FIELD} is given, and {type(skeleton).__name__} has embeddings for {rows} ids and "
+            f"logits for {predicted}; accepted: models that have as many of both"
+        )
+    return rows
+
+
+def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
+    """Add tokens to a tokenizer, and return the ids that get new rows.
+
+    Args:
+        tokenizer: changed in place.
+        request: of the configuration.
+        old: ids that the model has rows for.
+
+    Raises:
+        ConfigError: tokens that it has already, or that are not requested.
+    """
+    before = tokenizer.get_vocab()
+    without = sorted((i, token) for token, i in before.items() if i >= old)
+    if request == FROM_PROCESSOR:
+        if not without:
+            raise ConfigError(
+                f"{_FIELD} is {FROM_PROCESSOR!r}, and the model has rows for all tokens of the "
+                f"processor (ids up to {old - 1}); leave it out, or list the tokens to add"
+            )
+        return range(old, without[-1][0] + 1)
+    for token in request:
+        if before.get(token, old) < old:
+            raise ConfigError(
+                f"{_FIELD} has {token!r}, which is a token of the processor and the model already "
+                f"(id {before[token]}); leave it out"
+            )
+    if others := [token for _, token in without if token not in request]:
+        raise ConfigError(
+            f"{_FIELD}: the processor has tokens that the model has no rows for: "
+            f"{', '.join(map(repr, others[:5]))}; list them, too, or give {FROM_PROCESSOR!r}"
+        )
+    tokenizer.add_tokens([token for token in request if token not in before])
+    after = tokenizer.get_vocab()
+    for token in request:
+        ids = tokenizer.encode(token, add_special_tokens=False)
+        if token not in after or after[token] not in ids:
+            raise ConfigError(
+                f"{_FIELD} has {token!r}, which {type(tokenizer).__name__} does not take as a "
+                "token; accepted: texts that it does not change"
+            )
+    ids = [after[token] for token in request]
+    return range(min(*ids, old), max(ids) + 1)
+
+
+def _write_weights(
+    folder: Path, config: PretrainedConfig, skeleton: nn.Module, out: Path, known: set[int],
+    rows: range,
+) -> None:
+    """Write a folder's weights with new rows. Files without the embedding and the head are linked.
+
+    Args:
+        folder: of the model.
+        config, skeleton: of the model.
+        out: folder that is written into.
+        known: ids of the processor's tokens before.
+        rows: ids of the new ones.
+
+    Raises:
+        ConfigError: the folder has the embedding under another name.
+    """
+    old = len(input_embeddings(skeleton).weight)
+    files = weight_files(folder, config)
+    headers = {file: header_tensors(file) for file in files}
+    parts = (input_embeddings(skeleton), method_of(skeleton, "get_output_embeddings")())
+    grown: set[str] = set()
+    for path, module in skeleton.named_modules():
+        for leaf in module._parameters if module in parts else ():
+            ending = ".".join((*path.split(".")[-1:], leaf))
+            names = {
+                name for tensors in headers.values() for name, tensor in tensors.items()
+                if f".{name}".endswith(f".{ending}") and len(tensor.shape) and len(tensor) == old
+            }
+            if len(names) > 1 or not names and module is parts[0]:
+                raise ConfigError(
+                    f"{_FIELD}: the embedding of {type(skeleton).__name__} is {path!r}, and "
+                    f"{str(folder)!r} has {', '.join(sorted(names)) or 'no tensor of that name'}; "
+                    "accepted: folders with one"
+                )
+            grown |= names
+    more = 0
+    for file, tensors in headers.items():
+        own = grown.intersection(tensors)
+        if not own:
+            _link(file, out / file.name)
+            continue
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        values = load_file(file)
+        for name in own:
+            before = values[name].nbytes
+            values[name] = _grown(values[name], known, rows)
+            more += values[name].nbytes - before
+        save_file(values, out / file.name, metadata)
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        content = json.loads(index.read_bytes())
+        if "total_size" in (sizes := content.get("metadata") or {}):
+            sizes["total_size"] += more
+        (out / index.name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _link(file: Path, to: Path) -> None:
+    try:
+        os.link(file.resolve(), to)
+    except OSError:  # another file system
+        shutil.copyfile(file, to)
+
+
+def _grown(tensor: torch.Tensor, known: set[int], rows: range) -> torch.Tensor:
+    """Return a tensor with the mean of its known rows in the new ones: (old, ...) -> (new, ...)."""
+    ids = torch.tensor(sorted(known))
+    total = sum(tensor[part].double().sum(0) for part in ids.split(_CHUNK))
+    mean = (total / len(ids)).float()
+    out = tensor.new_empty((max(len(tensor), rows.stop), *tensor.shape[1:]))
+    out[: len(tensor)] = tensor
+    out[rows.start : rows.stop] = mean.to(tensor.dtype)
+    return out
+
+
+def _grown_config(config: PretrainedConfig, old: int, new: int) -> PretrainedConfig:
+    """
+    Raises:
+        ConfigError: the configuration does not say how many ids the model has.
+    """
+    grown = copy.deepcopy(config)
+    text = grown.get_text_config()
+    if getattr(text, "vocab_size", None) != old:
+        raise ConfigError(
+            f"{_FIELD} is given, and vocab_size of {type(config).__name__} is "
+            f"{getattr(text, 'vocab_size', None)}, with embeddings for {old} ids; accepted: models "
+            "with as many embeddings as vocab_size"
+        )
+    text.vocab_size = new
+    if text is not grown and getattr(grown, "vocab_size", None) == old:
+        grown.vocab_size = new
+    return grown
+
+
+def _check_read(folder: Path, trust: bool, old: int, rows: range) -> None:
+    """Check that a folder is what transformers and the processor read.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        source = PretrainedSource(str(folder), trust_remote_code=trust)
+        source.check()
+        size = _rows_of(source.skeleton())
+    except (SourceError, WeightsError) as error:
+        raise ConfigError(f"{_FIELD} cannot be added to this model: {error}") from error
+    largest = max(ModelProcessor(str(folder), trust).tokenizer.get_vocab().values())
+    if size != max(old, rows.stop) or largest != rows.stop - 1:
+        raise ConfigError(
+            f"{_FIELD} cannot be added to this model: its folder would have {size} rows and token "
+            f"ids up to {largest}, and the new ids are {rows.start} to {rows.stop - 1}"
+        )
