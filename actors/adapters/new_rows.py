@@ -86,7 +86,8 @@ def add_rows(module: nn.Module, rows: range) -> nn.Module:
     if head is not None and type(head) is not nn.Linear:
         raise AdapterError(
             f"new tokens cannot be trained next to adapters: the head of {type(module).__name__} "
-            f"is a {type(head).__name__}; accepted: nn.Linear. Train the language model in full"
+            f"is of class {type(head).__name__}; accepted: nn.Linear. Train the language model in "
+            "full"
         )
     parameters: dict[int, nn.Parameter] = {}
     for layer in (embedding, head):

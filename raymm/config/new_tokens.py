@@ -77,8 +77,7 @@ def use_new_tokens(config: TrainConfig) -> range:
         if data.tokenizer == data.processor:
             data.tokenizer = str(target)
         section.path = data.processor = str(target)
-    ids = json.loads((target / RECORD).read_text())["ids"]
-    return range(*ids)
+    return range(*_record(target)["ids"])
 
 
 def _name(path: str) -> str:
@@ -89,24 +88,32 @@ def _listed(tokens: str | tuple[str, ...]) -> str | list[str]:
     return tokens if isinstance(tokens, str) else list(tokens)
 
 
-def _check_same(folder: Path, record: dict[str, Any]) -> None:
-    """
+def _record(folder: Path) -> dict[str, Any]:
+    """Return what a folder was made of.
+
     Raises:
-        ConfigError: a folder was made of other things, or by something else.
+        ConfigError: it was not written by :func:`use_new_tokens`.
     """
     try:
-        stored = json.loads((folder / RECORD).read_text())
-        before = {name: stored[name] for name in record}
-    except (OSError, ValueError, LookupError, TypeError):
+        return json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
         raise ConfigError(
             f"{_FIELD} is given, and {str(folder)!r}, where the model with new tokens would be, is "
             "something else; accepted: another run.storage_path"
         ) from None
+
+
+def _check_same(folder: Path, record: dict[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: a folder was made of other things.
+    """
+    before = _record(folder)
     for name, value in record.items():
-        if before[name] != value:
+        if before.get(name) != value:
             raise ConfigError(
-                f"{_FIELD}: {str(folder)!r} was made with {name} {before[name]!r}, and now it is "
-                f"{value!r}. Give the run another run.storage_path"
+                f"{_FIELD}: {str(folder)!r} was made with {name} {before.get(name)!r}, and now it "
+                f"is {value!r}. Give the run another run.storage_path"
             )
 
 
@@ -119,9 +126,9 @@ def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
     source.check()
     skeleton = source.skeleton()
     old = _rows_of(skeleton)
-    known = {i for i in processor.tokenizer.get_vocab().values() if i < old}
+    old_ids = {i for i in processor.tokenizer.get_vocab().values() if i < old}
     rows = _add(processor.tokenizer, section.new_tokens, old)
-    if within := sorted(known.intersection(rows)):
+    if within := sorted(old_ids.intersection(rows)):
         raise ConfigError(
             f"{_FIELD}: the ids of new tokens would be {rows.start} to {rows.stop - 1}, and the "
             f"processor has tokens of its own among them ({within[0]}); accepted: a processor "
@@ -136,7 +143,7 @@ def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
             shutil.copyfile(file, temporary / file.name)
         processor.save(temporary)
         assert source.config is not None
-        _write_weights(folder, source.config, skeleton, temporary, known, rows)
+        _write_weights(folder, source.config, skeleton, temporary, old_ids, rows)
         _grown_config(source.config, old, max(old, rows.stop)).save_pretrained(temporary)
         own = {**record, "ids": [rows.start, rows.stop]}
         (temporary / RECORD).write_text(json.dumps(own, indent=2) + "\n")
@@ -208,7 +215,7 @@ def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
 
 
 def _write_weights(
-    folder: Path, config: PretrainedConfig, skeleton: nn.Module, out: Path, known: set[int],
+    folder: Path, config: PretrainedConfig, skeleton: nn.Module, out: Path, old_ids: set[int],
     rows: range,
 ) -> None:
     """Write a folder's weights with new rows. Files without the embedding and the head are linked.
@@ -217,7 +224,7 @@ def _write_weights(
         folder: of the model.
         config, skeleton: of the model.
         out: folder that is written into.
-        known: ids of the processor's tokens before.
+        old_ids: ids of the processor's tokens without the new ones.
         rows: ids of the new ones.
 
     Raises:
@@ -253,7 +260,7 @@ def _write_weights(
         values = load_file(file)
         for name in own:
             before = values[name].nbytes
-            values[name] = _grown(values[name], known, rows)
+            values[name] = _grown(values[name], old_ids, rows)
             more += values[name].nbytes - before
         save_file(values, out / file.name, metadata)
     if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
@@ -270,9 +277,9 @@ def _link(file: Path, to: Path) -> None:
         shutil.copyfile(file, to)
 
 
-def _grown(tensor: torch.Tensor, known: set[int], rows: range) -> torch.Tensor:
-    """Return a tensor with the mean of its known rows in the new ones: (old, ...) -> (new, ...)."""
-    ids = torch.tensor(sorted(known))
+def _grown(tensor: torch.Tensor, old_ids: set[int], rows: range) -> torch.Tensor:
+    """Return a tensor with the mean of its old rows in the new ones: (old, ...) -> (new, ...)."""
+    ids = torch.tensor(sorted(old_ids))
     total = sum(tensor[part].double().sum(0) for part in ids.split(_CHUNK))
     mean = (total / len(ids)).float()
     out = tensor.new_empty((max(len(tensor), rows.stop), *tensor.shape[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import peft
 import pytest
@@ -12,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from raymm.actors.adapters.lora_config import AdapterError
 from raymm.cli.main import main
 from raymm.config.build import build_model
 from raymm.config.sections import ConfigError, load_config
@@ -21,7 +21,7 @@ from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_whole
 from raymm.training.run_start import with_vocabulary
-from tests.tiny_folders import modalities, tiny
+from tests.tiny_folders import tiny
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LR, STEPS = 1e-2, 3
@@ -199,8 +199,8 @@ def test_only_new_rows_train_next_to_adapters(tmp_path, rows, kind, layout):
                 parameter.copy_(adapters.pop(own))
     assert not adapters
     plain = wrapped.base_model.model
-    before = plain.get_input_embeddings().weight.detach().clone()
     weights = with_hooks(plain, old)
+    before = [weight.detach()[:old].clone() for weight in weights]
     low_rank = [p for n, p in wrapped.named_parameters() if "lora_" in n]
     optimizer, due = optimizer_of(config, [*low_rank, *weights]), []
     for step in steps:
@@ -208,9 +208,9 @@ def test_only_new_rows_train_next_to_adapters(tmp_path, rows, kind, layout):
         loss = loss_of(wrapped, step)
         loss.backward()
         optimizer.step()
-        for weight in weights:  # weight decay moves them in torch
-            with torch.no_grad():
-                weight[:old] = weight[:old] / (1 - LR * config.optimizer.build(1).weight_decay)
+        with torch.no_grad():
+            for weight, values in zip(weights, before, strict=True):
+                weight[:old] = values  # weight decay has moved them
         due.append(loss.item())
     assert losses(tmp_path) == pytest.approx(due, rel=1e-5)
 
@@ -237,4 +237,103 @@ def test_only_new_rows_train_next_to_adapters(tmp_path, rows, kind, layout):
                 inputs = {name: value for name, value in batch.items() if name != "labels"}
                 ours, theirs = whole(**inputs).logits, read.eval()(**inputs).logits
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert len(before) == old + 3
+
+
+def test_a_processor_with_more_tokens_gets_rows_on_request(tmp_path, rows, capsys):
+    processor = AutoProcessor.from_pretrained(tiny(TIED)[0])
+    processor.tokenizer.add_tokens(NEW)
+    processor.save_pretrained(tmp_path / "processor")
+    file = configuration(tmp_path, TIED, rows)
+    own = [f"data.processor={tmp_path / 'processor'}", "run.steps=1"]
+    with pytest.raises((ConfigError, SampleError), match="model.new_tokens: from_processor"):
+        config = load_config(file, [*own, "model.new_tokens=null"])
+        list(local_steps(with_vocabulary(config.data, build_model(config)), steps=1))
+    with pytest.raises(ConfigError, match="no rows for: '<box>', '<never>'; list them"):
+        build_model(load_config(file, [*own, 'model.new_tokens=["<point>"]']))
+    options = [part for value in (*own, "model.new_tokens=from_processor")
+               for part in ("--set", value)]  # fmt: skip
+    assert main(["train", str(file), *options]) == 0
+    old = len(resized(TIED)[0].get_input_embeddings().weight) - len(NEW)
+    assert ids_of(tmp_path / "run" / "model") == [old, old + 1, old + 2]
+    capsys.readouterr()
+    prompt = ["--prompt", "<box>", "--max-tokens", "2"]
+    assert main(["generate", str(file), *options, *prompt]) == 0
+    assert "> <box>" in capsys.readouterr().out
+
+
+def test_rows_that_the_model_has_in_reserve_are_used(tmp_path, rows):
+    model = AutoModelForImageTextToText.from_pretrained(tiny(UNTIED)[0])
+    old = len(model.get_input_embeddings().weight)
+    model.resize_token_embeddings(old + 8, mean_resizing=False)
+    model.save_pretrained(tmp_path / "padded", max_shard_size="100KB")
+    AutoProcessor.from_pretrained(tiny(UNTIED)[0]).save_pretrained(tmp_path / "padded")
+    file = configuration(tmp_path, UNTIED, rows, LORA, {"language_model": {"cp": 2}})
+    own = [f"model.path={tmp_path / 'padded'}", "data.processor=" + str(tmp_path / "padded")]
+    build_model(load_config(file, own))
+    grown = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model")
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        before, after = getattr(model, part)().weight, getattr(grown, part)().weight
+        assert torch.equal(after[:old], before[:old])
+        assert torch.equal(after[old + 3 :], before[old + 3 :])
+        mean = before[:old].mean(0).expand(3, -1)
+        torch.testing.assert_close(after[old : old + 3], mean, rtol=0, atol=1e-7)
+    first, second = (tmp_path / name for name in ("padded", "run/model"))
+    shared = [f for f in first.glob("*.safetensors") if f.samefile(second / f.name)]
+    assert shared and len(shared) < len([*first.glob("*.safetensors")])
+    options = [part for value in own for part in ("--set", value)]
+    assert main(["train", str(file), *options, "--set", "run.precision=bf16"]) == 0
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+
+
+def test_a_plan_knows_the_new_rows(tmp_path, rows):
+    file = configuration(tmp_path, TIED, rows, LORA)
+    values = yaml.safe_load(file.read_text())
+    values |= {"parallel": {}, "planning": {"ranks": 2, "device": "cpu"}}
+    values["model"]["train"]["language_model"]["lora"]["base"] = "int8"
+    file.write_text(yaml.safe_dump(values))
+    assert main(["plan", str(file), "--out", str(tmp_path / "plan")]) == 0
+    assert (tmp_path / "run" / "model" / "new_tokens.json").is_file()
+    assert main(["train", str(file)]) == 0
+    assert main(["export", str(file), "--out", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"model.new_tokens": []}, r"new_tokens is \(\); accepted: different texts"),
+    ({"model.new_tokens": ["<a>", "<a>"]}, "accepted: different texts"),
+    ({"model.train": {"language_model": "frozen"}}, "language_model is 'frozen'"),
+    ({"model.new_tokens": ["<|im_end|>"]}, r"'<\|im_end\|>', which is a token of the processor"),
+    ({"model.new_tokens": "from_processor"}, "the model has rows for all tokens"),
+    ({"run.storage_path": "s3://bucket/run"}, "accepted: a folder that all nodes share"),
+    ({"run.storage_path": "model"}, "model with new tokens would be, is something else"),
+    ({"model.train": {"language_model": {"lora": {"targets": ["lm_head"]}}}},
+     "is of class AdaptedLinear; accepted: nn.Linear"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(tmp_path, rows, changes, why):
+    file = configuration(tmp_path, UNTIED, rows)
+    if changes.get("run.storage_path") == "model":
+        (tmp_path / "run" / "model").mkdir(parents=True)
+        changes = {}
+    own = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+    with pytest.raises((ConfigError, AdapterError), match=why):
+        build_model(load_config(file, own))
+
+
+def test_a_run_keeps_its_new_tokens(tmp_path, rows):
+    file = configuration(tmp_path, UNTIED, rows)
+    build_model(load_config(file))
+    build_model(load_config(file))
+    with pytest.raises(ConfigError, match=r"made with new_tokens \['<point>'.*now it is \['<a>'\]"):
+        build_model(load_config(file, ['model.new_tokens=["<a>"]']))
+    with pytest.raises(ConfigError, match="was made with model .*qwen2_5_vl.*gemma3"):
+        own = f"data.processor={tiny(UNTIED)[0]}"
+        build_model(load_config(file, [f"model.path={tiny(TIED)[0]}", own]))
+
+
+def test_models_by_parts_take_no_new_tokens(tmp_path, rows):
+    file = configuration(tmp_path, UNTIED, rows)
+    values = yaml.safe_load(file.read_text())
+    values["model"] = {"language_model": {"path": tiny(UNTIED)[0]}, "new_tokens": NEW}
+    values["data"]["tokenizer"] = tiny(UNTIED)[0]
+    file.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="new_tokens is given; accepted of a whole model"):
+        load_config(file)

@@ -259,8 +259,7 @@ class TextEncoder:
             raise text_error(
                 sample,
                 f"the token {token!r} has the id {largest}, but the language model has embeddings "
-                f"for {self._vocabulary} ids only. For a whole model (model.path), "
-                "model.new_tokens: from_processor gives rows to such tokens",
+                f"for {self._vocabulary} ids only",
             )
 
     @cached_property

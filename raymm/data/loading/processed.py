@@ -323,7 +323,8 @@ class ProcessedBuilder(StepBuilder):
                 raise text_error(
                     sample.sample,
                     f"the token {token!r} has the id {largest}, but the language model has "
-                    f"embeddings for {vocabulary} ids only",
+                    f"embeddings for {vocabulary} ids only; model.new_tokens: from_processor gives "
+                    "rows to such tokens",
                 )
 
     def _described(
