@@ -269,7 +269,6 @@ class ChatTemplate:
         ids, offsets = self.tokens(text, special(text))
         masked = [m.get(LOSS) is False for m in messages if m["role"] == LEARNED_ROLE]
         spans, has_blocks = blocks, _GENERATION.search(self.source(sample.tools))
-        self._warn_of_ends(text, blocks)
         if not has_blocks or any(masked):
             try:
                 turns = learned_spans(
@@ -282,28 +281,32 @@ class ChatTemplate:
                     "template with {% generation %} blocks around what the assistant writes"
                 ) from None
             spans = _unmasked(blocks if has_blocks else turns, turns, masked)
+        if not self._has_warned:
+            self._warn_of_ends(text, spans)
         learned = tuple(
             start < stop and any(start < end and begin < stop for begin, end in spans)
             for start, stop in offsets
         )
         return RenderedChat(text, ids, offsets, learned)
 
-    def _warn_of_ends(self, text: str, blocks: Sequence[tuple[int, int]]) -> None:
-        """Warn once if a generation block ends before the token that ends its turn."""
-        starts = {start for start, _ in blocks}
-        for start, stop in blocks if not self._has_warned else ():
+    def _warn_of_ends(self, text: str, spans: Sequence[tuple[int, int]]) -> None:
+        """Warn once if a learned span ends before the token that ends its turn, or if the template
+        writes no such token after the last turn."""
+        starts = {start for start, _ in spans}
+        tokens = [*filter(str.strip, self._special_text.findall(text))]
+        for start, stop in spans:
             ending = self._special_text.match(text, stop)
-            last = text[start:stop].rstrip()
-            if ending is None or not ending[0].strip() or stop in starts or any(
-                last.endswith(token) for token in self.tokenizer.convert_ids_to_tokens(
-                    [*self.special_ids]
-                )
+            is_last = stop == len(text) and bool(tokens)
+            if text[start:stop].rstrip().endswith(tuple(tokens)) or stop in starts or not (
+                is_last or ending and ending[0].strip()
             ):
                 continue
             self._has_warned = True
+            why = "it writes no token after the last turn" if ending is None else (
+                f"its labels end before {ending[0]!r}; move the token into the generation block"
+            )
             warnings.warn(
-                f"the {{% generation %}} blocks of the chat template end before {ending[0]!r}, so "
-                "the model does not learn to end its turn; move the token into the block",
+                f"the model does not learn to end a turn of this chat template: {why}",
                 UserWarning, stacklevel=2,
             )
 

@@ -188,8 +188,14 @@ def test_a_block_that_leaves_out_the_end_is_warned_of():
     cut = re.sub(r"message\['content'\] \| trim \+ " + re.escape(old), lambda match: (
         "message['content'] | trim + " + new), whole)
     assert cut != whole
-    with pytest.warns(UserWarning, match="end before '<|eot_id|>', so the model does not learn"):
+    with pytest.warns(UserWarning, match=r"labels end before '<\|eot_id\|>'; move"):
         chat(tokenizer, cut, CONVERSATIONS["three turns"], None)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         chat(tokenizer, whole, CONVERSATIONS["three turns"], None)
+
+
+def test_a_last_turn_without_an_end_is_warned_of():
+    template = (FOLDER / "glm4moe.jinja").read_text()
+    with pytest.warns(UserWarning, match="no token after the last turn"):
+        chat(byte_tokenizer(template), template, CONVERSATIONS["one turn"], None)
