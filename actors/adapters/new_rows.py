@@ -90,8 +90,8 @@ def add_rows(module: nn.Module, rows: range) -> nn.Module:
             "full"
         )
     parameters: dict[int, nn.Parameter] = {}
-    for layer in (embedding, head):
-        weight = None if layer is None else layer._parameters.get("weight")
+    for layer in cast(list[Any], [embedding] if head is None else [embedding, head]):
+        weight = layer._parameters.get("weight")
         if weight is None:
             continue
         if id(weight) not in parameters:
@@ -118,6 +118,7 @@ def merge_rows(module: nn.Module) -> None:
                 plain.weight[plain.first : plain.first + len(rows)] = rows
             del plain.first
             plain.__class__ = type(layer).__bases__[1]
+
 
 def is_new_rows(name: str) -> bool:
     """Return whether a parameter is the rows of new tokens, by its name."""

@@ -280,8 +280,8 @@ def _link(file: Path, to: Path) -> None:
 def _grown(tensor: torch.Tensor, old_ids: set[int], rows: range) -> torch.Tensor:
     """Return a tensor with the mean of its old rows in the new ones: (old, ...) -> (new, ...)."""
     ids = torch.tensor(sorted(old_ids))
-    total = sum(tensor[part].double().sum(0) for part in ids.split(_CHUNK))
-    mean = (total / len(ids)).float()
+    parts = [tensor[part].double().sum(0) for part in ids.split(_CHUNK)]
+    mean = (torch.stack(parts).sum(0) / len(ids)).float()
     out = tensor.new_empty((max(len(tensor), rows.stop), *tensor.shape[1:]))
     out[: len(tensor)] = tensor
     out[rows.start : rows.stop] = mean.to(tensor.dtype)
