@@ -44,7 +44,8 @@ def bare_command(folder: Path) -> tuple[list[str], dict[str, str]]:
     for distribution in required(PACKAGES).values():
         for top in {path.parts[0] for path in distribution.files or ()}:
             source = Path(str(distribution.locate_file(top)))
-            if top not in ("..", "__pycache__") and source.exists():
-                (folder / top).symlink_to(source)
+            link = folder / top  # several distributions share the folder nvidia
+            if top not in ("..", "__pycache__") and source.exists() and not link.exists():
+                link.symlink_to(source)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return [sys.executable, "-S"], {**environment, "PYTHONPATH": str(folder)}
