@@ -30,7 +30,10 @@ def load() -> None:
 
 
 def build() -> Path:
-    """The library, built once per version of torch and of its sources, in the temporary folder.
+    """Build the library, once per installation of torch and per version of the sources.
+
+    The file is in the temporary folder, which environments share. It holds the path of torch's own
+    libraries, so it serves only the environment that built it.
 
     Raises:
         RuntimeError: what the compiler says.
@@ -39,7 +42,8 @@ def build() -> Path:
     assert spec is not None and spec.origin is not None
     torch = Path(spec.origin).parent
     version = (torch / "version.py").read_bytes()
-    content = hashlib.sha256(version + b"".join(source.read_bytes() for source in _SOURCES))
+    sources = b"".join(source.read_bytes() for source in _SOURCES)
+    content = hashlib.sha256(str(torch).encode() + version + sources)
     user = os.getuid()
     library = Path(tempfile.gettempdir()) / f"pretended_gpu-{user}-{content.hexdigest()[:16]}.so"
     if library.exists():
