@@ -13,6 +13,7 @@ from raymm.scheduler.plan.rank_quotas import SLOTS
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.stage_samples import Samples
+from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
@@ -80,10 +81,10 @@ def lower(
     """
     active = active_stages(plan, present, forward_only, samples, featured)
     if plan.schedule == SLOTS:
-        return to_program(plan, active, slot_tasks(plan, active), samples=samples)
+        return to_program(plan, active, slot_tasks(plan, active))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
     schedule = _schedule(scheduler, forward_only)
-    return to_program(plan, active, schedule.tasks, schedule.early, samples)
+    return to_program(plan, active, schedule.tasks, schedule.early)
 
 
 def full_program(
@@ -99,38 +100,40 @@ def iteration_time(
     costs: Mapping[tuple[StageId, Op], float] | None = None,
     delays: Mapping[Edge, float] | None = None,
 ) -> float:
-    """Seconds of a step with every modality in every microbatch: what
-    :func:`~raymm.scheduler.schedule.simulate.simulate` says of :func:`full_program`.
+    """Return the seconds of a step with every modality in every microbatch: those that
+    :func:`~raymm.scheduler.schedule.simulate.simulate` gives for :func:`full_program`.
 
     Args:
         plan: whose stages run.
         costs: seconds by stage and operation; default: from the plan's profile.
         delays: seconds of a message, by the stages that send and receive it.
     """
+    if _needs_simulator(plan):
+        return _simulated(plan, _latencies(delays), costs, delays).makespan
     active = active_stages(plan, full_step(plan), samples=full_samples(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
     return scheduler.replayed(_schedule(scheduler, False))
 
 
 class Forecast(NamedTuple):
-    """What a step of a plan takes: seconds, and bytes of activations per rank."""
+    """The time of a plan's step in seconds, and its bytes of activations per rank."""
 
     seconds: float
     activation_peaks: tuple[int, ...]
 
 
 def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
-    """Of :func:`full_program`, what :func:`~raymm.scheduler.schedule.simulate.simulate` and
-    :func:`.memory.activation_peaks` say, but without making it.
+    """Forecast a step of :func:`full_program`, mostly without making the program: its numbers are
+    those of :func:`~raymm.scheduler.schedule.simulate.simulate` and
+    :func:`.memory.activation_peaks`.
 
     Args:
         plan: with a profile.
-        transfers: what messages take. The order of work does not know of them.
+        transfers: the time of messages. The order of work does not know of them.
     """
-    if plan.schedule == SLOTS or group_seconds(plan) is not None and any(
-        stage.quota is not None for stage in plan.stages
-    ):
-        return _simulated(plan, transfers)
+    if _needs_simulator(plan):
+        peaks = activation_peaks(full_program(plan), stage_costs(plan))
+        return Forecast(_simulated(plan, transfers).makespan, peaks)
     active = active_stages(plan, full_step(plan), samples=full_samples(plan))
     costs, sizes = _known_costs(plan, None)
     scheduler = ListScheduler(plan, active, costs, sizes)
@@ -140,13 +143,28 @@ def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
     )
 
 
-def _simulated(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
-    """By the simulator itself, which knows what modules side by side take."""
-    program = full_program(plan)
-    timeline = simulate(
-        program, op_seconds(plan), transfers=transfers, group_seconds=group_seconds(plan)
+def _needs_simulator(plan: Plan) -> bool:
+    """Whether only the simulator knows the plan's seconds: modules that run side by side slow each
+    other by measured surfaces, and slots are not scheduled from a list."""
+    return plan.schedule == SLOTS or group_seconds(plan) is not None and any(
+        stage.quota is not None for stage in plan.stages
     )
-    return Forecast(timeline.makespan, activation_peaks(program, stage_costs(plan)))
+
+
+def _simulated(
+    plan: Plan, transfers: Mapping[Edge, Transfer],
+    costs: Mapping[tuple[StageId, Op], float] | None = None,
+    delays: Mapping[Edge, float] | None = None,
+) -> Timeline:
+    costs = _known_costs(plan, costs)[0]
+    program = lower(plan, full_step(plan), costs, delays=delays, samples=full_samples(plan))
+    return simulate(
+        program, costs, transfers=transfers, group_seconds=group_seconds(plan, costs)
+    )
+
+
+def _latencies(delays: Mapping[Edge, float] | None) -> dict[Edge, Transfer]:
+    return {edge: Transfer(0.0, seconds) for edge, seconds in (delays or {}).items()}
 
 
 def _known_costs(
@@ -272,8 +290,7 @@ def refine(
     without policy gets the best that a local search finds; a lowering without it only tries
     some."""
     if plan.schedule == SLOTS:
-        transfers = {edge: Transfer(0.0, seconds) for edge, seconds in (delays or {}).items()}
-        return plan, forecast(plan, transfers).seconds
+        return plan, iteration_time(plan, delays=delays)
     active = active_stages(plan, full_step(plan), samples=full_samples(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
     if plan.schedule != "zero_bubble" or plan.policy is not None:

@@ -22,7 +22,6 @@ def to_program(
     active: Sequence[ActiveStages],
     tasks: Sequence[Sequence[Task]],
     early: bool = True,
-    samples: Sequence[Samples] = (),
 ) -> Program:
     """A schedule's tasks with their messages: those of a group before and after all of it.
 
@@ -35,9 +34,8 @@ def to_program(
         active: which stages each microbatch has.
         tasks: by rank, in order.
         early: whether a recomputation runs without waiting for its gradient.
-        samples: of each microbatch; of a plan that splits them.
     """
-    around = _Surroundings(plan, active, samples)
+    around = _Surroundings(plan, active)
     return Program(tuple(_with_messages(around, rank, early) for rank in tasks))
 
 
@@ -105,21 +103,18 @@ class _Around(NamedTuple):
 class _Surroundings:
     """Who gets what of whom, worked out once for microbatches that use the same stages."""
 
-    def __init__(
-        self, plan: Plan, active: Sequence[ActiveStages], samples: Sequence[Samples]
-    ) -> None:
+    def __init__(self, plan: Plan, active: Sequence[ActiveStages]) -> None:
         self.plan, self.active = plan, active
-        self._samples = samples if plan.splits_samples else (Samples(0),) * len(active)
         self._splits = plan.splits_samples
-        self._around: dict[tuple[StageId, int, Samples], _Around] = {}
+        self._around: dict[tuple[StageId, int], _Around] = {}
 
     def of(self, stage: StageId, microbatch: int) -> _Around:
         """A stage's, of a microbatch."""
-        uses, samples = self.active[microbatch], self._samples[microbatch]
-        key = stage, id(uses), samples
+        uses = self.active[microbatch]
+        key = stage, id(uses)
         around = self._around.get(key)
         if around is None:
-            around = self._around[key] = self._surroundings(stage, uses, samples)
+            around = self._around[key] = self._surroundings(stage, uses, uses.samples)
         return around
 
     def _surroundings(self, stage: StageId, uses: ActiveStages, samples: Samples) -> _Around:

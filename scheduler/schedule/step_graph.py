@@ -21,11 +21,13 @@ class ActiveStages:
         stages: the stages it passes through.
         needs_backward: those that have something trainable in them or before them.
         needs_input_grad: those that owe a gradient to a stage before them.
+        samples: of the microbatch, if replicas of a module share them.
     """
 
     stages: frozenset[StageId]
     needs_backward: frozenset[StageId]
     needs_input_grad: frozenset[StageId]
+    samples: Samples = Samples(0)
 
     def carries(self, ports: EdgePorts) -> bool:
         """Whether an edge has a message: one for ports alone has none without what they are of."""
@@ -118,7 +120,7 @@ def _active(
         if plan.trainable(stage) or stage.id in owes:
             needs.add(stage.id)
     run = {stage.id for stage in stages}
-    return ActiveStages(frozenset(run), frozenset(needs), frozenset(owes))
+    return ActiveStages(frozenset(run), frozenset(needs), frozenset(owes), samples)
 
 
 def _replicas(

@@ -12,6 +12,7 @@ import numpy as np
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
+from raymm.scheduler.program.stage_samples import carried_samples
 from raymm.scheduler.schedule.compiled.arrays import NEEDS, OWES, RUN, StepArrays
 from raymm.scheduler.schedule.compiled.replay import TransferArrays
 from raymm.scheduler.schedule.network import Transfer
@@ -58,9 +59,10 @@ class Part:
         none = Transfer()
         there = [transfers.get(edge, none) for edge in self.edges]
         back = [transfers.get((dst, src), none) for src, dst in self.edges]
-        columns = [t.seconds for t in there], [t.latency for t in there]
-        columns += [t.seconds for t in back], [t.latency for t in back]
-        return TransferArrays(*(np.array(column, dtype=float) for column in columns))
+        return TransferArrays(
+            np.array([[t.seconds for t in way] for way in (there, back)], dtype=float),
+            np.array([[t.latency for t in way] for way in (there, back)], dtype=float),
+        )
 
 
 def parts_of(
@@ -142,7 +144,7 @@ def _part(
     ).astype(np.uint8)
     forwards, backwards = (uses & RUN) > 0, (uses & NEEDS) > 0
     producers = [[number[p] for p in plan.stage_producers[name]] for name in ids]
-    consumers = [[number[c] for c in plan.stage_consumers[name]] for name in ids]
+    consumers = [_by_rank(plan, name, number) for name in ids]
     edges = [(p, c) for c, before in enumerate(producers) for p in before]
     edge_number = {edge: index for index, edge in enumerate(edges)}
     by_producer = [(p, c) for p, after in enumerate(consumers) for c in after]
@@ -177,6 +179,8 @@ def _part(
             [p, c, edge_number[edge]]
             for (p, _), edge in zip(edges, by_producer, strict=True) for c in edge[1:]
         ], dtype=np.int64).reshape(-1, 3),
+        np.array([c for _, c in edges], dtype=np.int64),
+        _carried(plan, names, kinds)[:, columns],
         np.array([
             [delays.get((src, dst), 0.0), delays.get((dst, src), 0.0)] for src, dst in names
         ], dtype=float).reshape(-1, 2),
@@ -187,6 +191,28 @@ def _part(
     return Part(
         tuple(stages), tuple(ranks), tuple(microbatches.tolist()), arrays, tuple(names)
     )
+
+
+def _by_rank(plan: Plan, name: StageId, number: Mapping[StageId, int]) -> list[int]:
+    """Number the consumers of a stage, rank by rank in the order in which ranks come first."""
+    consumers = plan.stage_consumers[name]
+    ranks = list(dict.fromkeys(plan.by_id[c].rank for c in consumers))
+    return [number[c] for c in sorted(consumers, key=lambda c: ranks.index(plan.by_id[c].rank))]
+
+
+def _carried(plan: Plan, edges: Sequence[Edge], kinds: Sequence[ActiveStages]) -> np.ndarray:
+    """(E, kinds) bool: whether an edge has something to carry to another rank."""
+    split = plan.splits_samples
+    return np.array([
+        [
+            src in uses.stages and dst in uses.stages
+            and uses.carries(plan.edge_ports[src, dst])
+            and (not split or bool(carried_samples(plan, src, [dst], uses.samples)))
+            for uses in kinds
+        ]
+        if plan.by_id[src].rank != plan.by_id[dst].rank else [False] * len(kinds)
+        for src, dst in edges
+    ], dtype=bool).reshape(len(edges), len(kinds))
 
 
 def _starts(lengths: Iterable[int]) -> np.ndarray:

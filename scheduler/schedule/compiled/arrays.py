@@ -33,7 +33,9 @@ class StepArrays(NamedTuple):
         uses: (S, M) uint8.
         microbatches: of every stage's forwards, then of every stage's backwards.
         edges: (E, 3) int64, of which the first column is ordered by consumers, the others by
-            producers.
+            producers, and of one producer by rank.
+        consumers: (E,) int64, the consumer of each edge in the order of consumers.
+        carried: (E, M) bool, whether an edge has something to carry to another rank.
         delays: (E, 2) float64, seconds of an output on its way, and of a gradient.
         consumer_modules: (S, modules) bool.
         rank_starts, rank_stages: a rank's stages, producers before consumers.
@@ -44,6 +46,8 @@ class StepArrays(NamedTuple):
     uses: np.ndarray
     microbatches: np.ndarray
     edges: np.ndarray
+    consumers: np.ndarray
+    carried: np.ndarray
     delays: np.ndarray
     consumer_modules: np.ndarray
     rank_starts: np.ndarray

@@ -1,6 +1,8 @@
-"""A schedule's program, simulated, and what its ranks hold, without making the program: what
-:func:`raymm.scheduler.schedule.simulate.simulate` and
-:func:`raymm.scheduler.schedule.memory.peak_bytes` say of it."""
+"""Simulate a schedule's program without making the program.
+
+The times are those of :func:`raymm.scheduler.schedule.simulate.simulate`, message by message, and
+the bytes those of :func:`raymm.scheduler.schedule.memory.peak_bytes`.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,50 @@ from raymm.scheduler.schedule.compiled.arrays import (
     QUOTA_SHARE,
     RANK,
     RECOMPUTES,
-    RUN,
     B,
     F,
     R,
 )
 from raymm.scheduler.schedule.compiled.machine_code import entry, part
 
+OUTPUT, GRADIENT = range(2)  # directions of messages
+
 
 class TransferArrays(NamedTuple):
-    """What a message takes, (E,) float64 each: seconds that an output occupies its link, then until
-    it is there; the same of a gradient."""
+    """The time that messages take, by direction (:data:`OUTPUT`, :data:`GRADIENT`) and edge.
 
-    output: np.ndarray
-    output_latency: np.ndarray
-    gradient: np.ndarray
-    gradient_latency: np.ndarray
+    Attributes:
+        seconds: (2, E) float64, how long a message occupies its link.
+        latency: (2, E) float64, from then until it has arrived.
+    """
+
+    seconds: np.ndarray
+    latency: np.ndarray
 
 
 class _Messages(NamedTuple):
-    """(E, M) when messages arrive, inf while they are not sent; (E,) when links are free."""
+    """The state of messages, by direction, edge and, where it says M, microbatch.
 
-    outputs: np.ndarray
-    gradients: np.ndarray
-    output_link: np.ndarray
-    gradient_link: np.ndarray
+    Attributes:
+        arrivals: (2, E, M) when a message arrives; inf before it is sent.
+        received: (2, E, M) whether its receiver has it.
+        times: (2, E, M) when an edge's messages were received, in their order.
+        counts: (2, 2, E) how many were sent, and how many received.
+        links: (2, E) when a link is free.
+        handed: (E, M) whether a consumer has made its gradient.
+    """
+
+    arrivals: np.ndarray
+    received: np.ndarray
+    times: np.ndarray
+    counts: np.ndarray
+    links: np.ndarray
+    handed: np.ndarray
 
 
 @entry
-def replay(step, log, starts, early, seconds, transfers):
-    """When the last rank is done; -1 if ranks wait for each other for ever.
+def replay(step, log, starts, early, seconds, transfers, bound):
+    """Return when the last rank is done; -1 if ranks wait for each other for ever.
 
     Args:
         step: :class:`.arrays.StepArrays`.
@@ -60,37 +76,53 @@ def replay(step, log, starts, early, seconds, transfers):
         early: whether a recomputation runs without waiting for its gradient.
         seconds: (S, 7) by operation.
         transfers: :class:`TransferArrays`.
+        bound: how many messages of an edge may be sent and not received.
     """
     ranks, edges, microbatches = len(starts) - 1, len(step.edges), step.uses.shape[1]
-    shape = (edges, microbatches)
+    shape = (2, edges, microbatches)
     messages = _Messages(
-        np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(edges), np.zeros(edges)
+        np.full(shape, np.inf), np.zeros(shape, np.bool_), np.zeros(shape),
+        np.zeros((2, 2, edges), np.int64), np.zeros((2, edges)),
+        np.zeros((edges, microbatches), np.bool_),
     )
     clock, position = np.zeros(ranks), starts[:-1].copy()
-    runnable, count = np.arange(ranks), ranks
+    computed = np.zeros(ranks, np.bool_)  # the task that a rank is at, but not all sent
+    runnable = np.arange(ranks + 1)
+    runnable[ranks] = ranks  # how many there are
     queued = np.ones(ranks, np.bool_)
     ends = np.zeros(step.consumer_modules.shape[1])
-    while count > 0:
-        count -= 1
-        rank = runnable[count]
+    while runnable[ranks] > 0:
+        runnable[ranks] -= 1
+        rank = runnable[runnable[ranks]]
         queued[rank] = False
         while position[rank] < starts[rank + 1]:
             at = position[rank]
             after = at + 1
             while log[at, 3] >= 0 and after < starts[rank + 1] and log[after, 3] == log[at, 3]:
                 after += 1
-            now = clock[rank]
+            if not computed[rank]:
+                there = True
+                for task in range(at, after):
+                    if there:
+                        there = _receive(
+                            step, messages, log[task], early, clock, runnable, queued
+                        )
+                if not there:
+                    break
+                if log[at, 3] < 0:
+                    clock[rank] += seconds[log[at, 0], log[at, 2]]
+                else:
+                    clock[rank] = _group_end(step, log[at:after], seconds, clock[rank], ends)
+                computed[rank] = True
+            gone = True
             for task in range(at, after):
-                now = max(now, _inputs_there(step, messages, log[task], early))
-            if now == np.inf:
+                if gone:
+                    gone = _send(
+                        step, messages, log[task], clock, transfers, bound, runnable, queued
+                    )
+            if not gone:
                 break
-            if log[at, 3] < 0:
-                now += seconds[log[at, 0], log[at, 2]]
-            else:
-                now = _group_end(step, log[at:after], seconds, now, ends)
-            for task in range(at, after):
-                count = _send(step, messages, log[task], now, transfers, runnable, queued, count)
-            clock[rank], position[rank] = now, after
+            computed[rank], position[rank] = False, after
     for rank in range(ranks):
         if position[rank] < starts[rank + 1]:
             return -1.0
@@ -98,26 +130,55 @@ def replay(step, log, starts, early, seconds, transfers):
 
 
 @part
-def _inputs_there(step, messages, task, early):
-    """When what a task receives is there."""
+def _receive(step, messages, task, early, clock, runnable, queued):
+    """Receive all that a task needs, in the program's order; False if something is not sent."""
     stage, microbatch, operation = task[0], task[1], task[2]
-    there = 0.0
+    rank = step.stages[stage, RANK]
     if operation == F or operation == F_NO_GRAD or operation == F_CHECKPOINTED:
         for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
-            producer = step.edges[edge, PRODUCER]
-            rank = step.stages[producer, RANK]
-            if step.uses[producer, microbatch] & RUN and rank != step.stages[stage, RANK]:
-                there = max(there, messages.outputs[edge, microbatch])
-        return there
+            if step.carried[edge, microbatch]:
+                message = _message(step, edge, microbatch)
+                if not _received(messages, OUTPUT, message, microbatch, rank, clock):
+                    return False
+                _wake(step.stages[step.edges[edge, PRODUCER], RANK], runnable, queued)
+        return True
     # Where a recomputation and its backward are next to each other, the gradient is there first.
     first = R if step.stages[stage, RECOMPUTES] > 0 and not early else B
     if operation == first or operation == B_INPUT and first == B:
         for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
-            consumer = step.edges[at, CONSUMER]
-            rank = step.stages[consumer, RANK]
-            if step.uses[consumer, microbatch] & NEEDS and rank != step.stages[stage, RANK]:
-                there = max(there, messages.gradients[step.edges[at, CONSUMER_EDGE], microbatch])
-    return there
+            edge = step.edges[at, CONSUMER_EDGE]
+            if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
+                if not _received(messages, GRADIENT, edge, microbatch, rank, clock):
+                    return False
+                _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
+    return True
+
+
+@part
+def _received(messages, direction, edge, microbatch, rank, clock):
+    """Receive a message unless the rank has it already; False if it is not sent."""
+    if messages.received[direction, edge, microbatch]:
+        return True
+    arrival = messages.arrivals[direction, edge, microbatch]
+    if arrival == np.inf:
+        return False
+    clock[rank] = max(clock[rank], arrival)
+    messages.received[direction, edge, microbatch] = True
+    messages.times[direction, edge, messages.counts[direction, 1, edge]] = clock[rank]
+    messages.counts[direction, 1, edge] += 1
+    return True
+
+
+@part
+def _message(step, edge, microbatch):
+    """Return the edge that names the message: a rank gets an output once, for the first of its
+    stages that reads it. An output's consumers of one rank are next to each other."""
+    producer, rank = step.edges[edge, PRODUCER], step.stages[step.consumers[edge], RANK]
+    for at in range(step.stages[producer, CONSUMERS], step.stages[producer + 1, CONSUMERS]):
+        other = step.edges[at, CONSUMER_EDGE]
+        if step.stages[step.edges[at, CONSUMER], RANK] == rank and step.carried[other, microbatch]:
+            return other
+    return edge
 
 
 @part
@@ -135,37 +196,66 @@ def _group_end(step, tasks, seconds, start, ends):
 
 
 @part
-def _send(step, messages, task, now, transfers, runnable, queued, count):
-    """Send what a task made; its receivers are runnable then."""
+def _send(step, messages, task, clock, transfers, bound, runnable, queued):
+    """Send all that a task made, in the program's order; False if too much is under way."""
     stage, microbatch, operation = task[0], task[1], task[2]
+    rank = step.stages[stage, RANK]
     if operation == F or operation == F_NO_GRAD or operation == F_CHECKPOINTED:
         for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
-            consumer, edge = step.edges[at, CONSUMER], step.edges[at, CONSUMER_EDGE]
-            rank = step.stages[consumer, RANK]
-            if step.uses[consumer, microbatch] & RUN and rank != step.stages[stage, RANK]:
-                sent = max(now, messages.output_link[edge]) + transfers.output[edge]
-                messages.output_link[edge] = sent
-                messages.outputs[edge, microbatch] = sent + transfers.output_latency[edge]
-                count = _wake(rank, runnable, queued, count)
+            edge = step.edges[at, CONSUMER_EDGE]
+            if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
+                if not _sent(messages, OUTPUT, edge, microbatch, rank, clock, transfers, bound):
+                    return False
+                _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
     elif operation == B or operation == B_INPUT:
         for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
             producer = step.edges[edge, PRODUCER]
-            rank = step.stages[producer, RANK]
-            if step.uses[producer, microbatch] & NEEDS and rank != step.stages[stage, RANK]:
-                sent = max(now, messages.gradient_link[edge]) + transfers.gradient[edge]
-                messages.gradient_link[edge] = sent
-                messages.gradients[edge, microbatch] = sent + transfers.gradient_latency[edge]
-                count = _wake(rank, runnable, queued, count)
-    return count
+            if not step.carried[edge, microbatch] or not step.uses[producer, microbatch] & NEEDS:
+                continue
+            messages.handed[edge, microbatch] = True
+            if not _all_handed(step, messages, producer, rank, microbatch):
+                continue  # the rank's last stage that reads it sends the sum
+            message = _message(step, edge, microbatch)
+            if not _sent(messages, GRADIENT, message, microbatch, rank, clock, transfers, bound):
+                return False
+            _wake(step.stages[producer, RANK], runnable, queued)
+    return True
 
 
 @part
-def _wake(rank, runnable, queued, count):
+def _all_handed(step, messages, producer, rank, microbatch):
+    for at in range(step.stages[producer, CONSUMERS], step.stages[producer + 1, CONSUMERS]):
+        edge = step.edges[at, CONSUMER_EDGE]
+        if step.stages[step.edges[at, CONSUMER], RANK] == rank and step.carried[edge, microbatch]:
+            if not messages.handed[edge, microbatch]:
+                return False
+    return True
+
+
+@part
+def _sent(messages, direction, edge, microbatch, rank, clock, transfers, bound):
+    """Send a message unless it is sent already; False if too many are not received."""
+    if messages.arrivals[direction, edge, microbatch] < np.inf:
+        return True
+    count = messages.counts[direction, 0, edge]
+    if count >= bound:
+        if messages.counts[direction, 1, edge] <= count - bound:
+            return False
+        clock[rank] = max(clock[rank], messages.times[direction, edge, count - bound])
+    messages.counts[direction, 0, edge] += 1
+    sent = max(clock[rank], messages.links[direction, edge]) + transfers.seconds[direction, edge]
+    messages.links[direction, edge] = sent
+    messages.arrivals[direction, edge, microbatch] = sent + transfers.latency[direction, edge]
+    return True
+
+
+@part
+def _wake(rank, runnable, queued):
+    """Let a rank go on; the last entry of ``runnable`` says how many ranks can."""
     if not queued[rank]:
         queued[rank] = True
-        runnable[count] = rank
-        count += 1
-    return count
+        runnable[runnable[-1]] = rank
+        runnable[-1] += 1
 
 
 @entry
