@@ -136,7 +136,7 @@ def _process_layer(
         in_bf16=cost.in_bf16,
         copied=cost.copied,
         quantised=cost.quantised,
-        expert_bytes=cost.expert_bytes,
+        expert_bytes=min(parameters, -(-cost.expert_bytes // tp)),
         exchange_bytes=cost.exchange_bytes,
         options=tuple(
             LayerOption(

@@ -214,32 +214,6 @@ def test_profiles_of_before_links_and_keys_were_known():
         replace(BLOCK, replicated_bytes=1001)
 
 
-def test_pieces_of_a_real_model_are_as_large_as_planned():
-    transformers = pytest.importorskip("transformers")
-    from raymm.actors.sharding.tensor_plan import tensor_plan
-    from raymm.actors.weights.source import ConfigSource
-    from raymm.costs.analytic import analytic_layers
-    from raymm.costs.load import Load
-
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, tie_word_embeddings=False,
-    )
-    source = ConfigSource(transformers.LlamaForCausalLM, config)
-    skeleton = source.skeleton()
-    layers = analytic_layers(skeleton, Load(1, 16), "cpu", "fp32", causal=True)
-    node = ModuleNode("llm", (True,) * 3)
-    for tp in (1, 2, 4):
-        costs = process_layers(CostProfile({"llm": layers}), node, Degrees(1, tp))
-        plan = tensor_plan(source, tp, "llm")
-        held = 0
-        for name, parameter in skeleton.named_parameters():
-            shard = plan.shard(name, 0) if tp > 1 else None
-            share = 1.0 if shard is None else shard.length / parameter.shape[shard.dim]
-            held += round(4 * parameter.numel() * share)
-        assert sum(c.parameter_bytes for c in costs) == held
-
-
 @pytest.mark.parametrize(("dtype", "whole"), [("fp32", 4096), ("bf16", 2048)])
 def test_fully_sharded_state_is_whole_layer_by_layer_in_the_compute_dtype(dtype, whole):
     """And not kept in it besides, as weights are that every process has all of."""

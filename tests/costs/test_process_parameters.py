@@ -1,0 +1,64 @@
+"""The parameters of a process of a tensor-parallel group: those that are planned for, and those
+that its shards of a real model have."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from transformers import LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
+from raymm.actors.sharding.tensor_plan import tensor_plan
+from raymm.actors.weights.source import ConfigSource
+from raymm.costs.analytic import analytic_layers
+from raymm.costs.load import Load
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleNode
+from raymm.scheduler.plan.stage import Degrees
+from raymm.scheduler.schedule.process_costs import process_layers
+
+
+def tiny_configs():
+    """Language models without experts, with few, and with more experts than all the rest."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, tie_word_embeddings=False,
+    )
+    experts = dict(num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    return {
+        "LlamaForCausalLM": LlamaConfig(**sizes),
+        "MixtralForCausalLM": MixtralConfig(**sizes, num_local_experts=4),
+        "Qwen3MoeForCausalLM": Qwen3MoeConfig(**sizes, **experts, num_experts=32),
+        "Qwen2MoeForCausalLM": Qwen2MoeConfig(
+            **sizes, **experts, num_experts=4, shared_expert_intermediate_size=32
+        ),
+    }
+
+
+def pieces(name: str, tp: int) -> tuple[tuple[LayerCost, ...], dict[str, int]]:
+    """The costs of a process's layers, and the bytes of its shards of a real model by parameter."""
+    source = ConfigSource(getattr(transformers, name), tiny_configs()[name])
+    skeleton = source.skeleton()
+    layers = analytic_layers(skeleton, Load(1, 16), "cpu", "fp32", causal=True)
+    node = ModuleNode("llm", (True,) * 3)
+    costs = process_layers(CostProfile({"llm": layers}), node, Degrees(1, tp))
+    plan = tensor_plan(source, tp, "llm")
+    held = {}
+    for path, parameter in skeleton.named_parameters():
+        shard = plan.shard(path, 0) if tp > 1 else None
+        share = 1.0 if shard is None else shard.length / parameter.shape[shard.dim]
+        held[path] = round(4 * parameter.numel() * share)
+    return costs, held
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", tiny_configs())
+def test_experts_of_a_process(name: str, tp: int) -> None:
+    costs, held = pieces(name, tp)
+    of_experts = sum(size for path, size in held.items() if ".experts." in path)
+    assert sum(cost.expert_bytes for cost in costs) == of_experts
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_all_parameters_of_a_process(tp: int) -> None:
+    costs, held = pieces("LlamaForCausalLM", tp)
+    assert sum(cost.parameter_bytes for cost in costs) == sum(held.values())
