@@ -23,6 +23,8 @@ class MappingResult:
         batch: samples of an iteration; None if nobody said.
         unfit: why the mapping does not fit in memory, if it does not.
         notes: remarks a person should see.
+        needs: bytes on each GPU by the account of all plans, with messages and what the system and
+            updates take; empty where only surfaces say what modules take.
         baselines: if they were asked for, per baseline its mapping, or why it has none.
     """
 
@@ -34,6 +36,7 @@ class MappingResult:
     batch: int | None = None
     unfit: str | None = None
     notes: tuple[str, ...] = ()
+    needs: tuple[int, ...] = ()
     baselines: Mapping[str, StageMapping | str] = field(default_factory=dict)
 
     @property
@@ -43,8 +46,8 @@ class MappingResult:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Bytes on each GPU over the whole iteration; see :func:`gpu_memory`."""
-        return gpu_memory(self.problem, self.mapping)
+        """Bytes on each GPU over the whole iteration: ``needs``, or :func:`gpu_memory`."""
+        return self.needs or gpu_memory(self.problem, self.mapping)
 
 
 def gpu_memory(problem: MappingProblem, mapping: StageMapping) -> tuple[int, ...]:

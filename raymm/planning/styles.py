@@ -28,6 +28,7 @@ from raymm.planning.mapping_inputs import (
     mapping_inputs,
     read_surfaces,
 )
+from raymm.planning.mapping_result import gpu_memory
 from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
 from raymm.planning.request import PlanRequest
@@ -36,6 +37,7 @@ from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.process_costs import layer_of_samples
@@ -43,6 +45,9 @@ from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.stage_space import StageSearchError
 from raymm.scheduler.styles.blocks import StyleProblem, halved_counts
 from raymm.scheduler.styles.style_search import BETWEEN, StyleSearch, search_between
+
+# Searches for a mapping that fits by the account of memory of all plans.
+TIGHTENED = 4
 
 
 class NoWholeDeviceError(MultiplexError):
@@ -179,8 +184,7 @@ def compare_styles(
     try:
         # Lengths are for pipelines too; whether surfaces are of them is checked below.
         count = 1 if at_once else workload.microbatches
-        mapped = basis.mapping_inputs(replace(inputs.request, tokens={}), count)
-        multiplexed = PlannedMultiplexed.of(mapped)
+        multiplexed = basis.multiplexed(replace(inputs.request, tokens={}), count)
         if multiplexed.unfit:
             refused[MULTIPLEXED] = multiplexed.unfit
     except DoesNotFitError as error:
@@ -205,22 +209,21 @@ def compare_styles(
         profiles = {number: basis.shared_profile(number) for number in sorted(counts)}
     except NoWholeDeviceError:
         return compared
-    starts = _starts(inputs, compared, profiles[count], count)
+    starts = _starts(basis, compared, count)
     control = control or SearchControl(inputs.request.time_limit)
     return replace(compared, between=_between(inputs, starts, profiles, pipelined, control))
 
 
 def _starts(
-    inputs: PlanInputs, compared: StyleComparison, profile: CostProfile, microbatches: int
+    basis: _Basis, compared: StyleComparison, microbatches: int
 ) -> dict[str, Option]:
-    """The best plans of both styles, of those that fit, judged alike."""
+    """Return the best plans of both styles, of those that fit, judged alike."""
     starts = {}
     if compared.pipelined is not None and PIPELINED not in compared.refused:
         starts[PIPELINED] = compared.pipelined.proposal.best
     if compared.multiplexed is not None and MULTIPLEXED not in compared.refused:
-        plan = plan_of_mapping(inputs.parts, compared.multiplexed.mapping, microbatches)
-        plan = replace(plan, profile=profile)
-        starts[MULTIPLEXED], _ = evaluate(plan, inputs.costs.network, MULTIPLEXED)
+        plan = basis.plan(compared.multiplexed.mapping, microbatches)
+        starts[MULTIPLEXED], _ = evaluate(plan, basis.inputs.costs.network, MULTIPLEXED)
     return starts
 
 
@@ -272,7 +275,7 @@ def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
         DoesNotFitError: a module fits no GPU.
         MultiplexError: naming what is wrong.
     """
-    return PlannedMultiplexed.of(_Basis.of(inputs).mapping_inputs(inputs.request))
+    return _Basis.of(inputs).multiplexed(inputs.request)
 
 
 def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed) -> Plan:
@@ -283,10 +286,9 @@ def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed) -> Plan:
         inputs: that the mapping follows from.
         planned: what :func:`plan_step_multiplexed` gave.
     """
-    plan = plan_of_mapping(inputs.parts, planned.mapping)
     with suppress(NoWholeDeviceError):
-        return replace(plan, profile=_Basis.of(inputs).shared_profile(1))
-    return plan
+        return _Basis.of(inputs).plan(planned.mapping, 1)
+    return plan_of_mapping(inputs.parts, planned.mapping)
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,52 @@ class _Basis:
             ),
             inputs.costs.device or find_device(CPU) if named else None,
             () if has_surfaces else self.notes,
+        )
+
+    def multiplexed(self, request: PlanRequest, microbatches: int = 1) -> PlannedMultiplexed:
+        """Map a step's samples in so many microbatches so that the plan fits by the same account
+        of memory as pipelines. The account of surfaces has neither messages nor what the system
+        and updates take: where they do not fit, a mapping of less is searched.
+
+        Raises:
+            DoesNotFitError: a module fits no GPU.
+        """
+        inputs = self.mapping_inputs(request, microbatches)
+        planned, limit = PlannedMultiplexed.of(inputs), self.inputs.memory_limit
+        if limit is None or planned.unfit:
+            return planned
+        tighter, problem = planned, inputs.problem
+        for _ in range(TIGHTENED):
+            try:
+                plan = self.plan(tighter.mapping, microbatches)
+            except NoWholeDeviceError:
+                return planned  # only surfaces say what fits
+            option, reason = evaluate(plan, self.inputs.costs.network, MULTIPLEXED)
+            needs = tuple(need.total for need in option.memory)
+            if tighter is planned or reason is None:
+                planned = replace(tighter, problem=inputs.problem, needs=needs, unfit=reason)
+            counted = max(gpu_memory(inputs.problem, tighter.mapping))
+            room = counted - max(1, max(needs) - limit)
+            if reason is None or room <= 0:
+                break
+            try:
+                problem = replace(problem, memory_bytes=room)
+            except MultiplexError:  # a module fits nowhere
+                break
+            tighter = PlannedMultiplexed.of(replace(inputs, problem=problem))
+            if tighter.unfit:
+                break
+        return planned
+
+    def plan(self, mapping: StageMapping, microbatches: int) -> Plan:
+        """Return the plan of a mapping, with its costs and the limit of memory.
+
+        Raises:
+            NoWholeDeviceError: surfaces do not say what modules take on one whole device.
+        """
+        return replace(
+            plan_of_mapping(self.inputs.parts, mapping, microbatches),
+            profile=self.shared_profile(microbatches), memory_limit=self.inputs.memory_limit,
         )
 
     def shared_profile(self, microbatches: int) -> CostProfile:

@@ -1,6 +1,7 @@
 """``raymm.plan_multiplexed``: estimated surfaces, mappings, refusals, views, style comparison."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, SiglipVisionConfig
 
 import raymm
+from raymm.config.planning_options import MULTIPLEXED
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.load import Load, LoadError
 from raymm.costs.scaling_estimates import (
@@ -30,7 +32,12 @@ from raymm.planning.mapping_result import gpu_memory
 from raymm.planning.mapping_view import explanation, gpus_text, mapping_rows
 from raymm.planning.multiplexed import _fitting
 from raymm.planning.request import PlanRequest, Workload
-from raymm.planning.styles import compare_styles, plan_step_multiplexed, with_ranks_of
+from raymm.planning.styles import (
+    compare_styles,
+    plan_step_multiplexed,
+    step_plan,
+    with_ranks_of,
+)
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.baselines.mappings import MAPPINGS
 from raymm.scheduler.costs.devices import Link, Links, find_device
@@ -51,6 +58,8 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.memory import GIB, rank_memory
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 from raymm.scheduler.search.evaluation import evaluate, step_timeline
@@ -425,6 +434,38 @@ def test_a_style_that_does_not_fit_loses():
     found = compare_styles(inputs_of(vlm(), request, 8, 4))
     assert "multiplexed" in found.refused and found.style != "multiplexed"
     assert "multiplexed does not run: module 'llm' fits nowhere" in found.explain()
+
+
+def assert_within(plan: Plan, limit: int) -> None:
+    """By the account of memory of all plans, messages and system included."""
+    needs = rank_memory(plan, full_program(plan))
+    assert max(need.total for need in needs) <= limit
+    assert plan.memory_limit in (None, limit)
+
+
+@pytest.mark.parametrize(("ranks", "frozen"), [(1, True), (2, False)])
+def test_every_style_returns_plans_within_the_limit(ranks, frozen):
+    """Around what the fastest mapping needs: a little below it another one runs, or nothing."""
+    request = PlanRequest(ranks=ranks, device="H100", tokens={"vision": 64, "llm": 512},
+                          schedules=("1f1b",), degrees="none")  # fmt: skip
+    model = vlm(frozen=frozen)
+    free = compare_styles(inputs_of(model, request, 4, 8))
+    most = max(free.multiplexed.memory)
+    refused = 0
+    for share in (1.0, 0.999, 0.9, 0.2):
+        inputs = inputs_of(model, replace(request, memory_gib=share * most / GIB), 4, 8)
+        with suppress(DoesNotFitError):
+            mapped = plan_step_multiplexed(inputs)
+            if mapped.unfit is None:
+                assert max(mapped.memory) <= inputs.memory_limit
+                assert_within(step_plan(inputs, mapped), inputs.memory_limit)
+        found = compare_styles(inputs)
+        for option in found.between.starts.values() if found.between else ():
+            assert_within(option.plan, inputs.memory_limit)
+        if found.chosen is not None:
+            assert_within(found.chosen, inputs.memory_limit)
+        refused += MULTIPLEXED in found.refused
+    assert 0 < refused < 4
 
 
 @pytest.mark.parametrize(("ranks", "memory"), [(2, None), (4, None), (3, 3.0)])
