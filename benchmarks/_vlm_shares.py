@@ -51,10 +51,13 @@ class Layout:
     Attributes:
         specs: by module; ``"tower"`` is all towers.
         options: of :func:`raymm.from_pretrained`; in ``train``, ``"tower"`` is all towers.
+        longrope: positions that the text model was trained with, of rotary embeddings that have
+            other frequencies in longer texts; None for the model's own.
     """
 
     specs: Mapping[str, ParallelSpec] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    longrope: int | None = None
 
     def of(self, model: WholeModel) -> dict[str, ParallelSpec]:
         """By the model's modules."""
@@ -72,6 +75,15 @@ def made(name: str, layout: Layout) -> tuple[WholeModel, list[dict[str, torch.Te
     model_class = getattr(transformers, name)
     config, microbatches = runnable(Family(KIND, model_class, model_class.config_class))
     config.architectures = [name]
+    if layout.longrope is not None:
+        text = config.get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        half = width // 2
+        text.rope_parameters = {
+            **text.rope_parameters, "rope_type": "longrope", "factor": 2.0,
+            "original_max_position_embeddings": layout.longrope,
+            "short_factor": [1.0] * half, "long_factor": [1.0 + one for one in range(half)],
+        }
     options, train = dict(layout.options), dict(layout.options.get("train", {}))
     if (how := train.pop("tower", None)) is not None:
         towers = from_pretrained(config, microbatches[0]).tower_names

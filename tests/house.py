@@ -95,7 +95,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/experts",
         "actors/weights",
     ),
-    "actors/sharding/whole": ("kernels", "actors/sharding"),
+    "actors/sharding/whole": ("kernels", "actors/modules", "actors/sharding"),
     "actors/optimizer": (
         "kernels", "scheduler", "actors/modules", "actors/storage", "actors/sharding",
     ),

@@ -55,8 +55,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFERENCE = "reference"
+_LONGEST = "longest"  # of a microbatch: one more than its largest position
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
-_NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length", LENGTH, ROUTED_TOKENS})
+_NOT_FOR_MODEL = frozenset({
+    "targets", "token_layout", "length", LENGTH, ROUTED_TOKENS, _LONGEST,
+})
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,7 @@ class LanguageStage(StageModule):
                 inputs = text_of_samples(inputs, context)
             context.enter("merge")
             side = self._merge(inputs, received, context)
+            longest = self._longest(side, context)
             if (own := self._samples) is not None:
                 side = take_rows(side, own.rank, own.size, PAIR if self.spec.preference else 1)
             ports = self._ports(side)
@@ -253,13 +257,16 @@ class LanguageStage(StageModule):
             embeds = side.pop("inputs_embeds")
         else:
             hidden, side, ports = from_stages(received, self.spec.name)
-            embeds = None
+            embeds, longest = None, side.get(_LONGEST)
         attention: dict[str, Any] = {}
         if self._mask is not None and "token_layout" in side:
             attention, side, embeds, hidden = attention_arguments(
                 side, embeds, hidden, self._mask, self._exchange, self._pairs, self.module.config,
                 bool(self.spec.mixers),
             )
+        if longest is not None:
+            self._forward.rotary.longest = int(on_host(longest))
+            side[_LONGEST] = longest
         start = embeds if hidden is None else hidden
         assert start is not None  # what came, or the first stage's embeddings
         targets, device = on_host(side["targets"]), start.device
@@ -292,9 +299,20 @@ class LanguageStage(StageModule):
             hidden, side = self._with_room(cut.hidden, side)
             return self._routing.into(message_of(hidden, ports, side), context)
         finally:
-            self._labelled = None
+            self._labelled = self._forward.rotary.longest = None
         assert labelled is not None  # a stage before the last is left at its cut
         return self._routing.into(self._outcome(labelled, logits, context, reference), context)
+
+    def _longest(
+        self, merged: dict[str, Any], context: MicrobatchContext
+    ) -> torch.Tensor | None:
+        """Return one more than the largest position of the microbatch, on the host, if rotary
+        embeddings depend on it; a text that is being written tells them itself."""
+        if not self._forward.rotary or context.decode is not None:
+            return None
+        positions = merged.get("position_ids")
+        length = merged["targets"].shape[1] if positions is None else int(positions.max()) + 1
+        return torch.tensor(length, device="cpu")
 
     def _outcome(
         self, labelled: Labelled, logits: torch.Tensor, context: MicrobatchContext,

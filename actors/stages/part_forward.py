@@ -13,6 +13,7 @@ from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.cut import CutInfo, Passage
 from raymm.actors.modules.draws import BlockDraws
 from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.modules.rotary import RotaryState
 
 
 class PartForward:
@@ -23,6 +24,9 @@ class PartForward:
         module: pruned to these blocks, or whole.
         cut: how it was pruned; None if it is whole.
         lo, hi: the blocks.
+
+    Attributes:
+        rotary: of the module's rotary embeddings.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class PartForward:
         self._passage = None if cut is None else Passage(module, cut, lo, hi)
         self._draws: BlockDraws | None = None
         self._share = 0
+        self.rotary = RotaryState(module)
 
     def share_tokens(self, share: int) -> None:
         """Work on a part of the tokens, of which this process draws its own numbers in blocks. The
@@ -83,6 +88,7 @@ class PartForward:
 
     def detach(self) -> None:
         """Leave a module that is whole as it was."""
+        self.rotary.detach()
         if self._draws is not None:
             self._draws.remove()
             self._draws = None

@@ -126,7 +126,7 @@ class WholeLanguageStage(LanguageStage):
         if self._entry is None:
             assert self._forward.blocks is not None  # a probe has looked
             self._entry = TextEntry(
-                self.module, self._forward.blocks, self.spec.mixers
+                self.module, self._forward.blocks, self.spec.mixers, self._forward.rotary
             )
 
     def _share(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks._family_check import EXACT, REFUSED
@@ -32,6 +34,14 @@ def ranks():
 )
 def test_a_shared_model_is_exact(ranks, name, layout):
     every = ranks.run(outcome, name=name, layout=LAYOUTS[layout])
+    assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
+
+
+@pytest.mark.parametrize("name", [QWEN2_5, AUDIO])  # of positions in three dimensions, and in one
+@pytest.mark.parametrize("layout", ["cp 2", "packing, fsdp 2, pp 2"])
+def test_frequencies_follow_the_longest_text_of_all(ranks, name, layout):
+    """Some processes have no token beyond the positions that the model was trained with."""
+    every = ranks.run(outcome, name=name, layout=replace(LAYOUTS[layout], longrope=20))
     assert [(one.result, one.sentence) for one in every] == [(EXACT, "")] * PROCESSES
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.actors.modules.rotary import RotaryState
 from raymm.actors.sharding.whole.token_share import TokenShare, TokenShareError
 from raymm.kernels.hf.document_rows import (
     DOCUMENTS_ARGUMENT,
@@ -38,11 +39,14 @@ class TextEntry:
         module: a whole model, or a stage's part of it.
         blocks: dotted name of its list of blocks.
         mixers: classes of layers in them that are called with documents as rows.
+        rotary: of the module's rotary embeddings; they depend on the tokens of all.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: str, mixers: Collection[str] = ()
+        self, module: nn.Module, blocks: str, mixers: Collection[str] = (),
+        rotary: RotaryState | None = None,
     ) -> None:
+        self._rotary = rotary
         self._mixes = bool(mixers)
         if mixers:
             mix_by_documents(module.get_submodule(blocks).children(), mixers)
@@ -84,6 +88,8 @@ class TextEntry:
             self._leave()
 
     def _leave(self, *_: Any) -> None:
+        if self._rotary:
+            self._rotary.longest = None
         if self._left is not None:
             self._left()
             self._left = None
@@ -112,6 +118,11 @@ class TextEntry:
             # What it would count by itself, it would count among the share's.
             positions = torch.arange(share.shape[1], device=start.device)
             arguments[_POSITIONS] = positions.expand(share.shape)
+        if self._rotary:
+            positions = arguments.get(_POSITIONS)
+            self._rotary.longest = (
+                share.shape[1] if positions is None else int(positions.max()) + 1
+            )
         own = share.of_arguments(arguments)
         if share.is_of_tokens:
             self._left = enter_masks_of(share.all_tokens(self._real))

@@ -1,0 +1,98 @@
+"""Rotary embeddings whose frequencies depend on the longest text of a forward.
+
+The types ``dynamic`` and ``longrope`` of transformers choose frequencies by the largest position
+that a forward is given, and ``dynamic`` keeps the largest one so far. With that, a result would
+depend on which rows and tokens a process has, and on what it has computed before. Here frequencies
+are a function of one microbatch: those of a model that is fresh from its config, given all rows of
+the microbatch. Every layout, a recomputation, an evaluation in between, and a resumed run then
+have the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.errors import InternalError
+
+_POSITIONS = "position_ids"
+
+
+class RotaryState:
+    """Makes rotary embeddings of a module functions of one forward's longest text.
+
+    Args:
+        module: a model, or a part of one. Its embeddings get hooks until :meth:`detach`.
+
+    Attributes:
+        longest: one more than the largest position that counts in the next forward; None for
+            those that the forward is given.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.longest: int | None = None
+        self._hooks = [
+            hook for child in module.modules() if any(_types(child))
+            for hook in (
+                child.register_forward_pre_hook(self._before, with_kwargs=True),
+                child.register_forward_hook(self._after),
+            )
+        ]
+
+    def __bool__(self) -> bool:
+        """Whether there are such embeddings."""
+        return bool(self._hooks)
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before(self, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forget earlier forwards, and show the longest position after the others."""
+        _forget(rotary)
+        if self.longest is None:
+            return None
+        bound = inspect.signature(rotary.forward).bind(*args, **kwargs)
+        positions = bound.arguments[_POSITIONS]
+        last = positions.new_full((*positions.shape[:-1], 1), self.longest - 1)
+        bound.arguments[_POSITIONS] = torch.cat([positions, last], dim=-1)
+        return bound.args, bound.kwargs
+
+    def _after(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Take what belongs to the longest position away again."""
+        if self.longest is None:
+            return None
+        if isinstance(output, torch.Tensor):  # complex numbers
+            return output[..., :-1, :]
+        if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):
+            return tuple(part[..., :-1, :] for part in output)
+        raise InternalError(f"{type(rotary).__name__} returns {type(output).__name__}")
+
+
+def _types(module: nn.Module) -> Iterable[tuple[str, str]]:
+    """Return (prefix of attributes, type) of what depends on the longest text; a module may have
+    one per type of layer."""
+    types = getattr(module, "rope_type", None)
+    if not hasattr(type(module).forward, "__wrapped__"):
+        return ()  # computes nothing again
+    types = {"": types} if isinstance(types, str) else types if isinstance(types, dict) else {}
+    return [
+        (f"{name}_" if name else "", kind) for name, kind in types.items()
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+    ]
+
+
+def _forget(rotary: Any) -> None:
+    """Set the frequencies and the longest text so far to those of a new module."""
+    for prefix, kind in _types(rotary):
+        if "dynamic" in kind:
+            original = getattr(rotary, f"{prefix}original_inv_freq")
+            current = getattr(rotary, f"{prefix}inv_freq")
+            rotary.register_buffer(f"{prefix}inv_freq", original.to(current.device), False)
+            setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
