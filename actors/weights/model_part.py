@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.blocks import SEARCHED
 from raymm.actors.weights.part import Part, keep_parameters
@@ -141,6 +141,10 @@ class PartSource(ModuleSource):
             name for name, _ in model.named_parameters()
             if is_within(name, self.places) != self.outside
         )
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        return self.whole.origin.generation_config
 
     def skeleton(self) -> nn.Module:
         return self.as_made(self.whole.skeleton())

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.weights.custom_code import custom_code, own_class, why_not_loaded
@@ -149,6 +149,15 @@ class PretrainedSource(ModuleSource):
     @property
     def config(self) -> PretrainedConfig:
         return self._config
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        if not (Path(self.folder) / "generation_config.json").is_file():
+            return super().generation_config
+        try:
+            return GenerationConfig.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise SourceError(f"path is {self.path!r}; generation_config.json: {error}") from error
 
     def skeleton(self) -> nn.Module:
         return ConfigSource(self.resolved_class, self._config, frozen=self.frozen).skeleton()

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.draws import derive_seed
 from raymm.actors.weights.constructed_values import constructed_values
@@ -95,6 +95,11 @@ class ModuleSource(ABC):
     def origin(self) -> ModuleSource:
         """Where the module is from that others add to."""
         return self
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """How transformers writes texts with the model; None if it cannot."""
+        return getattr(self.skeleton(), "generation_config", None)
 
     @property
     def config(self) -> PretrainedConfig | None:

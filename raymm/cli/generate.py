@@ -27,6 +27,10 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
         help=f"tokens of a text, at most (default: {_MAX_TOKENS})",
     )
+    add(
+        "--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True,
+        help="leave the tokenizer's special tokens out of what is printed (default: yes)",
+    )
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -48,10 +52,9 @@ def run_generate(args: argparse.Namespace) -> int:
     check_files(config)
     items = _items(args.item, config.data.modalities)
     from raymm.config.build import build_model, build_plan
-    from raymm.data.conversations.template import special_ids
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connected, pick_device
-    from raymm.runtime.generation import WritingModule, generate
+    from raymm.runtime.generation import WritingModule, WritingRules, generate
     from raymm.storage.checkpoint import CheckpointStore
     from raymm.storage.loading import restore
     from raymm.training.execution import Execution
@@ -87,11 +90,14 @@ def run_generate(args: argparse.Namespace) -> int:
             # A prompt is a user's turn, also of a run on pairs of answers.
             data = data.model_copy(update={"preferences": False})
             builder, prompts = _prompts(data, args.prompt, items)
-            ends = special_ids(builder.tokenizer)
+            rules = WritingRules.of(model, builder.tokenizer, builder.answer_ends)
+            if rules.note is not None:
+                print(rules.note)
             running = cast(WritingModule, parallel)  # of another it is refused by name
-            written_ids = generate(running, prompts, args.max_tokens, ends)
+            written_ids = generate(running, prompts, args.max_tokens, rules.ends)
+            skip = args.skip_special_tokens
             for text, ids in zip(args.prompt, written_ids, strict=True):
-                written = builder.tokenizer.decode(ids, skip_special_tokens=True).strip()
+                written = builder.tokenizer.decode(ids, skip_special_tokens=skip).strip()
                 print(f"> {text}\n{written}\n")
     return 0
 

@@ -30,10 +30,14 @@ class GenerateSection(Section):
         max_tokens: of a text, at most.
         under_way: texts at once, by default eight for each stage of the language model (sixteen if
             it has one).
+        skip_special_tokens: leave the tokenizer's special tokens out of texts and answers, as
+            ``decode`` of transformers does; set it to false where they are part of an answer, as
+            those around boxes are.
     """
 
     max_tokens: Count = 64
     under_way: Count | None = None
+    skip_special_tokens: bool = True
 
 
 class EvaluateSection(Section):

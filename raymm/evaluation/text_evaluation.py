@@ -29,14 +29,19 @@ from raymm.data import (
     open_split,
     step_builder,
 )
-from raymm.data.conversations.template import special_ids
 from raymm.data.loading.builder import none_usable
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.table import WrittenText, write_table
 from raymm.evaluation.text_metrics import measured
 from raymm.files.run_files import write_whole
-from raymm.runtime.generation import Prompt, WritingModule, check_generates, generate
+from raymm.runtime.generation import (
+    Prompt,
+    WritingModule,
+    WritingRules,
+    check_generates,
+    generate,
+)
 
 BEST = "best.json"
 PREFIX = "heldout_"  # of a metric in a row
@@ -65,6 +70,9 @@ class TextEvaluation:
         places: of data workers.
         features: looks for features of items that were kept.
 
+    Attributes:
+        rules: how texts end.
+
     Raises:
         GenerationError: the model cannot write text under its plan.
         SourceError: a metric cannot be imported.
@@ -85,7 +93,9 @@ class TextEvaluation:
             name: None if name in METRICS else import_object(name) for name in asked.metrics
         }
         # It reads no samples.
-        self._tokenizer: Any = step_builder(data, None).tokenizer  # type: ignore[arg-type]
+        builder: Any = step_builder(data, None)  # type: ignore[arg-type]
+        self._tokenizer = builder.tokenizer
+        self.rules = WritingRules.of(parallel.model, builder.tokenizer, builder.answer_ends)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether it is after this step.
@@ -111,11 +121,12 @@ class TextEvaluation:
         skipped: list[Skipped] = []
         written = list(generate(
             self._parallel, self._prompts(samples, skipped), self.asked.generate.max_tokens,
-            self._ends, self.asked.generate.under_way,
+            self.rules.ends, self.asked.generate.under_way,
         ))
         texts = [
             WrittenText(
-                sample.id, *(self._text(ids) for ids in (sample.ids, tokens, sample.answer))
+                sample.id, self._text(sample.ids, True), self._text(tokens),
+                self._text(self.rules.until_end(sample.answer)),
             )
             for sample, tokens in zip(samples, written, strict=True)
         ]
@@ -232,11 +243,6 @@ class TextEvaluation:
         return {PAIR_LOSS: sums.loss, **sums.rewards}
 
     @cached_property
-    def _ends(self) -> frozenset[int]:
-        """Tokens that no text goes on after."""
-        return special_ids(self._tokenizer)
-
-    @cached_property
     def _shown(self) -> dict[str, Sample]:
         """The samples, for their pictures."""
         dataset = open_split(self._data, "heldout")
@@ -250,8 +256,9 @@ class TextEvaluation:
             samples[sample.id] = sample
         return samples
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True).strip()
+    def _text(self, ids: Sequence[int], skip_special_tokens: bool | None = None) -> str:
+        skip = skip_special_tokens or self.asked.generate.skip_special_tokens
+        return self._tokenizer.decode(ids, skip_special_tokens=skip).strip()
 
 
 def last_answer(labels: torch.Tensor) -> tuple[int, int]:

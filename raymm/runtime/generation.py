@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,13 @@ from raymm.model.whole_model import WholeModel
 from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.writing_trial import why_not_written
 from raymm.scheduler.plan.plan import Plan
+
+# Settings of a generation configuration that say nothing of what is written, or that raymm has an
+# option of its own for (how long texts are).
+_NOT_OF_TEXTS = frozenset({
+    "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
+    "cache_implementation", "cache_config", "transformers_version", "max_length", "max_new_tokens",
+})
 
 # Texts of a step, at most.
 TEXTS_PER_STEP = 8
@@ -94,6 +102,58 @@ class _Text:
     number: int
     prompt: Prompt
     tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class WritingRules:
+    """How texts end, and what of a model's generation configuration is not used.
+
+    Attributes:
+        ends: ids of tokens that end a text, and are not part of it.
+        unused: settings as ``"temperature 0.7"``.
+    """
+
+    ends: frozenset[int]
+    unused: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, answer_ends: Collection[int]) -> WritingRules:
+        """Return those of a model that writes. A text ends where ``generate`` of transformers ends
+        it, at ``eos_token_id`` of the generation configuration (else of the model's, else of the
+        tokenizer), and at the end of a turn, which a model learns from its chat template.
+
+        Args:
+            model: a :class:`raymm.MultimodalModule` or :class:`raymm.WholeModel`.
+            tokenizer: of its texts.
+            answer_ends: ids of tokens that end a turn of its chat template.
+
+        Raises:
+            SourceError: the generation configuration cannot be read.
+        """
+        config = model.language_spec().source.origin.generation_config
+        ends = None if config is None else config.eos_token_id
+        ends = tokenizer.eos_token_id if ends is None else ends
+        ids = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+        settings = {} if config is None else config.to_diff_dict()
+        unused = [
+            f"{name} {value}" for name, value in settings.items()
+            if not (name in _NOT_OF_TEXTS or name.startswith(("_", "output_", "return_")))
+        ]
+        return cls(frozenset(map(int, ids)) | frozenset(answer_ends), tuple(unused))
+
+    @property
+    def note(self) -> str | None:
+        """One line for the user; None if everything is used."""
+        if not self.unused:
+            return None
+        return (
+            "note: texts are written greedily, token by token the likeliest; not used of the "
+            f"model's generation_config.json: {', '.join(self.unused)}"
+        )
+
+    def until_end(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids before the first one that ends a text."""
+        return list(takewhile(lambda token: token not in self.ends, ids))
 
 
 def check_generates(parallel: WritingModule) -> None:

@@ -139,6 +139,8 @@ class Attempt:
                     self.run.evaluate, parallel, self.data, folder, batches.heldout_places,
                     self.features,
                 )
+                if texts.rules.note is not None:
+                    self._say(texts.rules.note)
                 # What it was when the run was interrupted: checkpoints to come must not drop it.
                 self.store.best = texts.note_best(metrics.rows)
             steps = self.run.steps if self.until is None else self.until

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from itertools import takewhile
 from pathlib import Path
 
 import peft
@@ -17,7 +19,6 @@ from raymm.cli.main import main
 from raymm.config.build import build_model
 from raymm.config.sections import ConfigError, load_config
 from raymm.data import local_steps
-from raymm.data.conversations.template import special_ids
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
@@ -209,16 +210,51 @@ def test_texts_are_written_in_the_loop_and_by_the_command(tmp_path, capsys):
     assert f"> What is in the picture?\n{due}\n" in capsys.readouterr().out
 
 
-def written(model, processor, messages, folder, pictures):
-    """What transformers writes; tokens that end a text are special ones."""
+def test_texts_end_where_the_generation_configuration_says(tmp_path, capsys):
+    """Not at any special token, which may be part of an answer."""
+    folder, data = tiny("idefics3")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    asked = [{"role": "user", "content": "What is it?"}]
+    model.generation_config.eos_token_id = None
+    ids = written_ids(model, processor, asked, Path(data).parent, [])
+    own = tmp_path / "folder"
+    shutil.copytree(folder, own)
+    first, last = ids[0], next(token for token in ids if token != ids[0])
+    token = processor.tokenizer.convert_ids_to_tokens(first)
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": [token]})
+    processor.save_pretrained(own)
+    settings = {"eos_token_id": [last, 0], "do_sample": True, "repetition_penalty": 1.5}
+    (own / "generation_config.json").write_text(json.dumps(settings))
+    file = configuration(tmp_path, model={"path": str(own), "train": {"vision": "frozen"}})
+    values = ["run.steps=1", "run.checkpoint_every=1", "optimizer.lr=1e-12"]
+    assert main(["train", str(file), *(part for one in values for part in ("--set", one))]) == 0
+    capsys.readouterr()
+    due = ids[: ids.index(last)]
+    for option, skip in ((), True), (("--no-skip-special-tokens",), False):
+        command = ["generate", str(file), "--prompt", "What is it?", "--max-tokens", "6", *option]
+        assert main(command) == 0
+        printed = capsys.readouterr().out
+        assert "not used of the model's generation_config.json: do_sample True" in printed
+        assert "repetition_penalty 1.5" in printed
+        text = processor.decode(due, skip_special_tokens=skip).strip()
+        assert f"> What is it?\n{text}\n" in printed and (text != "") != skip
+
+
+def written_ids(model, processor, messages, folder, pictures):
+    """The ids that transformers writes."""
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     images = [Image.open(folder / name) for name in pictures]
     inputs = processor(text=prompt, images=images or None, return_tensors="pt")
-    ids = model.generate(
-        **inputs, max_new_tokens=6, do_sample=False, pad_token_id=0,
-        eos_token_id=sorted(special_ids(processor.tokenizer)),
-    )[0, inputs["input_ids"].shape[1] :]
-    return processor.decode(ids, skip_special_tokens=True).strip()
+    ids = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def written(model, processor, messages, folder, pictures):
+    """The text that transformers writes, up to the end of a turn."""
+    ids = written_ids(model, processor, messages, folder, pictures)
+    ends = {processor.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    return processor.decode(list(takewhile(lambda one: one not in ends, ids)), True).strip()
 
 
 def test_a_plan_is_made_of_a_folder_and_its_data(tmp_path, capsys):

@@ -193,6 +193,22 @@ class ChatTemplate:
         return written[special[0][0] : special[-1][1]] if special else written.strip()
 
     @cached_property
+    def answer_ends(self) -> frozenset[int]:
+        """Id of the special token that the template writes right after a turn of the assistant; of
+        a template that writes none, nothing."""
+        for text in (_PROBE, [{"type": "text", "text": _PROBE}]):
+            try:
+                rendered, _ = self.render([
+                    {"role": "user", "content": text}, {"role": LEARNED_ROLE, "content": text},
+                ])
+            except USER_CODE_RAISES:  # a template is a program: it may raise anything
+                continue
+            if rendered.count(_PROBE) == 2:
+                after = rendered.rpartition(_PROBE)[2].lstrip()
+                return frozenset(self.tokens(after)[0][:1]) & self.special_ids
+        return frozenset()
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokenizer's special tokens."""
         return special_ids(self.tokenizer)

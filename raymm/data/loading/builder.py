@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from raymm.data.conversations.processor import ModelProcessor
+from raymm.data.conversations.template import ChatTemplate
 from raymm.data.conversations.text import (
     TextEncoder,
     check_vocabulary,
@@ -154,6 +155,13 @@ class StepBuilder:
     @cached_property
     def tokenizer(self):
         return load_tokenizer(self.config.tokenizer, self.config.trust_remote_code)
+
+    @property
+    def answer_ends(self) -> frozenset[int]:
+        """Ids of tokens that end a turn of the assistant."""
+        if not (self.tokenizer.chat_template and self.tokenizer.is_fast):
+            return frozenset()
+        return ChatTemplate(self.tokenizer, None, self.config.chat_template_kwargs).answer_ends
 
     @cached_property
     def text(self) -> TextEncoder:

@@ -75,6 +75,10 @@ class ProcessedBuilder(StepBuilder):
         """Tokenizer of the processor."""
         return self.processor.tokenizer
 
+    @property
+    def answer_ends(self) -> frozenset[int]:
+        return self.processor.template.answer_ends
+
     def alone(self, encoded: Any) -> tuple[dict[str, dict[str, torch.Tensor]], MicrobatchMeta]:
         """See :meth:`StepBuilder.alone`.
 
