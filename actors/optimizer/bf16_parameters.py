@@ -32,23 +32,28 @@ class Bf16Parameter:
 
     Attributes:
         wide: fp32; without values between steps if there is no master.
+        scale: scalar on the device that the gradient is multiplied with in fp32: clipped in bf16,
+            it would be rounded a second time.
     """
 
     def __init__(self, key: Key, parameter: nn.Parameter, master: bool) -> None:
         stage, name = key
         self._place = stage.module, name
         self.parameter, self.master = parameter, master
+        self.scale: torch.Tensor | None = None
         self.wide = nn.Parameter(parameter.detach().clone())
         parameter.data = parameter.data.bfloat16()
         if not master:
             self._release()
 
     def open(self) -> None:
-        """Show values and gradient in fp32."""
+        """Show values and the scaled gradient in fp32."""
         if not self.master:
             self.wide.data = self.parameter.detach().float()
         gradient = self.parameter.grad
         self.wide.grad = None if gradient is None else gradient.float()
+        if self.wide.grad is not None and self.scale is not None:
+            self.wide.grad.mul_(self.scale)
 
     def close(self, step: int) -> None:
         """Take the values over.

@@ -143,7 +143,9 @@ class RankOptimizer:
             if (gradient := parameter.grad) is not None:
                 dtype = _wide(gradient.dtype)
                 of_dtype = factors.setdefault(dtype, factor.to(dtype))
-                if gradient.dtype == dtype:
+                if (kept := self.in_bf16.get(id(parameter))) is not None:
+                    kept.scale = of_dtype
+                elif gradient.dtype == dtype:
                     gradient.mul_(of_dtype)
                 else:
                     gradient.copy_(gradient.to(dtype) * of_dtype)
@@ -261,6 +263,8 @@ class RankOptimizer:
         self._norm, self._rate = None, None
         self._refused = torch.zeros_like(self._refused)
         self.reduction.perhaps_absent.clear()
+        for kept in self.in_bf16.values():
+            kept.scale = None
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
 

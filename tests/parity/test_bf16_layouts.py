@@ -20,10 +20,14 @@ def model() -> MultimodalModule:
     )
 
 
-def trained(parameters: str, spec: ParallelSpec, microbatches: int, precision: str = "bf16"):
+def trained(
+    parameters: str, spec: ParallelSpec, microbatches: int, precision: str = "bf16",
+    max_grad_norm: float | None = None,
+):
     """Parameters after some steps, and losses."""
-    # Without clipping, which rounds gradients again.
-    config = OptimizerConfig(lr=1e-3, eps=1e-5, max_grad_norm=None, parameters=parameters)
+    config = OptimizerConfig(
+        lr=1e-3, eps=1e-5, max_grad_norm=max_grad_norm, parameters=parameters
+    )
     layout = MultimodalParallelSpec({"vision": ParallelSpec()}, spec, microbatches)
     step = [pm.batch([9, 7], 4 + m, vision=[0, 1]) for m in range(microbatches)]
     with layout.apply(model(), optimizer=config, precision=precision) as parallel:
@@ -31,11 +35,13 @@ def trained(parameters: str, spec: ParallelSpec, microbatches: int, precision: s
         return parallel.parameters(), losses
 
 
-@pytest.mark.parametrize("spec", [ParallelSpec(pp=2), ParallelSpec(tp=2)])
-def test_masters_give_the_bits_of_fp32_parameters(ray_cluster, spec):
-    """One microbatch: of several, gradients add up in bf16."""
-    due, losses = trained("fp32", spec, 1)
-    mine, same = trained("bf16_master", spec, 1)
+@pytest.mark.parametrize(("spec", "max_grad_norm"), [
+    (ParallelSpec(pp=2), None), (ParallelSpec(tp=2), None), (ParallelSpec(pp=2), 0.3),
+])
+def test_masters_give_the_bits_of_fp32_parameters(ray_cluster, spec, max_grad_norm):
+    """One microbatch: of several, gradients add up in bf16. Clipping does not round again."""
+    due, losses = trained("fp32", spec, 1, max_grad_norm=max_grad_norm)
+    mine, same = trained("bf16_master", spec, 1, max_grad_norm=max_grad_norm)
     assert same == losses
     halved = {name for name, value in mine.items() if value.dtype == torch.bfloat16}
     assert all(name.endswith(("_proj.weight", "_proj.bias", "fc1.weight", "fc1.bias",
