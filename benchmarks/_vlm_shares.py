@@ -132,20 +132,25 @@ def compare(own: _Shares, model: WholeModel, microbatches: list[dict[str, torch.
             problems.append(f"loss of step {step + 1} is {found:.7g}, not {loss:.7g}")
         if not step:
             due = {n: p.grad for n, p in trained.items()}
-            problems += _gradient_problems(own.gathered(gradients=True), due)
-            rounding = _only_rounding(due)
+            problems += gradient_problems(own.gathered(gradients=True), due)
+            rounding = only_rounding(due)
         optimizer.step()
         own.optimizer.step()
-    problems += _moved_problems(own.gathered(gradients=False), trained, before, rounding)
+    problems += moved_problems(own.gathered(gradients=False), trained, before, rounding)
     return "; ".join(problems)
 
 
-def _gradient_problems(
+def gradient_problems(
     found: Mapping[str, torch.Tensor | None], due: Mapping[str, torch.Tensor | None]
 ) -> list[str]:
+    """Gradients that differ, each relative to its own norm, in words.
+
+    Args:
+        found, due: gradients by name.
+    """
     problems = [f"{name}: only on one side" for name in sorted(found.keys() ^ due.keys())]
     largest = max(float(g.norm()) for g in due.values() if g is not None)
-    rounding = _only_rounding(due)
+    rounding = only_rounding(due)
     for name in found.keys() & due.keys():
         mine, other = found[name], due[name]
         if mine is None or other is None:
@@ -159,23 +164,33 @@ def _gradient_problems(
     return problems
 
 
-def _only_rounding(due: Mapping[str, torch.Tensor | None]) -> frozenset[str]:
-    """Parameters whose gradient is nothing but rounding, of what a softmax takes away again."""
+def only_rounding(due: Mapping[str, torch.Tensor | None]) -> frozenset[str]:
+    """Names of parameters whose gradient is rounding only, such as a key's bias, to which a softmax
+    is invariant."""
     norms = {name: float(g.norm()) for name, g in due.items() if g is not None}
     return frozenset(n for n, norm in norms.items() if norm <= 1e-5 * max(norms.values()))
 
 
-def _moved_problems(
-    found: Mapping[str, torch.Tensor | None], due: Mapping[str, nn.Parameter],
+def moved_problems(
+    found: Mapping[str, torch.Tensor | None], due: Mapping[str, torch.Tensor],
     before: Mapping[str, torch.Tensor], rounding: frozenset[str],
+    tolerance: float = MOVED_TOLERANCE,
 ) -> list[str]:  # fmt: skip
+    """Parameters after the steps that differ, in words.
+
+    Args:
+        found, due: values by name.
+        before: values before the first step.
+        rounding: names of :func:`only_rounding`.
+        tolerance: accepted error, relative to how far a parameter has moved.
+    """
     problems = []
     for name, parameter in due.items():
         mine = found[name]
         assert mine is not None
         moved = float((parameter.detach() - before[name]).norm())
         error = float((mine - parameter.detach()).norm())
-        accepted = MOVED_TOLERANCE * moved + MOVED_FLOOR
+        accepted = tolerance * moved + MOVED_FLOOR
         if name in rounding:
             accepted = ROUNDING_TOLERANCE * OPTIMIZER["lr"] * STEPS * parameter.numel() ** 0.5
         if not error <= accepted:

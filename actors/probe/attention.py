@@ -176,6 +176,13 @@ def probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str] 
     Raises:
         ProbeError: as :func:`probe_mask`, or if samples of one row give another result.
     """
+    try:
+        _probe_packing(source, has_mask, mixers)
+    except ProbeError as error:
+        raise ProbeError(f"packing is True; accepted: False. {error}") from error
+
+
+def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]) -> None:
     what = "have its samples packed"
     name, model = _model_with_masks(source, what)
     probe_mask(source, mixers)

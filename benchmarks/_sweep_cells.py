@@ -1,0 +1,229 @@
+"""Cells of the layout sweep on Ray actors, compared with one process."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks._family_check import EXACT, REFUSED, UNCLEAR, WRONG, Outcome
+from benchmarks._sweep_oracle import SEED, UPDATES, Training, described, step_of, trained
+from benchmarks._sweep_tables import FEATURES, LAYOUTS, OPTIONS, PLAIN, Feature, Layout, Option
+from benchmarks._vlm_shares import (
+    LOSS_TOLERANCE,
+    MOVED_TOLERANCE,
+    gradient_problems,
+    moved_problems,
+    only_rounding,
+)
+from raymm.actors.optimizer.optimizer_config import MUON, STOCHASTIC
+from raymm.errors import Error, RankFailedError
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.loading import load_into_model, restore
+
+# Muon computes in bf16, five products after another.
+_MUON_TOLERANCE = 0.1
+# Error of a run in bf16 against fp32, relative to that of one process in bf16, of all parameters
+# together and of each, where rounding averages out less; and what is always accepted of each.
+_BF16_RATIO, _BF16_RATIO_OF_EACH, _BF16_LEAST = 1.3, 4.0, 2e-3
+# Weights in bf16 without a master are rounded by up to an ulp in each step.
+_ULP = 2.0**-7
+_TIMEOUT_S = 60.0
+
+
+class Cell(NamedTuple):
+    """A model trained in a way under a layout, by the names in the tables."""
+
+    feature: str
+    option: str
+    layout: str
+
+    def __str__(self) -> str:
+        return ", ".join(self)
+
+
+def cells(features: Iterable[str], options: Iterable[str], layouts: Iterable[str]) -> list[Cell]:
+    """Every feature with the plain option, and every option with its feature, under all layouts.
+
+    Args:
+        features, options, layouts: names in the tables.
+    """
+    pairs = dict.fromkeys((feature, PLAIN) for feature in features)
+    pairs |= dict.fromkeys((OPTIONS[option].feature, option) for option in options)
+    return [Cell(*pair, layout) for pair in pairs for layout in layouts]
+
+
+def outcomes(waiting: Iterable[Cell]) -> Iterator[tuple[Cell, Outcome]]:
+    """Run cells on the cluster at hand.
+
+    Args:
+        waiting: cells; those of a model that is trained in one way share what one process
+            computes if they are next to each other.
+    """
+    key, due = None, None
+    for cell in waiting:
+        feature, option, layout = (
+            FEATURES[cell.feature], OPTIONS[cell.option], LAYOUTS[cell.layout])
+        # What is drawn for an element follows from its place, which is another one in packed rows.
+        packing = feature.draws and layout.packing
+        try:
+            if key != (*cell[:2], packing):
+                key, due = None, _Due(feature, option, packing)
+                key = (*cell[:2], packing)
+            assert due is not None
+            found = _outcome(feature, option, layout, due)
+        except Exception as error:  # whatever a cell raises is its outcome
+            found = Outcome(UNCLEAR, f"{type(error).__name__}: {error}".strip())
+        yield cell, found
+
+
+class _Due:
+    """Results of one process."""
+
+    def __init__(self, feature: Feature, option: Option, packing: bool) -> None:
+        self.exact = trained(feature, option, packing=packing)
+        self.bf16 = None
+        if option.precision == "bf16":
+            self.bf16 = trained(feature, option, bf16=True, packing=packing)
+
+
+def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Outcome:
+    found = Training([], {}, {}, {})
+    parts = [(layout.degrees, range(UPDATES))]
+    if layout.resumed is not None:
+        parts = [(layout.degrees, range(1)), (layout.resumed, range(1, UPDATES))]
+    references: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = CheckpointStore(folder)
+        for degrees, updates in parts:
+            try:
+                model = described(feature, option, layout.packing)
+                spec = layout.spec(degrees, len(step_of(feature)), feature.tower is not None)
+                parallel = spec.apply(
+                    model, optimizer=option.config, precision=option.precision, seed=SEED,
+                    timeout_s=_TIMEOUT_S,
+                )
+            except RankFailedError:
+                raise  # something had started
+            except Error as error:
+                return _refusal(str(error), feature, option, layout)
+            with parallel:
+                if updates[0]:
+                    restore(parallel, store.latest())
+                references = references or _references(parallel, feature)
+                parallel.references = references
+                for update in updates:
+                    _step(parallel, feature, option, update, found)
+                last = updates[-1] + 1 == UPDATES
+                if not last or option.averages:
+                    store.save(parallel, {})
+                if last and not option.averages:
+                    found.after.update(parallel.parameters())
+        if option.averages:
+            model = described(feature, option, layout.packing)
+            load_into_model(model, store.latest(), averaged=True)
+            found.after.update(
+                (name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+    problems = _problems(found, due, option)
+    return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
+
+
+def _references(parallel: Any, feature: Feature) -> dict[str, float]:
+    """Scores of each row by the initial weights, if the loss needs them."""
+    if parallel.model.preference is None or not parallel.model.preference.asked_once:
+        return {}
+    prepared = _prepared(parallel, feature)
+    return {
+        row: score
+        for meta, scores in zip(prepared[1], parallel.scores(prepared), strict=True)
+        for row, score in zip(meta.sample_ids, scores.tolist(), strict=True)
+    }
+
+
+def _prepared(parallel: Any, feature: Feature) -> tuple[Any, list[Any]]:
+    """A step whose rows have ids."""
+    parts, metas = parallel.prepare(step_of(feature))
+    return parts, [
+        replace(meta, sample_ids=tuple(f"{number}.{row}" for row in range(meta.num_samples)))
+        for number, meta in enumerate(metas)
+    ]
+
+
+def _step(
+    parallel: Any, feature: Feature, option: Option, update: int, found: Training
+) -> None:
+    """An optimizer's step; of the first one gradients are read, too."""
+    at_once = update and option.batches == 1
+    for _ in range(option.batches):
+        pending = parallel.submit(_prepared(parallel, feature), update=bool(at_once))
+        found.losses.append(pending.result().loss)
+    if not update:
+        found.gradients.update(parallel.gradients())
+    if not at_once:
+        parallel.optimizer.step()
+
+
+def _problems(found: Training, due: _Due, option: Option) -> list[str]:
+    if due.bf16 is not None:
+        return _bf16_problems(found, due.exact, due.bf16, option)
+    exact, problems = due.exact, []
+    # A margin is a small difference of sums of log-probabilities.
+    accepted = LOSS_TOLERANCE * 10 ** ("preference" in option.model)
+    for number, (mine, loss) in enumerate(zip(found.losses, exact.losses, strict=True)):
+        if not abs(mine - loss) <= accepted * 10 ** (number > 0) * abs(loss):
+            problems.append(f"loss of batch {number + 1} is {mine:.7g}, not {loss:.7g}")
+    problems += gradient_problems(found.gradients, exact.gradients)
+    muon = MUON in repr(option.config)
+    problems += moved_problems(
+        found.after, exact.after, exact.before, only_rounding(exact.gradients),
+        _MUON_TOLERANCE if muon else MOVED_TOLERANCE,
+    )
+    return problems
+
+
+def _bf16_problems(
+    found: Training, exact: Training, bf16: Training, option: Option
+) -> list[str]:
+    """A run in bf16 must be as near to fp32 as one process in bf16 is."""
+    problems = []
+    rounding = only_rounding(exact.gradients)
+    slack = _ULP * UPDATES if option.config.parameters == STOCHASTIC else 0.0
+    for kind in ("gradients", "after"):
+        named = getattr(exact, kind)
+        names = [n for n, value in named.items() if value is not None and n not in rounding]
+        errors, accepted, sizes = [], [], []
+        for name in names:
+            mine, other = (getattr(one, kind)[name].float() for one in (found, bf16))
+            value = named[name]
+            size = float((value - exact.before[name] * (kind == "after")).norm())
+            errors.append(float((mine - value).norm()))
+            accepted.append(float((other - value).norm()))
+            sizes.append(_BF16_LEAST * size + (kind == "after") * slack * float(value.norm()))
+        together = [math.hypot(*several) for several in (errors, accepted, sizes)]
+        for name, error, least, size, ratio in (
+            ("all parameters", *together, _BF16_RATIO),
+            *zip(names, errors, accepted, sizes, [_BF16_RATIO_OF_EACH] * len(names), strict=True),
+        ):
+            if not error <= max(ratio * least, size):
+                problems.append(f"{kind} of {name}: error {error:.2e}, {least:.2e} in one process")
+    losses = torch.tensor([found.losses, bf16.losses, exact.losses])
+    error, least = (losses[:2] - losses[2]).norm(dim=1).tolist()
+    if not error <= max(_BF16_RATIO_OF_EACH * least, _BF16_LEAST):
+        problems.append(f"losses: error {error:.2e}, {least:.2e} in one process")
+    return problems
+
+
+def _refusal(sentence: str, feature: Feature, option: Option, layout: Layout) -> Outcome:
+    """A refusal, if it names what does not go together."""
+    family = feature.config.removesuffix("Config")
+    for words in ({*feature.words, *option.words, family}, layout.words):
+        if not any(re.search(rf"(?<![a-z]){re.escape(w)}", sentence, re.I) for w in words):
+            return Outcome(UNCLEAR, f"names none of {', '.join(sorted(words))}: {sentence}")
+    return Outcome(REFUSED, sentence)
