@@ -6,15 +6,26 @@ import math
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle, islice, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks._family_check import EXACT, REFUSED, UNCLEAR, WRONG, Outcome
 from benchmarks._sweep_oracle import SEED, UPDATES, Training, described, step_of, trained
-from benchmarks._sweep_tables import FEATURES, LAYOUTS, OPTIONS, PLAIN, Feature, Layout, Option
+from benchmarks._sweep_tables import (
+    FEATURES,
+    LAYOUTS,
+    OPTIONS,
+    PAIRS,
+    PLAIN,
+    Feature,
+    Layout,
+    Option,
+)
 from benchmarks._vlm_shares import (
     LOSS_TOLERANCE,
     MOVED_TOLERANCE,
@@ -22,10 +33,21 @@ from benchmarks._vlm_shares import (
     moved_problems,
     only_rounding,
 )
+from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.optimizer.optimizer_config import MUON, STOCHASTIC
+from raymm.data.loading.in_memory import describe_microbatches
 from raymm.errors import Error, RankFailedError
+from raymm.layout.feature_stages import featured_modules, with_feature_stages
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model, restore
+from raymm.training.phases import Phases
 
 # Muon computes in bf16, five products after another.
 _MUON_TOLERANCE = 0.1
@@ -48,15 +70,23 @@ class Cell(NamedTuple):
         return ", ".join(self)
 
 
-def cells(features: Iterable[str], options: Iterable[str], layouts: Iterable[str]) -> list[Cell]:
-    """Every feature with the plain option, and every option with its feature, under all layouts.
+def cells(
+    features: Collection[str], options: Collection[str], layouts: Collection[str]
+) -> list[Cell]:
+    """Every feature with the plain option, and every option with its feature, under all layouts;
+    some other pairs under a third of the layouts each.
 
     Args:
         features, options, layouts: names in the tables.
     """
-    pairs = dict.fromkeys((feature, PLAIN) for feature in features)
-    pairs |= dict.fromkeys((OPTIONS[option].feature, option) for option in options)
-    return [Cell(*pair, layout) for pair in pairs for layout in layouts]
+    every = dict.fromkeys((feature, PLAIN) for feature in features)
+    every |= dict.fromkeys((OPTIONS[option].feature, option) for option in options)
+    found = [Cell(*pair, layout) for pair in every for layout in layouts]
+    some = [pair for pair in PAIRS if pair[0] in features and pair[1] in options]
+    return found + [
+        Cell(*pair, layout)
+        for number, pair in enumerate(some) for layout in list(layouts)[number % 3 :: 3]
+    ]
 
 
 def outcomes(waiting: Iterable[Cell]) -> Iterator[tuple[Cell, Outcome]]:
@@ -95,49 +125,78 @@ class _Due:
 
 def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Outcome:
     found = Training([], {}, {}, {})
-    parts = [(layout.degrees, range(UPDATES))]
-    if layout.resumed is not None:
-        parts = [(layout.degrees, range(1)), (layout.resumed, range(1, UPDATES))]
+    begins = sorted({0, *option.at, *([1] if layout.resumed is not None else [])})
     references: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        store = CheckpointStore(folder)
-        for degrees, updates in parts:
+        store = CheckpointStore(f"{folder}/run")
+        kept = FeatureFolder(Path(folder) / "features", 2**30)
+        for begin, end in pairwise((*begins, UPDATES)):
             try:
                 model = described(feature, option, layout.packing)
-                spec = layout.spec(degrees, len(step_of(feature)), feature.tower is not None)
-                parallel = spec.apply(
-                    model, optimizer=option.config, precision=option.precision, seed=SEED,
-                    timeout_s=_TIMEOUT_S,
+                phases = Phases(model, option.at, UPDATES)
+                phases.enter(begin)
+                degrees = layout.resumed if begin and layout.resumed else layout.degrees
+                plan, caches = _plan(model, layout, degrees, len(step_of(feature))), {}
+                if option.cached:
+                    blocks, _ = featured_modules(model, plan, ["vision"])
+                    plan, caches = with_feature_stages(plan, blocks), dict.fromkeys(blocks, kept)
+                whole = isinstance(model, WholeModel)
+                parallel = (WholeParallelModule if whole else MultimodalParallelModule)(
+                    model, plan, optimizer=option.config, precision=option.precision, seed=SEED,
+                    timeout_s=_TIMEOUT_S, features=caches,
                 )
             except RankFailedError:
                 raise  # something had started
             except Error as error:
                 return _refusal(str(error), feature, option, layout)
             with parallel:
-                if updates[0]:
-                    restore(parallel, store.latest())
+                if begin:
+                    restore(parallel, store.latest(), phases.dropped(begin))
                 references = references or _references(parallel, feature)
                 parallel.references = references
-                for update in updates:
+                for update in range(begin, end):
                     _step(parallel, feature, option, update, found)
-                last = updates[-1] + 1 == UPDATES
-                if not last or option.averages:
+                if end < UPDATES or option.averages:
                     store.save(parallel, {})
-                if last and not option.averages:
-                    found.after.update(parallel.parameters())
+                if end == UPDATES and not option.averages:
+                    found.after.update(parallel.parameters(trainable_only=False))
         if option.averages:
             model = described(feature, option, layout.packing)
             load_into_model(model, store.latest(), averaged=True)
             found.after.update(
                 (name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
     problems = _problems(found, due, option)
+    if caches and not any(kept.path.rglob("*.features")):
+        problems.append("no features were kept")
     return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
+
+
+def _plan(
+    model: MultimodalModule | WholeModel, layout: Layout, degrees: Mapping[str, Any], count: int
+) -> Plan:
+    """A plan for so many microbatches."""
+    vision, language = layout.specs(degrees)
+    if isinstance(model, WholeModel) and language.cp > 1:
+        vision, language = ParallelSpec(), replace(language, ranks=None)
+    names = model.tower_names if isinstance(model, WholeModel) else model.encoder_names
+    recompute = degrees.get("recompute_layers", "keep")
+    options = (recompute,) if isinstance(recompute, str) else recompute
+    specs = {
+        name: replace(spec, recompute_layers=tuple(
+            islice(cycle(options), model.graph.node(name).num_blocks)))
+        for name, spec in {**dict.fromkeys(names, vision), LANGUAGE_MODEL: language}.items()
+    }  # fmt: skip
+    if isinstance(model, WholeModel):
+        return whole_plan(model, specs, count, **layout.plan)
+    language = specs.pop(LANGUAGE_MODEL)
+    return MultimodalParallelSpec(specs, language, count, **layout.plan).plan(model)
 
 
 def _references(parallel: Any, feature: Feature) -> dict[str, float]:
     """Scores of each row by the initial weights, if the loss needs them."""
-    if parallel.model.preference is None or not parallel.model.preference.asked_once:
+    preference = getattr(parallel.model, "preference", None)
+    if preference is None or not preference.asked_once:
         return {}
     prepared = _prepared(parallel, feature)
     return {
@@ -148,12 +207,38 @@ def _references(parallel: Any, feature: Feature) -> dict[str, float]:
 
 
 def _prepared(parallel: Any, feature: Feature) -> tuple[Any, list[Any]]:
-    """A step whose rows have ids."""
-    parts, metas = parallel.prepare(step_of(feature))
+    """A step whose rows have ids. Where features of the tower are kept, its items have keys, or
+    these features if all of them are known."""
+    step = step_of(feature)
+    parts, metas = parallel.prepare(step)
+    if (folder := parallel.options.features.get("vision")) is not None:
+        keys = [
+            tuple(f"{number}{item}".rjust(40, "0") for item in range(len(meta.items["vision"])))
+            for number, meta in enumerate(metas)
+        ]
+        known = [[folder.read(key) for key in of_microbatch] for of_microbatch in keys]
+        if all(one is not None for features in known for one in features):
+            parts, metas = describe_microbatches(
+                [
+                    {**one, "vision": _stacked(features, one["vision"]["sample_index"])}
+                    for one, features in zip(step, known, strict=True)
+                ],
+                ["vision"],
+            )
+        else:
+            metas = [
+                replace(meta, feature_keys={"vision": own})
+                for meta, own in zip(metas, keys, strict=True)
+            ]
     return parts, [
         replace(meta, sample_ids=tuple(f"{number}.{row}" for row in range(meta.num_samples)))
         for number, meta in enumerate(metas)
     ]
+
+
+def _stacked(features: Sequence[Any], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    names = features[0]
+    return {n: torch.stack([one[n] for one in features]) for n in names} | {"sample_index": rows}
 
 
 def _step(
@@ -222,7 +307,7 @@ def _bf16_problems(
 
 def _refusal(sentence: str, feature: Feature, option: Option, layout: Layout) -> Outcome:
     """A refusal, if it names what does not go together."""
-    family = feature.config.removesuffix("Config")
+    family = feature.config.removesuffix("Config").removesuffix("ForConditionalGeneration")
     for words in ({*feature.words, *option.words, family}, layout.words):
         if not any(re.search(rf"(?<![a-z]){re.escape(w)}", sentence, re.I) for w in words):
             return Outcome(UNCLEAR, f"names none of {', '.join(sorted(words))}: {sentence}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +14,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from benchmarks._family_classes import Family
 from benchmarks._sweep_tables import (
     AUDIO_FRAMES,
     IMAGE_SIZE,
     MEL_BINS,
     Feature,
     Option,
+    WholeFeature,
 )
+from benchmarks._vlm_check import runnable
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel, from_pretrained
 
 UPDATES = 3
 SEED = 11
@@ -34,9 +40,34 @@ SEED = 11
 _ROWS = (((17, 9), (0, 0)), ((6, 8), (1,)))
 Microbatch = Mapping[str, Any]
 Step = Sequence[Microbatch]
+Named = dict[str, nn.Parameter]
 
 
-def described(feature: Feature, option: Option, packing: bool) -> MultimodalModule:
+@functools.cache
+def _runnable(name: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A tiny configuration of a class of transformers, and microbatches."""
+    model_class = getattr(transformers, name)
+    config, microbatches = runnable(Family("whole model", model_class, model_class.config_class))
+    config.architectures = [name]
+    return config, microbatches[:2]
+
+
+def _whole(feature: WholeFeature, packing: bool) -> WholeModel:
+    config, microbatches = _runnable(feature.config)
+    train = dict(feature.train)
+    if (how := train.pop("tower", None)) is not None:
+        towers = from_pretrained(config, microbatches[0]).tower_names
+        train |= dict.fromkeys(towers, how)
+    size = config.get_text_config().vocab_size
+    return from_pretrained(
+        config, microbatches[0], seed=4, train=train, packing=packing,
+        new_rows=range(size - feature.new_rows, size) if feature.new_rows else range(0),
+    )
+
+
+def described(
+    feature: Feature, option: Option, packing: bool
+) -> MultimodalModule | WholeModel:
     """The model of a cell, as raymm has it.
 
     Args:
@@ -46,6 +77,8 @@ def described(feature: Feature, option: Option, packing: bool) -> MultimodalModu
     Raises:
         ModelError, ProbeError: raymm refuses it.
     """
+    if isinstance(feature, WholeFeature):
+        return _whole(feature, packing)
     encoders = {}
     if feature.tower is not None:
         encoders["vision"] = ModalityModule(
@@ -69,6 +102,8 @@ def step_of(feature: Feature) -> list[dict[str, Any]]:
     Args:
         feature: its tower says which items there are.
     """
+    if isinstance(feature, WholeFeature):
+        return _runnable(feature.config)[1]
     generator = torch.Generator().manual_seed(4)
     step = []
     for lengths, items in _ROWS:
@@ -154,6 +189,10 @@ class _Plain(nn.Module):
         if self._feature.whole_step:
             microbatches = [[row for rows in microbatches for row in rows]]
         return torch.stack([self._loss(rows, count) for rows in microbatches]).sum()
+
+    def named(self) -> Named:
+        """Trainable parameters by the names that raymm has for them."""
+        return {own_name(name): value for name, value in _trainable(self).items()}
 
     def _rows(self, microbatch: Microbatch) -> list[_Row]:
         features: list[torch.Tensor] = []
@@ -242,6 +281,10 @@ def _count(step: Step, pairs: bool) -> int:
     return sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
 
 
+def _trainable(module: nn.Module) -> Named:
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
+
+
 def _in_peft(plain: nn.Module, adapted: nn.Module, lora: LoraConfig) -> nn.Module:
     """A module with the adapters of peft, which have the values of those of raymm."""
     import peft
@@ -269,6 +312,23 @@ def own_name(name: str) -> str:
     return re.sub(r"\.default(\.weight)?$", "", name)
 
 
+class _WholeProcess(nn.Module):
+    """One process that calls the model class of transformers."""
+
+    def __init__(self, model: WholeModel) -> None:
+        super().__init__()
+        self.model, self._described = model.materialize(), [model]
+
+    def loss(self, step: Step, update: int, batch: int) -> torch.Tensor:
+        """As of :meth:`_Plain.loss`."""
+        del update, batch
+        return self._described[0].loss(step)
+
+    def named(self) -> Named:
+        """As of :meth:`_Plain.named`."""
+        return _trainable(self.model)
+
+
 class _Drawn(nn.Module):
     """The model itself in one process, with the random numbers that its ranks draw."""
 
@@ -283,6 +343,10 @@ class _Drawn(nn.Module):
             with self.model.drawing(SEED, update, number, batch):
                 losses.append(self.model(**microbatch, label_tokens=count))
         return torch.stack(losses).sum()
+
+    def named(self) -> Named:
+        """As of :meth:`_Plain.named`."""
+        return _trainable(self.model)
 
 
 @dataclass(frozen=True)
@@ -313,11 +377,11 @@ def trained(
         packing: of a model that draws.
     """
     model = described(feature, option, packing)
-    process = _Drawn(model) if feature.draws else _Plain(feature, option, model)
-    named = {
-        own_name(name).removeprefix("model."): parameter
-        for name, parameter in process.named_parameters() if parameter.requires_grad
-    }
+    if isinstance(model, WholeModel):
+        process = _WholeProcess(model)
+    else:
+        process = _Drawn(model) if feature.draws else _Plain(feature, option, model)
+    named = process.named()
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     averages = {name: value.clone() for name, value in before.items()}
     config, gradients = option.config, {}
@@ -325,9 +389,11 @@ def trained(
         id(child.weight) for name, child in process.named_modules()
         if isinstance(child, nn.Linear | Conv1D) and not name.endswith("lm_head")
     } - {id(c.weight) for c in process.modules() if isinstance(c, nn.Embedding)}
-    optimizers = list(_optimizers(named, option, matrices))
+    optimizers = dict(zip(named, _optimizers(named, option, matrices), strict=True))
     losses: list[float] = []
     for update in range(UPDATES):
+        for module, mode in option.at.get(update, {}).items():
+            _set_mode(module, mode, named, optimizers)
         for batch in range(option.batches):
             with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
                 loss = process.loss(step_of(feature), update, batch)
@@ -339,7 +405,7 @@ def trained(
             }
         if config.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(named.values(), config.max_grad_norm)
-        for optimizer in optimizers:
+        for optimizer in optimizers.values():
             for group in optimizer.param_groups:
                 if config.schedule != "constant":
                     group["lr"] = group["peak"] * _share(config, update)
@@ -353,6 +419,25 @@ def trained(
     return Training(losses, gradients, before, averages if option.averages else after)
 
 
+def _set_mode(
+    module: str, mode: str, named: Mapping[str, nn.Parameter],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> None:
+    """Train or freeze a module; what its optimizer had kept is gone when it trains again."""
+    for name, parameter in named.items():
+        if _module_of(name) == module:
+            parameter.requires_grad_(mode == "full")
+            parameter.grad = None
+            optimizers[name].state.clear()
+
+
+def _module_of(name: str) -> str:
+    """Name of the module, in plans, that has a parameter."""
+    if name.startswith("language_model."):
+        return "llm"
+    return "vision_projector" if ".projector." in name else "vision"
+
+
 def _share(config: OptimizerConfig, update: int) -> float:
     assert config.schedule == "linear" and config.total_steps and not config.warmup_steps
     least = config.min_lr_ratio
@@ -364,10 +449,8 @@ def _optimizers(
 ) -> Iterator[torch.optim.Optimizer]:
     """One per parameter."""
     for name, parameter in named.items():
-        module = "llm" if name.startswith("language_model.") else "vision"
-        module += "_projector" if ".projector." in name else ""
         config = option.config
-        rule = {**vars(config), **config.modules.get(module, {})}
+        rule = {**vars(config), **config.modules.get(_module_of(name), {})}
         inner = name.partition(".")[2].partition(".")[2]
         spared = any(fnmatchcase(inner, pattern) for pattern in rule["no_decay"])
         decay = 0.0 if spared else rule["weight_decay"]

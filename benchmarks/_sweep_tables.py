@@ -14,7 +14,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import EmaConfig, OptimizerConfig
 from raymm.kernels.preference import PreferenceLoss
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.runtime.specs import ParallelSpec
 
 VOCABULARY = 97
 IMAGE_SIZE, MEL_BINS, AUDIO_FRAMES = 16, 8, 24
@@ -70,6 +70,19 @@ class Feature:
         tower = _build(getattr(hf, self.tower), TOWERS[self.tower], self.tower_sizes, 1)
         width = _SIZES["hidden_size"]
         return tower, nn.Sequential(nn.Linear(24, width), nn.GELU(), nn.Linear(width, width))
+
+
+@dataclass(frozen=True)
+class WholeFeature(Feature):
+    """A model of a class of transformers that has its towers in it; ``config`` is the class.
+
+    Attributes:
+        train: by part, of :func:`raymm.from_pretrained`; ``"tower"`` is all towers.
+        new_rows: number of tokens at the end of the vocabulary whose rows are trained alone.
+    """
+
+    train: Mapping[str, Any] = field(default_factory=dict)
+    new_rows: int = 0
 
 
 def _build(
@@ -203,6 +216,14 @@ FEATURES: dict[str, Feature] = {
     "sounds": Feature(tower="WhisperConfig"),
     "images see themselves only": Feature(model=dict(mask="multimodal_isolated"), words=("mask",)),
 }  # fmt: skip
+_QWEN = "Qwen2_5_VLForConditionalGeneration"
+FEATURES |= {
+    "positions of images in three dimensions": WholeFeature(_QWEN),
+    "features in several layers": WholeFeature("Qwen3VLForConditionalGeneration"),
+    "images seen in both directions": WholeFeature("Gemma3ForConditionalGeneration"),
+    "new tokens": WholeFeature(
+        _QWEN, train={"language_model": LORA, "tower": "frozen"}, new_rows=5, words=("new_rows",)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -216,6 +237,8 @@ class Option:
         batches: steps whose gradients add up before an update.
         averages: True to compare moving averages in a checkpoint instead of parameters. With a
             decay of 0 they are the weights in fp32.
+        at: by step, after which it holds: modules that are frozen or trained from there on.
+        cached: True to keep the features of a frozen tower and read them in later steps.
         feature: what it is tried with, by default the base.
         model: arguments of :class:`raymm.MultimodalModule`.
         words: any of which a refusal of the option has.
@@ -225,6 +248,8 @@ class Option:
     precision: str = "fp32"
     batches: int = 1
     averages: bool = False
+    at: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    cached: bool = False
     feature: str = _BASE
     model: Mapping[str, Any] = field(default_factory=dict)
     words: tuple[str, ...] = ()
@@ -258,19 +283,34 @@ OPTIONS: dict[str, Option] = {
         words=("bf16_master",)),
     "bf16_stochastic": Option(
         dict(parameters="bf16_stochastic"), "bf16", words=("bf16_stochastic",)),
+    "phases": Option(
+        at={1: {"llm": "frozen"}, 2: {"llm": "full", "vision": "frozen"}}),
+    "feature cache": Option(feature="frozen tower", cached=True),
     "DPO": Option(feature="LoRA alone", model=dict(preference=PreferenceLoss(0.3))),
     "DPO, reference initial": Option(
         feature="text only", model=dict(preference=PreferenceLoss(0.3, reference="initial"))),
 }  # fmt: skip
+# Other features with an option.
+PAIRS = (
+    ("untied embeddings", "phases"),
+    ("experts", "accumulation"), ("experts", "bf16"), ("experts", "muon"),
+    ("attention sinks, experts", "moving averages"),
+    ("rope dynamic", "accumulation"), ("rope longrope", "bf16"),
+    ("softcaps, alternating windows", "bf16"), ("images see themselves only", "bf16"),
+    ("attention dropout", "accumulation"), ("LoRA dropout", "moving averages"),
+    ("LoRA", "adamw_8bit"), ("DoRA", "bf16_master"), ("LoRA", "feature cache"),
+    ("LoRA of all parts", "DPO"),
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is laid out. The encoder has the same degrees on the same ranks, but ``pp`` and
-    ``ep``.
+    """How a model is laid out. Encoders have the same degrees on the same ranks, but ``pp`` and
+    ``ep``; with ``cp``, towers that are given by their class have a rank of their own.
 
     Attributes:
-        degrees: fields of :class:`raymm.runtime.specs.ParallelSpec`.
+        degrees: fields of :class:`raymm.runtime.specs.ParallelSpec`; ``recompute_layers`` of blocks
+            one after another.
         plan: of :class:`raymm.runtime.specs.MultimodalParallelSpec`.
         packing: of the model.
         resumed: degrees of the layout that continues after the first step.
@@ -288,14 +328,16 @@ class Layout:
         values = {str(v) for v in (*self.degrees.values(), *self.plan.values()) if type(v) is str}
         return names | values | ({"packing"} if self.packing else set())
 
-    def spec(self, degrees: Mapping[str, Any], microbatches: int, tower: bool) -> Any:
-        """The spec of a model."""
-        alone = ParallelSpec(**degrees)
+    def specs(self, degrees: Mapping[str, Any]) -> tuple[ParallelSpec, ParallelSpec]:
+        """Specs of encoders and of the language model.
+
+        Args:
+            degrees: of the language model; ``degrees``, or ``resumed``.
+        """
+        alone = ParallelSpec(**{**degrees, "recompute_layers": "keep"})
         ranks = tuple(range(alone.pp * alone.module_replicas))
         own = replace(alone, ranks=ranks)
-        vision = replace(own, pp=1, chunks=1, ep=1, ranks=ranks[:: alone.pp])
-        return MultimodalParallelSpec(
-            {"vision": vision} if tower else {}, own, microbatches, **self.plan)
+        return replace(own, pp=1, chunks=1, ep=1, ranks=ranks[:: alone.pp]), own
 
 
 _FSDP = dict(dp=2, sharding="fsdp")
@@ -312,8 +354,7 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2": Layout(_FSDP | dict(ep=2)),
     "packing": Layout(packing=True),
     "recompute": Layout(dict(pp=2), dict(recompute=True)),
-    "recompute all": Layout(dict(recompute_layers="all")),
-    "recompute matmuls": Layout(dict(recompute_layers="matmuls")),
+    "recompute layers": Layout(dict(recompute_layers=("all", "matmuls", "attention"))),
     "offload": Layout(dict(recompute_layers="offload")),
     "tp 2, pp 2": Layout(dict(tp=2, pp=2)),
     "tp 2, cp 2": Layout(dict(tp=2, cp=2)),
