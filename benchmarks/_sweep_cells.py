@@ -8,7 +8,6 @@ import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +103,10 @@ def outcomes(waiting: Iterable[Cell]) -> Iterator[tuple[Cell, Outcome]]:
         # What is drawn for an element follows from its place, which is another one in packed rows.
         packing = feature.draws and layout.packing
         try:
-            if due is None or key != (*cell[:2], packing):
-                key, due = (*cell[:2], packing), _Due(feature, option, packing)
+            if key != (*cell[:2], packing):
+                key, due = None, _Due(feature, option, packing)
+                key = (*cell[:2], packing)
+            assert due is not None
             found = _outcome(feature, option, layout, due)
         except Exception as error:  # whatever a cell raises is its outcome
             found = Outcome(UNCLEAR, f"{type(error).__name__}: {error}".strip())
@@ -113,20 +114,13 @@ def outcomes(waiting: Iterable[Cell]) -> Iterator[tuple[Cell, Outcome]]:
 
 
 class _Due:
-    """Results of one process, computed when they are needed."""
+    """Results of one process."""
 
     def __init__(self, feature: Feature, option: Option, packing: bool) -> None:
-        self._train = partial(trained, feature, option, packing=packing)
-
-    @cached_property
-    def exact(self) -> Training:
-        """In fp32."""
-        return self._train()
-
-    @cached_property
-    def bf16(self) -> Training:
-        """Under autocast."""
-        return self._train(bf16=True)
+        self.exact = trained(feature, option, packing=packing)
+        self.bf16 = None
+        if option.precision == "bf16":
+            self.bf16 = trained(feature, option, bf16=True, packing=packing)
 
 
 def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Outcome:
@@ -172,7 +166,7 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
             load_into_model(model, store.latest(), averaged=True)
             found.after.update(
                 (name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
-    problems = _problems(found, due, feature, option)
+    problems = _problems(found, due, option)
     if caches and not any(kept.path.rglob("*.features")):
         problems.append("no features were kept")
     return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
@@ -261,8 +255,8 @@ def _step(
         parallel.optimizer.step()
 
 
-def _problems(found: Training, due: _Due, feature: Feature, option: Option) -> list[str]:
-    if option.precision == "bf16":
+def _problems(found: Training, due: _Due, option: Option) -> list[str]:
+    if due.bf16 is not None:
         return _bf16_problems(found, due.exact, due.bf16, option)
     exact, problems = due.exact, []
     # A margin is a small difference of sums of log-probabilities.
@@ -270,7 +264,7 @@ def _problems(found: Training, due: _Due, feature: Feature, option: Option) -> l
     for number, (mine, loss) in enumerate(zip(found.losses, exact.losses, strict=True)):
         if not abs(mine - loss) <= accepted * 10 ** (number > 0) * abs(loss):
             problems.append(f"loss of batch {number + 1} is {mine:.7g}, not {loss:.7g}")
-    problems += gradient_problems(found.gradients, exact.gradients, feature.tolerance)
+    problems += gradient_problems(found.gradients, exact.gradients)
     muon = MUON in repr(option.config)
     problems += moved_problems(
         found.after, exact.after, exact.before, only_rounding(exact.gradients),
@@ -313,7 +307,7 @@ def _bf16_problems(
 
 def _refusal(sentence: str, feature: Feature, option: Option, layout: Layout) -> Outcome:
     """A refusal, if it names what does not go together."""
-    family = re.sub("(Text)?Config$|ForConditionalGeneration$", "", feature.config)
+    family = feature.config.removesuffix("Config").removesuffix("ForConditionalGeneration")
     for words in ({*feature.words, *option.words, family}, layout.words):
         if not any(re.search(rf"(?<![a-z]){re.escape(w)}", sentence, re.I) for w in words):
             return Outcome(UNCLEAR, f"names none of {', '.join(sorted(words))}: {sentence}")

@@ -29,6 +29,7 @@ class AdaptedSource(ModuleSource):
         frozen: whether the adapters are, too.
         places, outside: the part of the module that is frozen and gets some, as of
             :class:`raymm.actors.weights.model_part.PartSource`; all of it by default.
+        apart: names of submodules and parameters that are no part of it.
     """
 
     base: ModuleSource
@@ -37,12 +38,13 @@ class AdaptedSource(ModuleSource):
     targets: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     outside: bool = True
+    apart: tuple[str, ...] = ()
     frozen: Any = None
 
     @classmethod
     def of(
         cls, base: ModuleSource, lora: LoraConfig, seed: int, places: tuple[str, ...] = (),
-        outside: bool = True,
+        outside: bool = True, apart: tuple[str, ...] = (),
     ) -> AdaptedSource:  # fmt: skip
         """Adapters of a source's module.
 
@@ -50,16 +52,17 @@ class AdaptedSource(ModuleSource):
             base: of the module without them.
             lora: what they are.
             seed: of their initial values.
-            places, outside: as of the class.
+            places, outside, apart: as of the class.
 
         Raises:
             AdapterError: the module has no such layers.
         """
-        adapted = cls(base, lora, seed, (), places, outside)
+        adapted = cls(base, lora, seed, (), places, outside, apart)
         return replace(adapted, targets=find_targets(base.skeleton(), lora, adapted._is_of))
 
     def _is_of(self, name: str) -> bool:
-        return is_within(name, self.places) != self.outside
+        own = is_within(name, self.places) != self.outside
+        return own and not is_within(name, self.apart)
 
     def skeleton(self) -> nn.Module:
         return self._adapted(self.base.skeleton())

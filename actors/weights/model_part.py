@@ -123,6 +123,7 @@ class PartSource(ModuleSource):
         call: what the part's forward is; None: the model's own.
         searched: name of the submodule whose list of blocks the part is cut between.
         frozen_places: of submodules and parameters that are not trained.
+        trained_places: of those within what is frozen that are trained all the same.
         whole_forward: the forward is the model's own up to the call, not the call itself.
     """
 
@@ -132,6 +133,7 @@ class PartSource(ModuleSource):
     call: Call | None = None
     searched: str | None = None
     frozen_places: tuple[str, ...] = ()
+    trained_places: tuple[str, ...] = ()
     frozen: bool | None = None
     whole_forward: bool = False
 
@@ -163,13 +165,19 @@ class PartSource(ModuleSource):
         if self.searched is not None:
             setattr(model, SEARCHED, self.searched)
         for name, parameter in model.named_parameters():
-            if self.frozen or is_within(name, self.frozen_places):
+            if self._is_frozen(name):
                 parameter.requires_grad_(False)
         set_mode(model)
         for name, module in model.named_modules():
-            if name and is_within(name, self.frozen_places):
+            if self._is_frozen(name):
                 module.training = False  # no dropout in a frozen tower whose projector is trained
         return model
+
+    def _is_frozen(self, name: str) -> bool:
+        """Whether a submodule or parameter is."""
+        if is_within(name, self.trained_places):
+            return False
+        return bool(self.frozen) or bool(name) and is_within(name, self.frozen_places)
 
     def called(self, model: nn.Module) -> None:
         """Let the model's forward be what it calls of the part."""

@@ -111,7 +111,7 @@ class WholeParts:
         return FROZEN if self._model.is_frozen(name) else FULL
 
     def change(self, names: Collection[str]) -> None:
-        modules = {module for name in names for module, _ in self._model.places_of(name)}
+        modules = {module for name in names for module, _ in self._model.parameters_of(name)}
         self._model.changing = frozenset(modules)
 
     def set_frozen(self, name: str, frozen: bool) -> None:
@@ -119,5 +119,5 @@ class WholeParts:
 
     def prefixes(self, name: str) -> tuple[str, ...]:
         return tuple(
-            f"{module}/module.{place}" for module, place in self._model.places_of(name)
+            f"{module}/module.{parameter}" for module, parameter in self._model.parameters_of(name)
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.weights.model_part import is_within
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -68,7 +69,7 @@ def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]
     for name in model.tower_names:
         (first, *others) = plan.replicas(name)[0]
         reason = None
-        if not model.is_frozen(name):
+        if any(is_within(p, (model.tower(name).root,)) for p in model.trained[name]):
             reason = "it is trained"
         elif name in model.changing:
             reason = "run.at changes what is frozen"

@@ -33,7 +33,7 @@ from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule, ModelError, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.ports import language_ports
-from raymm.model.trainable_layers import any_trainable, trainable_blocks
+from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 # Policies that always use all features; others may leave an encoder's alone.
@@ -164,6 +164,18 @@ class MultimodalModule(nn.Module):
         for encoder in self.encoders.values():
             encoder.freeze(encoders, projectors)
         self.language_model.freeze(llm)
+
+    def parameter_counts(self) -> dict[str, tuple[int, int]]:
+        """Return, by module and projector, how many elements of its parameters are trained, and
+        how many it has."""
+        parts: dict[str, nn.Module] = {}
+        for name, encoder in self.encoders.items():
+            parts[name] = encoder.source().skeleton()
+            if encoder.projector is not None:
+                parts[f"{name}_projector"] = encoder.projector
+        kind = ModuleKind.LANGUAGE_MODEL
+        parts[LANGUAGE_MODEL] = self.language_model.source(kind).skeleton()
+        return {name: counted(part.parameters()) for name, part in parts.items()}
 
     def spec(self, name: str) -> EncoderSpec | LanguageSpec:
         """A module as data for the ranks."""

@@ -1,15 +1,12 @@
-"""Which layers of a module have something trainable; which parts of a whole model are frozen."""
+"""Which layers of a module have something trainable, and how much of a model is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, find_blocks
-from raymm.actors.probe.whole.towers import Tower
-
-PROJECTOR = "projector"
 
 
 def any_trainable(module: nn.Module) -> bool:
@@ -34,19 +31,30 @@ def trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-@dataclass(frozen=True)
-class FrozenParts:
-    """Which parts of a whole model are not trained.
-
-    Attributes:
-        names: of towers, the projector, the language model.
+def counted(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Return how many elements are trained, and how many there are; one that is tied counts once.
     """
+    sizes = {id(p): (p.numel() * p.requires_grad, p.numel()) for p in parameters}
+    return sum(trained for trained, _ in sizes.values()), sum(all for _, all in sizes.values())
 
-    names: frozenset[str]
 
-    def places(self, tower: Tower) -> tuple[str, ...]:
-        """Of a tower, the places that are not."""
-        own = (tower.root,) if tower.name in self.names else ()
-        if PROJECTOR in self.names:
-            own += tuple(place for place in tower.places if place != tower.root)
-        return own
+def counts_text(counts: dict[str, tuple[int, int]]) -> str:
+    """Return one line on what is trained, such as ``"parameters: vision 86.0M frozen, llm 1.2M of
+    1.24B trained"``.
+
+    Args:
+        counts: of :func:`counted`, by name.
+    """
+    parts = []
+    for name, (trained, size) in counts.items():
+        how = "trained" if trained else "frozen"
+        some = f"{_short(trained)} of " if 0 < trained < size else ""
+        parts.append(f"{name} {some}{_short(size)} {how}")
+    return f"parameters: {', '.join(parts)}"
+
+
+def _short(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -48,12 +48,12 @@ from raymm.model.batch_rules import LABELS
 from raymm.model.modality_module import ModelError, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
-from raymm.model.trainable_layers import PROJECTOR, FrozenParts, any_trainable, trainable_blocks
+from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.model.whole_batch import WholeBatchCheck
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 FULL, FROZEN = "full", "frozen"
-LANGUAGE = "language_model"
+LANGUAGE, PROJECTOR = "language_model", "projector"
 Batch = Mapping[str, torch.Tensor]
 # How a part is trained: full, frozen, or by adapters.
 How = str | LoraConfig
@@ -161,7 +161,7 @@ class WholeModel:
                     f"LoraConfig, of {', '.join(self.part_names)}"
                 )
         self.changing: frozenset[str] = frozenset()
-        self._frozen = FrozenParts(frozenset(n for n, how in self.train.items() if how == FROZEN))
+        self._frozen = frozenset(n for n, how in self.train.items() if how == FROZEN)
         self._adapted = self._with_adapters(seed)
         if new_rows and LANGUAGE in self.adapters:
             self._adapted = NewRowsSource(self._adapted, new_rows.start, new_rows.stop)
@@ -176,13 +176,16 @@ class WholeModel:
             AdapterError: a part has no such layers.
             ModelError: adapters that ``peft`` has no common file for.
         """
-        roots = {tower.name: (tower.root,) for tower in self.towers}
-        places = tuple(place for tower in self.towers for place in tower.places)
-        between = tuple(place for place in places if (place,) not in roots.values())
         source = self.source
+        towers = tuple(place for tower in self.towers for place in tower.places)
+        projector = tuple(place for _, place in self._projector)
         for name, lora in self.adapters.items():
-            own = (places, True) if name == LANGUAGE else (roots.get(name, between), False)
-            source = AdaptedSource.of(source, lora, seed, *own)
+            if name == LANGUAGE:
+                source = AdaptedSource.of(source, lora, seed, (*towers, *projector))
+                continue
+            own = projector if name == PROJECTOR else self.tower(name).places
+            apart = () if name == PROJECTOR else projector
+            source = AdaptedSource.of(source, lora, seed, own, False, apart)
         if len({lora.dora for lora in self.adapters.values()}) > 1:
             raise ModelError("train has adapters with dora and without; accepted: all alike")
         return source
@@ -223,17 +226,26 @@ class WholeModel:
     def tower_spec(self, name: str) -> TowerSpec:
         """A tower as data for the ranks."""
         tower = self.tower(name)
-        source = tower_source(self._adapted, tower, self._frozen.places(tower))
+        source = tower_source(
+            self._adapted, tower, self.is_frozen(name), self.is_frozen(PROJECTOR)
+        )
         return tower_spec(source, tower, num_blocks(source.skeleton()))
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """What is trained, frozen, or has adapters."""
-        return (*self.tower_names, PROJECTOR, LANGUAGE)
+        """What is trained, frozen, or has adapters; no projector if the model has none."""
+        return (*self.tower_names, *((PROJECTOR,) if self._projector else ()), LANGUAGE)
+
+    @property
+    def _projector(self) -> list[tuple[str, str]]:
+        """Names of modules, and in each of the projector's submodules and parameters."""
+        within = [(tower.name, place) for tower in self.towers for place in tower.projector]
+        behind = dict.fromkeys(place for tower in self.towers for place in tower.behind)
+        return [*within, *((LANGUAGE_MODEL, place) for place in behind)]
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a part is; of a tower, all but its projector."""
-        return name in self._frozen.names
+        """Whether a part is; of a tower or the language model, all but what is of a projector."""
+        return name in self._frozen
 
     def set_frozen(self, name: str, frozen: bool) -> None:
         """Freeze or train a part; of one with adapters these.
@@ -242,26 +254,41 @@ class WholeModel:
             name: one of :attr:`part_names`.
             frozen: which of both.
         """
-        names = self._frozen.names
-        self._frozen = FrozenParts(names | {name} if frozen else names - {name})
+        self._frozen = self._frozen | {name} if frozen else self._frozen - {name}
         if name not in self.adapters:
             self.train[name] = FROZEN if frozen else FULL
         self._whole = None
         for cached in ("graph", "trained"):
             vars(self).pop(cached, None)
 
-    def places_of(self, name: str) -> list[tuple[str, str]]:
-        """Where a part is: names of modules, and in each the beginning of its parameters' names.
+    def parameters_of(self, name: str) -> list[tuple[str, str]]:
+        """Return a part's parameters: the module that each is in, and its name in the whole model.
 
         Args:
             name: one of :attr:`part_names`.
         """
-        if name == LANGUAGE:
-            return [(LANGUAGE_MODEL, "")]
+        projector = self._projector
+        places: dict[str, list[str]] = {}
+        for module, place in projector:
+            places.setdefault(module, []).append(place)
+        own = LANGUAGE_MODEL if name == LANGUAGE else name
         return [
-            (tower.name, place) for tower in self.towers for place in tower.places
-            if (tower.name == name if place == tower.root else name == PROJECTOR)
+            (module, parameter) for module in self.module_names
+            if name == PROJECTOR or module == own
+            for parameter, _ in self.spec(module).source.skeleton().named_parameters()
+            if is_within(parameter, places.get(module, ())) == (name == PROJECTOR)
         ]
+
+    def parameter_counts(self) -> dict[str, tuple[int, int]]:
+        """Return, by part, how many elements of its parameters are trained, and how many it has."""
+        every = {
+            module: dict(self.spec(module).source.skeleton().named_parameters())
+            for module in self.module_names
+        }
+        return {
+            name: counted(every[module][own] for module, own in self.parameters_of(name))
+            for name in self.part_names
+        }
 
     def root_form(self, name: str) -> RootForm:
         """What a tower's largest part returns, of which features of each item can be kept.
@@ -281,9 +308,9 @@ class WholeModel:
 
     def language_spec(self) -> WholeLanguageSpec:
         """All but the towers as data for the ranks."""
-        source = language_source(self._adapted, self.towers)
-        if LANGUAGE in self._frozen.names:
-            source = replace(source, frozen=True)
+        source = language_source(
+            self._adapted, self.towers, self.is_frozen(LANGUAGE), self.is_frozen(PROJECTOR)
+        )
         blocks = num_blocks(source.skeleton())
         spec = language_spec(LANGUAGE_MODEL, source, self.towers, blocks)
         return replace(spec, packing=self.packing, mixture=self.mixture)
@@ -305,7 +332,7 @@ class WholeModel:
             spec = self.tower_spec(name)
             skeleton = spec.source.skeleton()
             flags = trainable_blocks(skeleton, spec.num_blocks)
-            if name in self._frozen.names:  # what is trained of it comes after its blocks
+            if self.is_frozen(name):  # what is trained of it comes after its blocks
                 flags = (*[False] * (len(flags) - 1), any_trainable(skeleton))
             nodes.append(ModuleNode(name, flags))
         language = self.language_spec()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from raymm.layout.changing_parts import changing_parts
+from raymm.model.modality_module import ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import FROZEN, FULL, WholeModel
 from raymm.scheduler.plan.plan import Plan
@@ -25,7 +26,7 @@ class Phases:
         steps: of the run.
 
     Raises:
-        ModelError: a module that is none, or is trained in part.
+        ModelError: a module that is none, or is trained in part; nothing trains in a phase.
     """
 
     def __init__(
@@ -35,11 +36,18 @@ class Phases:
         self._at = {step: dict(at[step]) for step in sorted(at) if step < steps}
         self._steps = steps
         if not at:
+            check_trains(model)
             return
         self._parts = changing_parts(model)
         names = sorted({name for changes in at.values() for name in changes})
         self._first = {name: self._parts.mode(name) for name in names}
         self._parts.change(names)
+        try:
+            for step in (0, *self._at):
+                self.enter(step)
+                check_trains(model, f"after step {step} of run.at " if step else "")
+        finally:
+            self.enter(0)
 
     def enter(self, step: int) -> None:
         """The model as the step after so many has it.
@@ -115,4 +123,17 @@ class Phases:
             f"optimizer/{prefix}"
             for name, mode in self._at.get(step, {}).items() if mode == FROZEN
             for prefix in self._parts.prefixes(name)
+        )
+
+
+def check_trains(model: MultimodalModule | WholeModel, when: str = "") -> None:
+    """
+    Raises:
+        ModelError: nothing of the model is trained.
+    """
+    counts = model.parameter_counts()
+    if not any(trained for trained, _ in counts.values()):
+        raise ModelError(
+            f"{when}nothing is trained: {', '.join(counts)} are frozen; accepted: at least one of "
+            "them that is trained in full or has adapters"
         )

@@ -27,6 +27,7 @@ from raymm.errors import RunFailedError
 from raymm.files.run_files import remove_partial
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.multimodal import MultimodalModule
+from raymm.model.trainable_layers import counts_text
 from raymm.model.whole_model import WholeModel, of_parts
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
 from raymm.monitor.progress_bar import under_way
@@ -396,5 +397,6 @@ class Trainer:
     def _say_what_runs(self, execution: Execution, device: str) -> None:
         first, *notes = execution.describe(device)
         where = f"{first}, {self.run.precision}; run folder {self._folder}"
-        for line in filter(None, (where, *notes, job_stop_note())):
+        parameters = counts_text(self.model.parameter_counts())
+        for line in filter(None, (where, parameters, *notes, job_stop_note())):
             self._say(line)

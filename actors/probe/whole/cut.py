@@ -37,29 +37,42 @@ Inputs = Mapping[str, Any]
 
 
 def tower_source(
-    source: ModuleSource, tower: Tower, frozen: tuple[str, ...] = ()
+    source: ModuleSource, tower: Tower, frozen: bool = False, projector_frozen: bool = False
 ) -> PartSource:
     """Where ranks get a tower from.
 
     Args:
         source: of the whole model.
         tower: which.
-        frozen: names of submodules and parameters that are not trained.
+        frozen: whether the tower is, all but its projector.
+        projector_frozen: whether its projector is.
     """
+    places = tuple(place for place in tower.places if place not in tower.projector)
     return PartSource(
-        source, tower.places, False, tower.call, tower.root, frozen,
-        whole_forward=tower.whole_forward,
+        source, tower.places, False, tower.call, tower.root,
+        places * frozen + tower.projector * projector_frozen,
+        () if projector_frozen else tower.projector, whole_forward=tower.whole_forward,
     )
 
 
-def language_source(source: ModuleSource, towers: tuple[Tower, ...]) -> PartSource:
+def language_source(
+    source: ModuleSource, towers: tuple[Tower, ...], frozen: bool = False,
+    projector_frozen: bool = False,
+) -> PartSource:
     """Where ranks get all of a model but its towers from.
 
     Args:
         source: of the whole model.
         towers: all of them.
+        frozen: whether the language model is, all but what is of a projector.
+        projector_frozen: whether that is.
     """
-    return PartSource(source, tuple(place for tower in towers for place in tower.places), True)
+    behind = tuple(dict.fromkeys(place for tower in towers for place in tower.behind))
+    return PartSource(
+        source, tuple(place for tower in towers for place in tower.places), True,
+        frozen_places=behind * projector_frozen,
+        trained_places=() if projector_frozen else behind, frozen=frozen or None,
+    )
 
 
 def tower_spec(source: PartSource, tower: Tower, blocks: int) -> TowerSpec:

@@ -30,6 +30,7 @@ from raymm.actors.probe.whole.calls import (
     run_model,
     tower_calls,
 )
+from raymm.actors.probe.whole.projectors import projector_behind, projector_within
 from raymm.actors.stages.features import Form, beside_fields
 from raymm.actors.weights.model_part import Call, UpToCall, is_within
 from raymm.actors.weights.source import ModuleSource
@@ -51,6 +52,9 @@ class Tower:
         constants: arguments that are the same for all inputs.
         places: names of the submodules and parameters that the features come from.
         root: name of the encoder itself among them, within which are the blocks.
+        projector: names of the submodules and parameters among them that make its tokens what the
+            language model embeds.
+        behind: names of those that the model's own forward does that with, in its other part.
         form: structure of what the call returns.
         whole_forward: the call is given what the model's forward makes of the inputs, so its ranks
             run that up to the call; arguments are the model's own, then.
@@ -64,6 +68,8 @@ class Tower:
     root: str
     form: Form
     whole_forward: bool = False
+    projector: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
 
     def output(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """What the call returns.
@@ -111,7 +117,9 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
                 f"{towers[name].call} for one microbatch; a tower is called once: give images and "
                 "videos in batches of their own"
             )
-        towers[name] = _tower(observed_model, name, called, inputs)
+        tower = _tower(observed_model, name, called, inputs)
+        projector = projector_within(model, called, tower.places, tower.root)
+        towers[name] = replace(tower, projector=projector)
     return _apart(model, inputs, tuple(towers.values()))
 
 
@@ -309,6 +317,7 @@ def _apart(
     assert total is not None
     total.backward()
     language = {n for n, p in handed.named_parameters() if p.grad is not None}
+    behind = projector_behind(handed, inputs)
     for tower in towers:
         others = {place: t.name for t in towers if t is not tower for place in t.places}
         for name, _ in model.named_parameters():
@@ -321,7 +330,14 @@ def _apart(
                     f"its {whose}, which cannot be modules of their own"
                 )
     return tuple(
-        replace(tower, form=_read(tower.form, outputs[tower.call], leaves[tower.name]))
+        replace(
+            tower, form=_read(tower.form, outputs[tower.call], leaves[tower.name]), behind=behind,
+            # What an encoder has behind its blocks is its own where a projector follows.
+            projector=tuple(
+                place for place in tower.projector
+                if not (behind and is_within(place, (tower.root,)))
+            ),
+        )
         for tower in towers
     )
 

@@ -1,0 +1,151 @@
+"""Which parameters of a whole model are its projectors: those between a tower's blocks and the
+language model's embeddings. They follow from what the model computes, not from names.
+
+A call for features mostly runs an encoder and then a projector next to it. Some encoders have their
+projector within them, behind their blocks; some models apply it in their own forward, behind the
+call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.probe.error import NotRunError
+from raymm.actors.probe.whole.calls import Called, Inputs, run_model
+from raymm.actors.weights.model_part import is_within
+from raymm.errors import USER_CODE_RAISES
+
+
+def projector_within(
+    model: nn.Module, called: Called, places: Collection[str], root: str
+) -> tuple[str, ...]:
+    """Return what of a tower is its projector.
+
+    Args:
+        model: whole; left as it is.
+        called: the call that the tower is.
+        places: names of the submodules and parameters of the tower.
+        root: name of the encoder itself among them.
+
+    Returns:
+        Names of submodules and parameters: what is next to the encoder, else what the encoder has
+        behind its blocks.
+    """
+    adjacent = tuple(place for place in places if not is_within(place, (root,)))
+    if any(is_within(name, adjacent) for name, _ in model.named_parameters()):
+        return adjacent
+    model = copy.deepcopy(model)
+    try:
+        blocks = _first_blocks(model, called, model.get_submodule(root))
+        for block in blocks:
+            block.register_forward_hook(_cut_off)
+        output = called.call.of(model)(**called.arguments)
+    except USER_CODE_RAISES:  # whatever a model may raise; called by itself it may lack something
+        return ()
+    outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not blocks or not outputs:
+        return ()
+    named = {
+        n: p for n, p in model.named_parameters() if is_within(n, (root,)) and p.requires_grad
+    }
+    gradients = torch.autograd.grad(
+        sum(t.double().abs().sum() for t in outputs), list(named.values()), allow_unused=True
+    )
+    behind = {n for n, g in zip(named, gradients, strict=True) if g is not None}
+    return _largest(behind, named)
+
+
+def _first_blocks(model: nn.Module, called: Called, encoder: nn.Module) -> Sequence[nn.Module]:
+    """Return the encoder's blocks: of its lists of layers that are alike and have several linear
+    layers each, the one that runs first."""
+    lists = [
+        list(child) for child in encoder.modules()
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) and _are_alike(child)
+    ]
+    first: list[Sequence[nn.Module]] = []
+    hooks = [
+        entries[0].register_forward_pre_hook(lambda *_, entries=entries: first.append(entries))
+        for entries in lists
+    ]
+    try:
+        called.call.of(model)(**called.arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return first[0] if first else ()
+
+
+def _are_alike(entries: nn.ModuleList | nn.Sequential) -> bool:
+    linear = [sum(isinstance(m, nn.Linear) for m in entry.modules()) for entry in entries]
+    return len({type(entry) for entry in entries}) == 1 and min(linear) > 1
+
+
+def _cut_off(block: nn.Module, args: Any, output: Any) -> Any:
+    """Hand on values without what they were made of."""
+    return tree_map(
+        lambda t: t.detach().requires_grad_().clone()
+        if isinstance(t, torch.Tensor) and t.is_floating_point() else t, output,
+    )
+
+
+def _largest(chosen: Collection[str], every: Iterable[str]) -> tuple[str, ...]:
+    """Return the fewest names of submodules and parameters that have these parameters of all."""
+    others = [name for name in every if name not in chosen]
+    places = set()
+    for name in chosen:
+        place = name
+        parent = name.rpartition(".")[0]
+        while parent and not any(is_within(other, (parent,)) for other in others):
+            place, parent = parent, parent.rpartition(".")[0]
+        places.add(place)
+    return tuple(sorted(places))
+
+
+def projector_behind(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
+    """Return names of the modules that turn features into what the text model embeds, of a model
+    whose calls for features return leaves that require gradients.
+
+    Args:
+        model: whole; changed.
+        inputs: of its forward.
+    """
+    path = find_blocks(model)
+    if path is None:
+        return ()
+    text = path.rpartition(".")[0]
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    reads: set[str] = set()
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if any(
+                isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))
+            ):
+                reads.add(name)
+        return hook
+
+    begun: list[bool] = []
+
+    def stop(*_: Any) -> None:
+        begun.append(True)
+        raise NotRunError("the text model's blocks are reached")
+
+    block_list(model, path)[0].register_forward_pre_hook(stop)
+    for name, module in model.named_modules():
+        if module._parameters and not is_within(name, (text,)):
+            module.register_forward_pre_hook(note(name), with_kwargs=True)
+    try:
+        run_model(model, inputs)
+    except NotRunError:
+        if not begun:
+            raise
+    every = [name for name, _ in model.named_parameters()]
+    return _largest({name for name in every if is_within(name, reads)}, every)

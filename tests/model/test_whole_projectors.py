@@ -1,0 +1,90 @@
+"""What ``model.train`` names of whole models: the parts have every parameter once, and the
+projector is what lies between the towers' blocks and the language model."""
+
+import pytest
+import torch
+import transformers
+
+from benchmarks._family_classes import Family
+from benchmarks._vlm_check import runnable
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.model.modality_module import ModelError
+from raymm.model.whole_model import FROZEN, FULL, LANGUAGE, PROJECTOR, WholeModel, from_pretrained
+from raymm.training.phases import Phases, check_trains
+
+PROJECTORS = {
+    # Next to the encoder, within it, within it and fed from several blocks, behind the call.
+    "Idefics3ForConditionalGeneration": ["model.connector."],
+    "Qwen2_5_VLForConditionalGeneration": ["model.visual.merger."],
+    "Qwen3VLForConditionalGeneration": [
+        "model.visual.merger.", "model.visual.deepstack_merger_list.",
+    ],
+    "Qwen2AudioForConditionalGeneration": ["model.multi_modal_projector."],
+    "MllamaForConditionalGeneration": ["model.multi_modal_projector."],
+    "Blip2ForConditionalGeneration": ["qformer.", "query_tokens", "language_projection."],
+    "Kosmos2_5ForConditionalGeneration": ["image_to_text_projection."],
+}
+
+
+def made(name: str, train=None) -> WholeModel:
+    model_class = getattr(transformers, name)
+    config, microbatches = runnable(Family("whole model", model_class, model_class.config_class))
+    config.architectures = [name]
+    model = from_pretrained(config, microbatches[0], train, seed=1)
+    vars(model)["microbatches"] = microbatches
+    return model
+
+
+@pytest.mark.parametrize("name", PROJECTORS)
+def test_parts_have_every_parameter_once(name):
+    model = made(name)
+    parts = {part: {n for _, n in model.parameters_of(part)} for part in model.part_names}
+    named = [n for own in parts.values() for n in own]
+    assert sorted(named) == sorted(n for n, _ in model.source.skeleton().named_parameters())
+    assert parts[PROJECTOR]
+    assert {n for n in named if n.startswith(tuple(PROJECTORS[name]))} == parts[PROJECTOR]
+
+
+@pytest.mark.parametrize("name", [*PROJECTORS][:5])
+def test_only_the_projector_moves_where_only_it_is_trained(name):
+    train = dict.fromkeys(made(name).part_names, FROZEN) | {PROJECTOR: FULL}
+    model = made(name, train)
+    check_trains(model)
+    counts = model.parameter_counts()
+    assert {part for part, (trained, _) in counts.items() if trained} == {PROJECTOR}
+    assert counts[PROJECTOR][0] == counts[PROJECTOR][1] > 0
+    whole = model.materialize()
+    model.loss(vars(model)["microbatches"][:1]).backward()
+    moved = {n for n, p in whole.named_parameters() if p.grad is not None}
+    assert moved and moved <= {n for _, n in model.parameters_of(PROJECTOR)}
+    frozen = whole.get_submodule(model.towers[0].root)
+    assert not frozen.training  # no dropout in what is frozen
+
+
+@pytest.mark.parametrize("name", [*PROJECTORS][1:4])
+@pytest.mark.parametrize("part", [PROJECTOR, LANGUAGE])
+def test_adapters_are_in_the_part_that_they_are_for(name, part):
+    train = dict.fromkeys(made(name).part_names, FROZEN) | {part: LoraConfig(r=2)}
+    model = made(name, train)
+    own = {n for _, n in model.parameters_of(part)}
+    trained = frozenset().union(*model.trained.values())
+    assert trained and trained <= own and all("lora" in n for n in trained)
+    assert all(n in trained for n in own if "lora" in n)
+
+
+def test_where_nothing_trains_is_refused():
+    name = "Qwen2_5_VLForConditionalGeneration"
+    everything = dict.fromkeys(made(name).part_names, FROZEN)
+    with pytest.raises(ModelError, match="nothing is trained: vision, projector, language_model"):
+        Phases(made(name, everything), {}, 4)
+    model = made(name, {**everything, LANGUAGE: FULL})
+    with pytest.raises(ModelError, match="after step 2 of run.at nothing is trained"):
+        Phases(model, {2: {LANGUAGE: FROZEN}}, 4)
+    Phases(model, {2: {LANGUAGE: FROZEN, PROJECTOR: FULL}}, 4)
+    assert model.parameter_counts()[LANGUAGE][0] > 0 == model.parameter_counts()[PROJECTOR][0]
+
+
+def test_a_model_without_a_projector_has_no_part_of_that_name():
+    with pytest.raises(ModelError, match="train has 'projector'.* of vision, language_model"):
+        made("FuyuForCausalLM", {PROJECTOR: FULL})
+    assert torch.is_tensor(next(made("FuyuForCausalLM").materialize().parameters()))
