@@ -22,6 +22,7 @@ class PreferenceLoss:
         label_smoothing: probability that a pair is the wrong way round (conservative DPO).
         reference: ``"base"``, the model without its adapters; ``"initial"``, the model with the
             weights that a run begins with, which is asked once, before the first step.
+        disable_dropout: train without the dropout of layers and adapters, as TRL does by default.
 
     Raises:
         ValueError: naming the field, its value and what is accepted.
@@ -30,6 +31,7 @@ class PreferenceLoss:
     beta: float = 0.1
     label_smoothing: float = 0.0
     reference: str = BASE
+    disable_dropout: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < float("inf"):

@@ -101,8 +101,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/stages/texts": ("kernels", "actors/modules"),
     "actors/stages": (
-        "kernels", "scheduler/graph", "actors/experts", "actors/features", "actors/modules",
-        "actors/weights", "actors/sharding", "actors/sharding/whole", "actors/stages/texts",
+        "kernels", "scheduler/graph", "actors/adapters", "actors/experts", "actors/features",
+        "actors/modules", "actors/weights", "actors/sharding", "actors/sharding/whole",
+        "actors/stages/texts",
     ),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -245,6 +246,20 @@ def _adapt_layer(layer: nn.Module, config: LoraConfig, seed: int) -> None:
     layer.register_parameter(MAGNITUDE, magnitude)
     if scale is not None:
         layer.register_parameter(SCALE, nn.Parameter(scale, requires_grad=False))
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Set the probability of all dropout layers and of adapters to 0, as `trl` does; dropout of
+    attention that is not a layer stays, as there.
+
+    Args:
+        module: changed in place.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+        if isinstance(layer, AdaptedLayer):
+            layer.lora = replace(layer.lora, dropout=0.0)
 
 
 def set_trained(module: nn.Module, trained: bool) -> None:

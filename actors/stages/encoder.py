@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.actors.adapters.lora import disable_dropout
 from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule, first_tensor
@@ -58,6 +59,7 @@ class EncoderSpec:
         lost: fields of the module's output that its last stage alone does not have.
         ports: inputs with a gradient that layers of later stages read.
         optional: whether its reader may leave its features alone.
+        disable_dropout: train without dropout.
     """
 
     name: str
@@ -72,6 +74,7 @@ class EncoderSpec:
     lost: frozenset[str] = frozenset()
     ports: tuple[Port, ...] = ()
     optional: bool = False
+    disable_dropout: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -107,6 +110,8 @@ class EncoderStage(StageModule):
         self.spec = spec
         self.module = module if lo < spec.num_blocks else None
         self.projector = projector if hi > spec.num_blocks else None
+        if spec.disable_dropout:
+            disable_dropout(self)
         self.first = lo == 0
         self._blocks = lo, min(hi, spec.num_blocks)
         self._exchange: Exchange | None = None

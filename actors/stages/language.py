@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from raymm.actors.adapters.lora import disable_dropout
 from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.experts.routing import Routing
 from raymm.actors.modules.cut import CutInfo, CutReached
@@ -113,6 +114,8 @@ class LanguageStage(StageModule):
         super().__init__()
         self.spec = spec
         self.module = cast("PreTrainedModel", module)
+        if spec.preference is not None and spec.preference.disable_dropout:
+            disable_dropout(self.module)
         self.first = lo == 0
         self._has_cross_layers = isinstance(spec.merge, CrossAttend) and any(
             lo <= layer < hi for port in spec.ports for layer in port.layers

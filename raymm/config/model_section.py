@@ -150,11 +150,13 @@ class DpoSection(Section):
         reference: ``"base"``: what trains must be adapters, and the model without them is the
             reference; ``"initial"``: it is the model that the run begins with, whatever trains,
             which is asked of all rows before the first step.
+        disable_dropout: train without the dropout of layers and adapters, as TRL does by default.
     """
 
     beta: float = Field(default=0.1, gt=0, le=MOST_COUNT)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     reference: Literal["base", "initial"] = "base"
+    disable_dropout: bool = True
 
 
 class LossSection(Section):

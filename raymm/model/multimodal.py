@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -197,7 +198,12 @@ class MultimodalModule(nn.Module):
             postprocess_module=encoder.postprocess_module_callback,
             postprocess_projector=encoder.postprocess_projector_callback,
             optional=not isinstance(self.merge, _READ_ALL),
+            disable_dropout=self._disables_dropout,
         )
+
+    @property
+    def _disables_dropout(self) -> bool:
+        return self.preference is not None and self.preference.disable_dropout
 
     def language_spec(self) -> LanguageSpec:
         """The language model as data for the ranks."""
@@ -299,9 +305,10 @@ class MultimodalModule(nn.Module):
         for name in self.encoder_names:
             if name in microbatch:
                 encoder = self.encoders[name]
-                stage = EncoderStage(
-                    light_encoder_spec(name, encoder), 0, 2, encoder.module, encoder.projector
+                spec = replace(
+                    light_encoder_spec(name, encoder), disable_dropout=self._disables_dropout
                 )
+                stage = EncoderStage(spec, 0, 2, encoder.module, encoder.projector)
                 try:
                     received[name] = stage.run(
                         microbatch[name], {}, self._context(name, label_tokens)

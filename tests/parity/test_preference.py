@@ -58,7 +58,7 @@ def model_of(
 class Trl:
     """TRL's trainer of a model that stock ``peft`` has put adapters in."""
 
-    def __init__(self, model: MultimodalModule, folder: Any) -> None:
+    def __init__(self, model: MultimodalModule, folder: Any, lora: LoraConfig = LORA) -> None:
         from datasets import Dataset
         from transformers import AutoTokenizer
         from trl import DPOConfig, DPOTrainer
@@ -69,7 +69,7 @@ class Trl:
         base = plain_copy(module, merged=False)
         # It makes the adapters: those of a model that has some would be its reference.
         self._trainer = DPOTrainer(
-            base, peft_config=in_peft(module, LORA).peft_config["default"],
+            base, peft_config=in_peft(module, lora).peft_config["default"],
             processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
             train_dataset=Dataset.from_list(
                 [{"prompt": "what is", "chosen": "a dog", "rejected": "a cat"}]
@@ -80,7 +80,7 @@ class Trl:
             ),
         )
         self.module = self._trainer.model
-        adapters = in_peft(module, LORA).state_dict()
+        adapters = in_peft(module, lora).state_dict()
         own = {n: p for n, p in self.module.state_dict().items() if "lora" in n}
         assert own and all(p.copy_(adapters[n]) is p for n, p in own.items())
         self._collate = DataCollatorForPreference(pad_token_id=0)
@@ -148,6 +148,32 @@ def test_loss_gradients_and_steps_are_trls(ray_cluster, tmp_path, layout):
             assert close(taken.loss, loss.item(), 1e-5)
         after = {name: p.detach() for name, p in named.items()}
         assert parameter_errors(parallel.parameters(), after, before, OPTIMIZER.lr) == []
+
+
+def test_dropout_is_off_as_in_trl(ray_cluster, tmp_path):
+    """TRL disables the dropout of adapters and of all dropout layers by default."""
+    lora = replace(LORA, dropout=0.4)
+    model = model_of(lora)
+    trl = Trl(model, tmp_path, lora)
+    due = trl.loss(STEP)
+    due.backward()
+    gradients = {name: p.grad for name, p in trl.parameters().items()}
+    step, pairs = [rows(own) for own in STEP], sum(map(len, STEP))
+    here = sum(model(**microbatch, label_tokens=pairs) for microbatch in step)
+    assert close(here.item(), due.item(), 1e-5)
+    with MultimodalParallelSpec({}, ParallelSpec(pp=2), 2).apply(
+        model_of(lora), optimizer=OPTIMIZER
+    ) as parallel:
+        assert close(parallel.execute(step).loss, due.item(), 1e-5)
+        assert gradient_errors(parallel.gradients(), gradients) == []
+
+
+def test_dropout_can_be_left_on():
+    model = model_of(replace(LORA, dropout=0.4))
+    assert model.preference is not None
+    model.preference = replace(model.preference, disable_dropout=False)
+    losses = {model.train()(**rows(STEP[0])).item() for _ in range(2)}
+    assert len(losses) == 2
 
 
 @given(
