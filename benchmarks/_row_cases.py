@@ -425,6 +425,11 @@ def _pictures(media: Media) -> Iterator[Case]:
             yield Case(form, "images: list, two turns", "jsonl",
                        [make(turns) | {"images": ["a.png", "b.png"]}],
                        [_expected(form, turns, [a, b])])
+    # Some processors make other tokens of one picture than of several.
+    third = (("user", "Say"), ("assistant", "First"), *turns, ("user", "<image>"), answer)
+    yield Case("messages", "images: list, three turns", "jsonl",
+               [_messages(third) | {"images": ["a.png", "b.png", "a.png"]}],
+               [Expected(convert(third, [a, b, a]))])
     row = _messages(asked)
     columns = {
         "image: path": {"image": "a.png"}, "images: path": {"images": "a.png"},

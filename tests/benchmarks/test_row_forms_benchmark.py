@@ -15,7 +15,8 @@ FOR_ALL = (
     "prompt/completion messages | none | jsonl", "prompt/completion texts | none | jsonl",
     "loss flag | none | jsonl", "assistant first", "two user turns",
     "tools, content null | none | jsonl", "thoughts in several turns | none | jsonl",
-    "images: list, two turns", "images: in an assistant's turn", "images: literal mark",
+    "images: list, two turns", "images: list, three turns", "images: in an assistant's turn",
+    "images: literal mark",
     "images: mark in the middle", "part image: path | jsonl", "images and videos",
     "audios: list, mark",
 )
