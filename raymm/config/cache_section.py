@@ -16,8 +16,9 @@ class CacheSection(Section):
 
     Attributes:
         features: where what frozen encoders, or the frozen layers before their first trained one,
-            make of items is kept, by the items' content, the encoder's weights and what its own
-            classes do, its callbacks and processor, precision and ``tp``: ``"disk"``, from run to
+            make of items is kept, by the items' content, the encoder's weights, the code of its
+            classes, callbacks and processor with all user modules that it imports, precision and
+            ``tp``: ``"disk"``, from run to
             run; ``"host"``, in the memory of the hosts (``/dev/shm``) while the run lasts. From
             when all of a step's items are known, nobody decodes them, and the encoder's
             instructions are not in the step's program. Processors and callbacks must always make
@@ -26,9 +27,12 @@ class CacheSection(Section):
             by itself, as where features are kept, and nothing is.
         folder: for ``"disk"``, one that all nodes can reach; by default ``features`` below
             ``~/.cache/raymm``.
+        version: text that counts in the name of the folder. Change it together with files that user
+            code reads. Needed with ``"disk"`` where changes of the code could not be noticed.
         room_gib: that all features in the folder may take. What is beyond is computed every time.
     """
 
     features: Literal["disk", "host", "none"] = "disk"
     folder: Text | None = None
+    version: Text | None = None
     room_gib: Annotated[float, Field(gt=0, le=MOST_GIB)] = 20.0

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import pickle
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from raymm.errors import USER_CODE_RAISES
+
 # Containers in each other, and functions that functions hold.
 MOST_DEPTH = 8
 # Values looked at in all: what a function closes over may be a whole dataset.
 MOST_VALUES = 20_000
-# Whose classes do what their version says.
-_LIBRARIES = {"builtins", "raymm", "torch", "transformers"}
+# Methods of types that are written in C.
+_SLOTS = types.WrapperDescriptorType | types.MethodDescriptorType | types.MethodWrapperType
 
 
 def code_digest(function: Callable[..., Any]) -> str:
@@ -33,44 +36,47 @@ def code_digest(function: Callable[..., Any]) -> str:
     Returns:
         The digest, with Python's version: others have other bytecode.
     """
-    digest = _Digest()
-    digest.feed(function, MOST_DEPTH)
+    digest = ValueDigest()
+    digest.feed(function)
     version = ".".join(map(str, sys.version_info[:2]))
     return f"{digest.hashed.hexdigest()[:16]} (of Python {version})"
 
 
-def class_digests(module: torch.nn.Module) -> dict[str, str]:
-    """Of the functions of all classes that a module is made of, but for those of torch,
-    transformers and raymm: :func:`code_digest` by name. What they call by name does not count.
+class ValueDigest:
+    """SHA-256 of values and of the functions that they hold.
 
     Args:
-        module: whose weights do not count.
+        strict: also hash the state of objects of other kinds, by pickling them, and the weights of
+            modules.
+
+    Attributes:
+        hashed: the hash so far.
+        modules: names of the Python modules that define the functions and classes fed so far.
+        unseen: with ``strict``, sentences about values that could not be hashed.
     """
-    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-    return {
-        f"{kind.__module__}:{kind.__qualname__}.{name}": code_digest(function)
-        for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES
-        for name, value in vars(kind).items()
-        if isinstance(function := _function(value), types.FunctionType)
-    }
 
-
-def _function(value: Any) -> Any:
-    """What a name in a class stands for, without what makes it a property or a static method."""
-    if isinstance(value, staticmethod | classmethod):
-        return value.__func__
-    return value.fget if isinstance(value, property) else value
-
-
-class _Digest:
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
         self.hashed = hashlib.sha256()
+        self.modules: set[str] = set()
+        self.unseen: list[str] = []
+        self._strict = strict
         self._left = MOST_VALUES
 
-    def feed(self, value: Any, depth: int) -> None:
+    def feed(self, value: Any, depth: int = MOST_DEPTH) -> None:
+        """Add a value.
+
+        Args:
+            value: of any type.
+            depth: levels of nested values to add.
+        """
         self.hashed.update(f"<{type(value).__module__}.{type(value).__qualname__}>".encode())
         self._left -= 1
+        self._note_modules(value)
         if depth == 0 or self._left < 0:
+            self.unseen.append(
+                f"holds more than {MOST_VALUES:,} values" if depth
+                else f"nests values more than {MOST_DEPTH} deep"
+            )
             return
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             self.hashed.update(repr(value).encode(errors="backslashreplace"))
@@ -78,10 +84,32 @@ class _Digest:
             self.hashed.update(os.fsencode(value))
         elif isinstance(value, torch.Tensor | np.ndarray):
             self._feed_array(value)
-        else:
-            for part in _parts(value):
+        elif self._strict and isinstance(value, _SLOTS):
+            self.hashed.update(value.__qualname__.encode())
+        elif (parts := _parts(value)) is not None:
+            if self._strict and isinstance(value, torch.nn.Module):
+                parts = [*parts, dict(value.state_dict())]
+            for part in parts:
                 self.feed(part, depth - 1)
+        elif self._strict:
+            self._feed_pickled(value)
         self.hashed.update(b"</>")
+
+    def _note_modules(self, value: Any) -> None:
+        kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        self.modules.update(kind.__module__ for kind in kinds)
+        name = getattr(value, "__module__", None)
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType) and name:
+            self.modules.add(name)
+
+    def _feed_pickled(self, value: Any) -> None:
+        try:
+            self.hashed.update(pickle.dumps(value))
+        except USER_CODE_RAISES as error:  # a class may say anything
+            self.unseen.append(
+                f"holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+                f"pickled ({type(error).__name__})"
+            )
 
     def _feed_array(self, array: torch.Tensor | np.ndarray) -> None:
         self.hashed.update(f"{array.dtype} {tuple(array.shape)}".encode())
@@ -92,8 +120,10 @@ class _Digest:
         self.hashed.update(array.tobytes())
 
 
-def _parts(value: Any) -> list[Any]:
-    """What something is made of, in an order that is always the same."""
+def _parts(value: Any) -> list[Any] | None:
+    """Return the values that a value consists of, in a fixed order; None if they are unknown."""
+    if isinstance(value, types.ModuleType):
+        return []
     if isinstance(value, types.CodeType):
         return [value.co_code, value.co_consts, value.co_names, value.co_argcount]
     if isinstance(value, types.FunctionType):
@@ -119,7 +149,7 @@ def _parts(value: Any) -> list[Any]:
         return [{field.name: getattr(value, field.name) for field in dataclasses.fields(value)}]
     if callable(value):  # an object with __call__, or one of another language
         return [type(value).__call__, getattr(value, "__dict__", {})]
-    return []
+    return None
 
 
 def _content(cell: types.CellType) -> Any:

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
 
 from raymm.actors.features.feature_folder import FeatureFolder, make_room
+from raymm.actors.weights.hub_folder import local_folder
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
 from raymm.config.cache_section import CacheSection
@@ -29,11 +30,23 @@ from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.code_digest import class_digests, code_digest
+from raymm.storage.reached_code import reached_code
 from raymm.storage.run_description import describe_modality, describe_module, describe_source
 
 GIB = 2**30
 _MEMORY = Path("/dev/shm")
+
+
+class CodeKey(NamedTuple):
+    """How user code counts in the name of a folder.
+
+    Attributes:
+        version: text that the user changes with the code.
+        strict: refuse code whose changes would not be noticed.
+    """
+
+    version: str | None = None
+    strict: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,19 +79,24 @@ class KeptFeatures:
             plan: of the run.
             data: of the run; of batches in memory nothing is kept.
             computed: how features are computed: device and precision.
+
+        Raises:
+            UnseenCodeError: changes of user code would not be noticed.
         """
         if cache is None or not isinstance(data, DataConfig):
             return cls(plan, {})
+        # Only features on disk outlive the code that computed them.
+        code = CodeKey(cache.version, strict=cache.features == "disk")
         if isinstance(model, WholeModel):
             names, reasons = featured_towers(model, plan)
-            digests = {name: _tower_digest(name, model, computed) for name in names}
+            digests = {name: _tower_digest(name, model, computed, code) for name in names}
             said = names
         else:
             blocks, reasons = _first_blocks(model, plan, data)
             digests = {
                 name: _digest(
                     name, model.encoders[name], first, data,
-                    f"{computed} tp {plan.module_stages(name)[0].tp}",
+                    f"{computed} tp {plan.module_stages(name)[0].tp}", code,
                 )
                 for name, first in blocks.items()
             }
@@ -128,28 +146,39 @@ def _first_blocks(
     return blocks, reasons
 
 
-def _makes(source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:
-    """What a source's frozen module makes of an item follows from, and a run that goes on need not
-    be told: whose code runs, and what draws weights that no file has."""
+def _makes(
+    source: ModuleSource, skeleton: nn.Module, callables: Sequence[Any], code: CodeKey
+) -> dict[str, Any]:
+    """Describe what the features of an item follow from and a resumed run need not compare: the
+    code that computes them, and the seed of weights that no file has.
+
+    Args:
+        source: of the frozen module.
+        skeleton: the module.
+        callables: user functions that process its inputs and outputs.
+        code: how user code is described.
+    """
+    roots: list[Any] = [type(source), *dict.fromkeys(type(m) for m in skeleton.modules())]
+    roots.sort(key=lambda kind: (kind.__module__, kind.__qualname__))
+    if isinstance(source, FactorySource):
+        roots.append(import_object(source.target))
     fields: dict[str, Any] = {
         "torch": torch.__version__, "transformers": transformers.__version__,
         "parameters": {n: str(tuple(p.shape)) for n, p in skeleton.named_parameters()},
-        "classes": class_digests(skeleton),
+        "code": reached_code([*roots, *callables], code.version, code.strict),
     }
-    if isinstance(source, FactorySource):
-        fields["factory"] = code_digest(import_object(source.target))
     if isinstance(source, PretrainedSource) and source.missing_weights is not None:
         fields["seed"] = source.seed
     return fields
 
 
-def _tower_digest(name: str, model: WholeModel, computed: str) -> str:
+def _tower_digest(name: str, model: WholeModel, computed: str, code: CodeKey) -> str:
     """Of all that features of an item follow from, beside what the tower is given of it."""
     spec, form = model.tower_spec(name), model.root_form(name)
     skeleton = spec.source.skeleton()
     described = {
         **describe_source("tower", model.source.origin, skeleton),
-        **_makes(model.source.origin, skeleton),
+        **_makes(model.source.origin, skeleton, (), code),
         "part": form.place, "kept": form.kept, "structure": str(form.tree), "dim": form.dim,
         "arguments": model.tower_inputs[name], "constants": dict(spec.constants),
         "computed": computed,
@@ -159,14 +188,19 @@ def _tower_digest(name: str, model: WholeModel, computed: str) -> str:
 
 
 def _digest(
-    name: str, encoder: ModalityModule, blocks: int, data: DataConfig, computed: str
+    name: str, encoder: ModalityModule, blocks: int, data: DataConfig, computed: str,
+    code: CodeKey = CodeKey(),
 ) -> str:
     """Of all that features of an item follow from, beside the item; ``blocks``: that make them."""
     source = encoder.source()
     skeleton = source.skeleton()
+    callables: list[Any] = [encoder.preprocess_callback, encoder.postprocess_module_callback]
+    processor = data.modalities[name].processor
+    if processor is not None and not Path(local_folder(processor, weights=False)).is_dir():
+        callables.append(import_object(processor))
     described = {
         **describe_module("encoder", encoder, source, skeleton),
-        **_makes(source.origin, skeleton),
+        **_makes(source.origin, skeleton, callables, code),
         **describe_modality("processor", data.modalities[name]),
         "blocks": blocks, "computed": computed,
     }

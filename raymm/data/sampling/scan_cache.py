@@ -4,6 +4,7 @@ import hashlib
 import json
 import zipfile
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,11 @@ from raymm.data.remote.path import size_of, version_of
 from raymm.data.samples.config import DataConfig
 from raymm.data.sampling.scan_result import SampleScan
 
-_VERSION = 2
-_TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe")
+_VERSION = 3
+# With the code that a folder brings for its processor or tokenizer.
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe", ".py")
+# What counts tokens, and decodes and resizes items before it does.
+_LIBRARIES = ("transformers", "tokenizers", "pillow")
 _LENGTHS, _HEADERS = "counts/", "items/"
 
 
@@ -52,7 +56,7 @@ def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
         "ignore_message_keys", *vars(config.limits),
     }
     content = {
-        "version": _VERSION,
+        "version": [_VERSION, *map(version, _LIBRARIES)],
         "sources": sources,
         "tokenizer": _fingerprint(config.tokenizer, "data.tokenizer"),
         "processor": config.processor and _fingerprint(config.processor, "data.processor"),
@@ -64,7 +68,8 @@ def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
 
 def _fingerprint(path: str, field: str) -> str:
     digest = hashlib.sha256()
-    for file in sorted(Path(processor_folder(path, field)).iterdir()):
+    folder = Path(processor_folder(path, field))
+    for file in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if file.is_file() and file.suffix in _TOKENIZER_SUFFIXES:
             digest.update(f"{file.name} {file.stat().st_size} ".encode())
             digest.update(file.read_bytes())
