@@ -189,7 +189,7 @@ def _tower_digest(name: str, model: WholeModel, computed: str, code: CodeKey) ->
 
 def _digest(
     name: str, encoder: ModalityModule, blocks: int, data: DataConfig, computed: str,
-    code: CodeKey = CodeKey(),
+    code: CodeKey,
 ) -> str:
     """Of all that features of an item follow from, beside the item; ``blocks``: that make them."""
     source = encoder.source()

@@ -12,7 +12,7 @@ import raymm
 from raymm.actors.weights.source import FactorySource
 from raymm.config.cache_section import CacheSection
 from raymm.data import DataConfig, ModalityDataConfig
-from raymm.training.kept_features import KeptFeatures, _digest
+from raymm.training.kept_features import CodeKey, KeptFeatures, _digest
 
 CODE = """
 import torch
@@ -45,7 +45,7 @@ PROCESSED = ModalityDataConfig(column="images", processor="PIL.Image:open")
 
 def key(encoder, blocks: int = 1) -> str:
     data = SimpleNamespace(modalities={"vision": PROCESSED})
-    return _digest("vision", encoder, blocks, data, "x")
+    return _digest("vision", encoder, blocks, data, "x", CodeKey())
 
 
 @pytest.fixture

@@ -60,13 +60,16 @@ def scan(
             replaced under their name are not noticed.
         progress: called in this process with (samples done, samples in all).
         measure: what says how large a sample is, where that is not its text and headers; it can be
-            imported by workers.
+            imported by workers. Results of a function from outside raymm are not kept, as edits
+            of it would not be noticed.
 
     Raises:
         SampleError: the first unusable sample, unless ``on_error`` is ``"skip"``.
         DataError: no tokenizer, or what the readers raise.
     """
     name = "" if measure is None else getattr(measure, "__qualname__", repr(measure))
+    if measure is not None and not getattr(measure, "__module__", "").startswith("raymm."):
+        cache = None
     measure = measure or HeaderSizes
     key = scan_key(dataset, config, name) if cache is not None else None
     if cache is not None and key is not None and (

@@ -10,7 +10,13 @@ from same_rows import write_parquet, write_shards
 from sample_files import build_tokenizer, write_image
 
 from raymm.data import SampleError, StepBuilder, local_steps, open_split, scan
-from raymm.data.sampling.scan_cache import default_cache, load_scan, save_scan, scan_key
+from raymm.data.sampling.scan_cache import (
+    _fingerprint,
+    default_cache,
+    load_scan,
+    save_scan,
+    scan_key,
+)
 
 
 def arrays(found):
@@ -209,3 +215,13 @@ def test_nothing_is_unpickled(cached):
 def test_the_default_folder_is_below_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path))
     assert default_cache() == tmp_path / "scans"
+
+
+def test_code_of_a_processors_folder_counts(tmp_path) -> None:
+    folder = tmp_path / "processor"
+    keys = set()
+    for text in ("SIZE = 1", "SIZE = 2"):
+        folder.mkdir(exist_ok=True)
+        (folder / "processing_own.py").write_text(text)
+        keys.add(_fingerprint(str(folder), "data.processor"))
+    assert len(keys) == 2
