@@ -25,6 +25,7 @@ from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset
 from raymm.errors import RunFailedError
 from raymm.files.run_files import remove_partial
+from raymm.layout.layout_notes import layout_notes
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.trainable_layers import counts_text
@@ -398,5 +399,6 @@ class Trainer:
         first, *notes = execution.describe(device)
         where = f"{first}, {self.run.precision}; run folder {self._folder}"
         parameters = counts_text(self.model.parameter_counts())
+        notes += layout_notes(self.model, execution.plan, self.optimizer)
         for line in filter(None, (where, parameters, *notes, job_stop_note())):
             self._say(line)

@@ -1,0 +1,47 @@
+"""A run names the numbers that depend on its layout."""
+
+import pytest
+import transformers as hf
+
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.layout.layout_notes import layout_notes
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+
+
+def notes(layout: ParallelSpec, name="adamw", frozen=None, lora=None, **config):
+    llm = hf.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, **config,
+    )
+    model = MultimodalModule({}, ModalityModule(llm, frozen=frozen, lora=lora))
+    plan = MultimodalParallelSpec({}, layout, 2).plan(model)
+    return list(layout_notes(model, plan, OptimizerConfig(name=name)))
+
+
+SHARED = [
+    (ParallelSpec(tp=2), "tp 2"), (ParallelSpec(cp=2), "cp 2"),
+    (ParallelSpec(dp=2, sharding="fsdp"), "fsdp 2"),
+]
+
+
+@pytest.mark.parametrize(("layout", "shown"), SHARED)
+def test_dropout(layout, shown):
+    (line,) = notes(layout, attention_dropout=0.1)
+    assert f"dropout of llm draws other masks with {shown}" in line
+    (line,) = notes(layout, lora=LoraConfig(r=2, dropout=0.1))
+    assert f"with {shown}" in line
+    assert notes(layout) == notes(layout, lora=LoraConfig(r=2)) == []
+    assert notes(layout, attention_dropout=0.1, frozen=True) == []
+    assert notes(ParallelSpec(pp=2), attention_dropout=0.1) == []
+
+
+def test_moments_of_a_byte():
+    (line,) = notes(ParallelSpec(tp=2), "adamw_8bit")
+    assert "adamw_8bit keeps moments of llm in blocks of what each process has (tp 2)" in line
+    assert len(notes(ParallelSpec(dp=2, sharding="fsdp"), "adamw_8bit")) == 1
+    for layout in (ParallelSpec(pp=2), ParallelSpec(cp=2), ParallelSpec(dp=2, sharding="zero1")):
+        assert notes(layout, "adamw_8bit") == []
+    assert notes(ParallelSpec(tp=2), "adamw_8bit", frozen=True) == []
