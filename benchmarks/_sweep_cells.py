@@ -166,7 +166,7 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
             load_into_model(model, store.latest(), averaged=True)
             found.after.update(
                 (name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
-    problems = _problems(found, due, option)
+    problems = _problems(found, due, feature, option)
     if caches and not any(kept.path.rglob("*.features")):
         problems.append("no features were kept")
     return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
@@ -255,7 +255,7 @@ def _step(
         parallel.optimizer.step()
 
 
-def _problems(found: Training, due: _Due, option: Option) -> list[str]:
+def _problems(found: Training, due: _Due, feature: Feature, option: Option) -> list[str]:
     if due.bf16 is not None:
         return _bf16_problems(found, due.exact, due.bf16, option)
     exact, problems = due.exact, []
@@ -264,7 +264,7 @@ def _problems(found: Training, due: _Due, option: Option) -> list[str]:
     for number, (mine, loss) in enumerate(zip(found.losses, exact.losses, strict=True)):
         if not abs(mine - loss) <= accepted * 10 ** (number > 0) * abs(loss):
             problems.append(f"loss of batch {number + 1} is {mine:.7g}, not {loss:.7g}")
-    problems += gradient_problems(found.gradients, exact.gradients)
+    problems += gradient_problems(found.gradients, exact.gradients, feature.tolerance)
     muon = MUON in repr(option.config)
     problems += moved_problems(
         found.after, exact.after, exact.before, only_rounding(exact.gradients),

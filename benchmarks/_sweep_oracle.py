@@ -96,7 +96,7 @@ def described(
 
 
 def step_of(feature: Feature) -> list[dict[str, Any]]:
-    """Two microbatches of two rows, padded on the right; the first two tokens of a row are no
+    """Two microbatches of two rows with padding; the first two tokens of a row are no
     labels.
 
     Args:
@@ -110,10 +110,11 @@ def step_of(feature: Feature) -> list[dict[str, Any]]:
         ids = [torch.randint(3, 90, (length,), generator=generator) for length in lengths]
         labels = [torch.cat([torch.full((2,), -100), row[2:]]) for row in ids]
         ones = [torch.ones_like(row) for row in ids]
-        pad = nn.utils.rnn.pad_sequence
+        side = "left" if feature.left else "right"
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
         microbatch: dict[str, Any] = {
-            "input_ids": pad(ids, batch_first=True), "attention_mask": pad(ones, batch_first=True),
-            "labels": pad(labels, batch_first=True, padding_value=-100),
+            "input_ids": pad(ids), "attention_mask": pad(ones),
+            "labels": pad(labels, padding_value=-100),
         }
         if feature.tower is not None:
             sounds = feature.tower == "WhisperConfig"

@@ -11,6 +11,7 @@ import transformers as hf
 from torch import nn
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from benchmarks._vlm_shares import TOLERANCE
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import EmaConfig, OptimizerConfig
 from raymm.kernels.preference import PreferenceLoss
@@ -48,6 +49,9 @@ class Feature:
         model: arguments of :class:`raymm.MultimodalModule`.
         draws: True for dropout and the like, whose reference is the model itself in one process.
         whole_step: True if the loss is one of the rows of a step together.
+        left: True for padding before the tokens of a row.
+        tolerance: accepted error of a gradient, relative to its own norm. Padding alone changes
+            some gradients of linear attention by 2e-4 in transformers.
     """
 
     config: str = "LlamaConfig"
@@ -59,6 +63,8 @@ class Feature:
     model: Mapping[str, Any] = field(default_factory=dict)
     draws: bool = False
     whole_step: bool = False
+    left: bool = False
+    tolerance: float = TOLERANCE
 
     def language_model(self) -> nn.Module:
         """The language model, with random weights."""
@@ -189,6 +195,25 @@ FEATURES: dict[str, Feature] = {
             head_dim=16, num_experts=6, moe_intermediate_size=16, mlp_only_layers=[0]),
         ("Qwen3Moe", "expert"), whole_step=True,
     ),
+    "latent attention": Feature("DeepseekV3Config", dict(
+        num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=2, q_lora_rank=24,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    ), ("Deepseek",)),
+    "short convolutions": Feature("Lfm2Config", dict(
+        layer_types=["conv", "full_attention"] * 2, block_multiple_of=16, block_ff_dim=96)),
+    "linear attention": Feature("Qwen3NextConfig", dict(
+        head_dim=16, layer_types=["linear_attention", "full_attention"] * 2, num_experts=0,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, mlp_only_layers=[0, 1, 2, 3],
+    ), tolerance=5e-4),
+    "attention in chunks": Feature("Llama4TextConfig", dict(
+        head_dim=16, attention_chunk_size=6, num_local_experts=2, moe_layers=[],
+        intermediate_size_mlp=96, layer_types=["chunked_attention", "full_attention"] * 2,
+    ), ("Llama4",)),
+    "padding on the left": Feature(left=True),
+    "padding on the left, learned positions": Feature(
+        "GPT2Config", dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), left=True),
     "layer drop": Feature(
         "OPTConfig", dict(ffn_dim=96, dropout=0.0, attention_dropout=0.0, layerdrop=0.4),
         ("layerdrop", "layer drop"), draws=True),

@@ -141,12 +141,14 @@ def compare(own: _Shares, model: WholeModel, microbatches: list[dict[str, torch.
 
 
 def gradient_problems(
-    found: Mapping[str, torch.Tensor | None], due: Mapping[str, torch.Tensor | None]
-) -> list[str]:
+    found: Mapping[str, torch.Tensor | None], due: Mapping[str, torch.Tensor | None],
+    tolerance: float = TOLERANCE,
+) -> list[str]:  # fmt: skip
     """Gradients that differ, each relative to its own norm, in words.
 
     Args:
         found, due: gradients by name.
+        tolerance: accepted error, relative to the norm.
     """
     problems = [f"{name}: only on one side" for name in sorted(found.keys() ^ due.keys())]
     largest = max(float(g.norm()) for g in due.values() if g is not None)
@@ -159,7 +161,7 @@ def gradient_problems(
             continue
         error, norm = float((mine - other).norm()), float(other.norm())
         floor = FLOOR * largest if name in rounding else 0.0
-        if not error <= max(TOLERANCE * norm, floor):
+        if not error <= max(tolerance * norm, floor):
             problems.append(f"gradient of {name}: error {error:.2e} of {norm:.2e}")
     return problems
 

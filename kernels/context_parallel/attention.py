@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -58,8 +59,8 @@ def context_attention(
 
     Args:
         query: (B, Hq, Tq, D), this rank's rows in ascending order of position.
-        key, value: (B, Hk, Tk, D), this rank's keys. Under autocast all three are cast to its
-            dtype.
+        key, value: (B, Hk, Tk, D) and (B, Hk, Tk, Dv), this rank's keys. Under autocast all three
+            are cast to its dtype.
         mask: of the whole sequence; one for all sequences, or one each.
         group: who has what.
         method: one of :data:`METHODS`.
@@ -67,7 +68,7 @@ def context_attention(
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
 
     Returns:
-        (B, Hq, Tq, D) in the dtype of the query.
+        (B, Hq, Tq, Dv) in the dtype of the query.
 
     Raises:
         MaskError: a mask that does not fit the layouts.
@@ -75,9 +76,15 @@ def context_attention(
             Ulysses with a number of heads that the ranks do not divide.
     """
     query, key, value = prepare(query, key, value, softcap)
-    _same_width(key, value)
+    width, common = value.shape[3], max(key.shape[3], value.shape[3])
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    # Keys and values travel in one message. Zeros change neither scores nor the other columns.
+    query, key, value = (
+        F.pad(each, (0, common - each.shape[3])) if each.shape[3] < common else each
+        for each in (query, key, value)
+    )
     call = _call(query, key, mask, group, method, scale, softcap)
-    return _ContextAttention.apply(query, key, value, call, WAYS[method])
+    return _ContextAttention.apply(query, key, value, call, WAYS[method])[..., :width]
 
 
 def recomputed_context_attention(

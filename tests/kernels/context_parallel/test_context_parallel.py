@@ -160,6 +160,26 @@ def test_two_masks_in_a_batch_and_back_to_back(processes):
     assert sum(processes.run(batches_on_a_rank, 3), []) == []
 
 
+def widths_on_a_rank(group) -> list[str]:
+    """Values that are narrower and wider than keys, as in latent attention."""
+    exchange, problems = Exchange(group), []
+    layout = random_layout(150, exchange.size, 3)
+    context, masks = ContextGroup(exchange, layout, layout), [causal(150)]
+    for width in (5, 12):
+        whole = tensors(masks, (6, 3), 1)
+        for number in (2, 3):  # values and the gradient of the output
+            whole[number] = whole[number].repeat(1, 1, 1, 2)[..., :width]
+        expected = expected_of(whole, masks)
+        for method in METHODS:
+            local, _ = run_local(whole, masks, context, method)
+            problems += errors(local, expected, context, f"{method} {width}")
+    return problems
+
+
+def test_values_of_another_width_than_keys(processes):
+    assert sum(processes.run(widths_on_a_rank, 3), []) == []
+
+
 def half_precision_on_a_rank(group) -> list[float]:
     """Error of bf16 relative to one process in bf16's own error."""
     exchange = Exchange(group)
