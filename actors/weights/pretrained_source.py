@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.weights.custom_code import custom_code, own_class, why_not_loaded
@@ -33,6 +35,8 @@ from raymm.actors.weights.stored_weights import (
 )
 from raymm.errors import USER_CODE_RAISES
 
+# Quantised formats that transformers can load as ordinary weights, on any device.
+DEQUANTISED = ("fp8", "mxfp4")
 # What ``missing_weights`` may be.
 FRESH = "fresh"
 # While from_pretrained makes a model, a model's own does nothing.
@@ -78,6 +82,28 @@ class PretrainedSource(ModuleSource):
             )
         if not any(folder.glob("*.safetensors")):
             raise SourceError(f"path is {self.path!r}; the folder has no *.safetensors file")
+        method = self._quantised()
+        if method is not None and method not in DEQUANTISED:
+            raise SourceError(
+                f"path is {self.path!r}, whose weights are quantised with {method!r}; accepted: "
+                f"folders in float32, bfloat16 or float16, or quantised as "
+                f"{' or '.join(DEQUANTISED)}. Load it with transformers, call dequantize() and "
+                "save_pretrained(), or take the folder it was quantised from (adapters with base "
+                "int8 or int4 quantise it while training)"
+            )
+
+    def _quantised(self) -> str | None:
+        """Return the quantisation method that config.json names, or None."""
+        try:
+            config = json.loads((Path(self.folder) / "config.json").read_bytes())
+        except ValueError:
+            return None  # transformers says what is wrong with it
+        if not isinstance(config, dict):
+            return None
+        section = config.get("quantization_config") or config.get("compression_config")
+        if not isinstance(section, dict):
+            return None
+        return str(section.get("quant_method", "compressed-tensors"))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is cached: classes of the folder's own code are imported by every rank."""
@@ -182,6 +208,10 @@ class PretrainedSource(ModuleSource):
 
             model_class = type(base.__name__, (base,), {"__init__": __init__})
             model_class.__module__ = base.__module__
+        options: dict[str, Any] = {}
+        if (method := self._quantised()) is not None:
+            kind = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+            options["quantization_config"] = kind(dequantize=True)
         try:
             # Where the class says that weights do not matter, transformers draws them.
             with quiet_loading(), torch.random.fork_rng(devices=[]):
@@ -189,7 +219,7 @@ class PretrainedSource(ModuleSource):
                 loaded: Any = model_class.from_pretrained(
                     self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32,
                     trust_remote_code=self.trust_remote_code, ignore_mismatched_sizes=True,
-                    output_loading_info=True,
+                    output_loading_info=True, **options,
                 )
         except (RuntimeError, SafetensorError) as error:
             raise SourceError(f"path is {self.path!r}; {brief(error)}") from error

@@ -166,6 +166,8 @@ def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
                 help="adapters go into the weights, not into peft folders")
             add("--ema", action="store_true",
                 help="write the average of the weights (optimizer.ema)")
+            add("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source",
+                help="dtype of the weights; source (default) keeps the folder's, for each tensor")
             command.set_defaults(run=_export)
         case "profile":
             from raymm.cli.profile import add_profile_arguments, run_profile
@@ -248,7 +250,7 @@ def _export(args: argparse.Namespace) -> None:
         build_model(config), config.run.storage_path, args.out,
         config.data.processor or config.data.tokenizer,
         trust_remote_code=config.data.trust_remote_code, merge=args.merge,
-        averaged=args.ema,
+        averaged=args.ema, dtype=args.dtype,
     )
     for folder in folders:
         print(f"wrote {folder}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +14,8 @@ from transformers import PreTrainedModel
 
 from raymm.actors.adapters.lora import has_adapters, is_adapter, plain_copy
 from raymm.actors.optimizer.finite import not_finite
+from raymm.actors.probe.example_inputs import ExampleError, example_inputs
 from raymm.actors.storage.folder import PARTIAL
-from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.text import load_tokenizer
@@ -30,6 +29,7 @@ from raymm.storage.adapter_folder import save_adapters
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model, load_into_whole
 from raymm.storage.manifest import CheckpointError
+from raymm.storage.model_folder import SOURCE, ModelFolder
 
 
 def export_model(
@@ -39,6 +39,7 @@ def export_model(
     merge: bool = False,
     shard_size: str = "5GB",
     averaged: bool = False,
+    dtype: str = SOURCE,
 ) -> list[Path]:
     """Write the modules of the newest checkpoint that is whole.
 
@@ -59,6 +60,8 @@ def export_model(
             where nothing but adapters of a folder is trained.
         shard_size: of a whole model, that no file is to exceed, as transformers writes it.
         averaged: write moving averages of the weights that were trained (``optimizer.ema``).
+        dtype: ``"source"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"source"`` stores
+            each tensor in the dtype of the folder that it was loaded from, fp32 without one.
 
     Returns:
         The folders written. Modules that Hugging Face has no class for are written as
@@ -67,11 +70,15 @@ def export_model(
     Raises:
         ConfigError: if ``output`` exists or cannot be made; before anything is read.
         CheckpointError: if there is no checkpoint, it has no averages, or a weight is not finite.
-        CheckpointError: if no checkpoint is whole, or it is of another model.
+        CheckpointError: if no checkpoint is whole, or it is of another model, or what was written
+            is not the trained model when it is read back.
+        ExportError: if a folder's format or ``dtype`` cannot be written.
     """
     place = Output.new_folder("output", output)
     place.check()
     target = place.target
+    writer = _Writer(target, merge, shard_size, dtype)
+    writer.check(model)
     checkpoint = CheckpointStore(storage).newest()
     if checkpoint is None:
         raise CheckpointError(f"{storage!r} has no checkpoint")
@@ -87,40 +94,21 @@ def export_model(
         _check_finite(model, checkpoint.folder)
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
-    with place.writing():
-        if isinstance(model, WholeModel):
-            names = _write_whole(model, whole, temporary, target, merge, shard_size)
-            if tokenizer is not None:
-                ModelProcessor(tokenizer, trust_remote_code).save(temporary / names[0])
+    try:
+        with place.writing():
+            if isinstance(model, WholeModel):
+                names = writer.write_whole(model, whole, temporary)
+                if tokenizer is not None:
+                    ModelProcessor(tokenizer, trust_remote_code).save(temporary / names[0])
+            else:
+                names = writer.write(model, temporary)
+                if tokenizer is not None:
+                    loaded = load_tokenizer(tokenizer, trust_remote_code)
+                    loaded.save_pretrained(temporary / "language_model")
             temporary.rename(target)
-            return [target / name for name in names]
-        names = _Writer(temporary, target, merge).write(model)
-        if tokenizer is not None:
-            loaded = load_tokenizer(tokenizer, trust_remote_code)
-            loaded.save_pretrained(temporary / "language_model")
-        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return [target / name for name in names]
-
-
-def _write_whole(
-    model: WholeModel, whole: nn.Module, folder: Path, final: Path, merge: bool, shard_size: str
-) -> list[str]:
-    """A whole model as a folder of its class; with adapters, as one of ``peft`` beside it. Returns
-    the names of the folders, the one that the processor goes with first."""
-    def save(module: nn.Module, name: str) -> None:
-        plain = _of_its_class(cast(PreTrainedModel, module))
-        plain.save_pretrained(folder / name, max_shard_size=shard_size)
-
-    if not model.adapters or merge:
-        save(plain_copy(whole, merged=True) if model.adapters else whole, "")
-        return [""]
-    trained = frozenset().union(*model.trained.values())
-    if isinstance(model.source, PretrainedSource) and all(map(is_adapter, trained)):
-        save_adapters(whole, folder, model.source.path, causal=False)
-        return [""]
-    save(plain_copy(whole, merged=False), "model")
-    save_adapters(whole, folder / "adapters", str(final / "model"), causal=False)
-    return ["model", "adapters"]
 
 
 def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:
@@ -143,59 +131,112 @@ def _check_finite(model: nn.Module, checkpoint: Path | str) -> None:
 
 
 class _Writer:
-    """Writes modules.
+    """Writes a model's folders.
 
     Args:
-        folder: gets a folder for each.
-        final: what that is called in the end.
-        merge: whether adapters go into the weights.
+        final: path that the output folder gets in the end.
+        merge: add adapters to the weights.
+        shard_size, dtype: as in :func:`export_model`.
     """
 
-    def __init__(self, folder: Path, final: Path, merge: bool) -> None:
-        self._folder, self._final, self._merge = folder, final, merge
+    def __init__(self, final: Path, merge: bool, shard_size: str, dtype: str) -> None:
+        self._final, self._merge = final, merge
+        self._shard_size, self._dtype = shard_size, dtype
         self._names: list[str] = []
 
-    def write(self, model: MultimodalModule) -> list[str]:
-        """Every module; returns the names of their folders."""
+    def check(self, model: MultimodalModule | WholeModel) -> None:
+        """Raise ExportError if a folder to be written cannot have the dtype."""
+        if isinstance(model, WholeModel):
+            if not self._adapters_only(model):
+                ModelFolder(_path(model.source), self._dtype)
+            return
+        for part in (model.language_model, *model.encoders.values()):
+            if part.lora is None or self._merge:
+                ModelFolder(part.folder, self._dtype)
+
+    def _adapters_only(self, model: WholeModel) -> bool:
+        trained = frozenset().union(*model.trained.values())
+        return (
+            bool(model.adapters) and not self._merge and _path(model.source) is not None
+            and all(map(is_adapter, trained))
+        )
+
+    def write_whole(self, model: WholeModel, whole: nn.Module, folder: Path) -> list[str]:
+        """Write a whole model as a folder of its class; with adapters, next to one of ``peft``.
+        Returns the names of the folders, the one for the processor first."""
+        source = _path(model.source)
+
+        def save(module: nn.Module, name: str) -> None:
+            writer = ModelFolder(source, self._dtype)
+            example, plain = dict(model.example), cast(PreTrainedModel, module)
+            writer.save(plain, folder / name, example, self._shard_size)
+
+        if not model.adapters or self._merge:
+            save(plain_copy(whole, merged=True) if model.adapters else whole, "")
+            return [""]
+        if self._adapters_only(model):
+            save_adapters(whole, folder, source, causal=False)
+            return [""]
+        save(plain_copy(whole, merged=False), "model")
+        save_adapters(whole, folder / "adapters", str(self._final / "model"), causal=False)
+        return ["model", "adapters"]
+
+    def write(self, model: MultimodalModule, folder: Path) -> list[str]:
+        """Write every module; returns the names of their folders."""
         language = model.language_model
-        self._add("language_model", language.materialize(ModuleKind.LANGUAGE_MODEL), language)
+        module = language.materialize(ModuleKind.LANGUAGE_MODEL)
+        sample = {"input_ids": torch.arange(8)[None] % _vocabulary(module)}
+        self._add(folder, "language_model", module, language, sample)
         for name, encoder in model.encoders.items():
-            self._add(f"{name}_encoder", encoder.materialize(), encoder)
+            module = encoder.materialize()
+            self._add(folder, f"{name}_encoder", module, encoder, None)
             if encoder.projector is not None:
-                self._add(f"{name}_projector", encoder.projector, None)
+                self._add(folder, f"{name}_projector", encoder.projector, None, None)
         return self._names
 
-    def _add(self, name: str, module: nn.Module, part: ModalityModule | None) -> None:
+    def _add(
+        self, folder: Path, name: str, module: nn.Module, part: ModalityModule | None,
+        inputs: Mapping[str, Any] | None,
+    ) -> None:
         """
         Args:
-            part: whose module it is; None of a projector.
+            part: description of the module; None for a projector.
         """
         self._names.append(name)
+        source = None if part is None else part.folder
         if not has_adapters(module) or self._merge:
             plain = plain_copy(module, merged=True) if has_adapters(module) else module
-            _save(plain, self._folder / name)
+            self._save(plain, folder / name, source, inputs)
             return
-        base = None if part is None else part.folder
+        base = source
         if base is None:
             self._names.append(f"{name}_base")
             base = str(self._final / f"{name}_base")
-            _save(plain_copy(module, merged=False), self._folder / f"{name}_base")
-        save_adapters(module, self._folder / name, base, name == "language_model")
+            plain = plain_copy(module, merged=False)
+            self._save(plain, folder / f"{name}_base", None, inputs)
+        save_adapters(module, folder / name, base, name == "language_model")
+
+    def _save(
+        self, module: nn.Module, folder: Path, source: str | None,
+        inputs: Mapping[str, Any] | None,
+    ) -> None:
+        if isinstance(module, PreTrainedModel):
+            if inputs is None:
+                try:
+                    inputs = example_inputs(module)
+                except ExampleError:
+                    inputs = None  # tensors are compared all the same
+            ModelFolder(source, self._dtype).save(module, folder, inputs)
+            return
+        folder.mkdir(parents=True)
+        tensors = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
 
 
-def _of_its_class(module: PreTrainedModel) -> PreTrainedModel:
-    """What ``from_pretrained`` of its class finds all weights in."""
-    if not computes_weights(module):
-        return module
-    with torch.device("meta"):
-        plain = type(module)(copy.deepcopy(module.config))
-    return with_weights_of_its_class(module, plain)
+def _path(source: Any) -> str | None:
+    return source.path if isinstance(source, PretrainedSource) else None
 
 
-def _save(module: nn.Module, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    if isinstance(module, PreTrainedModel):
-        _of_its_class(module).save_pretrained(folder)
-        return
-    tensors = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
+def _vocabulary(module: nn.Module) -> int:
+    embedding = getattr(module, "get_input_embeddings", lambda: None)()
+    return len(embedding.weight) if isinstance(embedding, nn.Embedding) else 1

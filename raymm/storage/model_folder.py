@@ -1,0 +1,230 @@
+"""Hugging Face folders of trained models: written in their source's dtypes, then read back."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from raymm.actors.weights.hub_folder import local_folder
+from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
+from raymm.actors.weights.stored_weights import quiet_loading, weight_files
+from raymm.errors import USER_CODE_RAISES, InputError
+from raymm.storage.manifest import CheckpointError
+
+SOURCE = "source"
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+_STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Relative to the largest logit: products round by the alignment of their factors in memory.
+_NOISE = 1e-5
+_SHOWN = 3
+
+
+class ExportError(InputError, ValueError):
+    """Raised for an export that cannot be written truly. Names the field and what is accepted."""
+
+
+class ModelFolder:
+    """Writer of a model's folder.
+
+    Args:
+        source: folder or hub id that the model was loaded from; None for random weights.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"source"`` stores every tensor in
+            the dtype that the source's file has for its key, and fp32 without a source.
+
+    Raises:
+        ExportError: ``dtype`` is unknown, or the source's own format is quantised.
+    """
+
+    def __init__(self, source: str | None, dtype: str) -> None:
+        if dtype != SOURCE and dtype not in DTYPES:
+            raise ExportError(f"dtype is {dtype!r}; accepted: {SOURCE}, {', '.join(DTYPES)}")
+        self._folder = None if source is None else Path(local_folder(source))
+        self._forced = DTYPES.get(dtype)
+        self._config: dict[str, Any] = {}
+        if self._folder is not None:
+            self._config = json.loads((self._folder / "config.json").read_bytes())
+        quantised = self._config.get("quantization_config")
+        if quantised and self._forced is None:
+            raise ExportError(
+                f"dtype is {dtype!r}, but the weights of {source!r} are quantised "
+                f"({quantised.get('quant_method')}), which cannot be written; accepted: "
+                f"{', '.join(DTYPES)}. Set --dtype bfloat16 to write them without quantisation, or "
+                "train adapters and export without --merge"
+            )
+
+    def save(
+        self, module: PreTrainedModel, folder: Path, inputs: Mapping[str, Any] | None,
+        shard_size: str = "50GB",
+    ) -> None:
+        """Write a model and compare what ``from_pretrained`` reads with it.
+
+        Args:
+            module: on the CPU with weights in fp32; left as it is.
+            folder: directory to write to; created.
+            inputs: arguments of its forward whose outputs are compared; None compares tensors only.
+            shard_size: largest size of a file, as in ``save_pretrained``.
+
+        Raises:
+            CheckpointError: the folder read back has other keys, values or outputs.
+        """
+        module = _of_its_class(module)
+        shell = _without_false_claims(module)
+        ignored = set(shell._keys_to_ignore_on_save or ())
+        tensors = {n: t for n, t in shell.state_dict().items() if n not in ignored}
+        tensors = remove_tied_weights_from_state_dict(tensors, shell)
+        tensors = revert_weight_conversion(shell, tensors)
+        stored = self._stored_dtypes(shell)
+        usual = self._forced or Counter(stored.values()).most_common(1)[0][0]
+        tensors = {
+            name: tensor if not tensor.is_floating_point()
+            else tensor.to(self._forced or stored.get(name, usual))
+            for name, tensor in tensors.items()
+        }
+        dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
+        shell.save_pretrained(  # empties the dictionary as it writes
+            folder, state_dict=tensors, save_original_format=False, max_shard_size=shard_size
+        )
+        self._write_config(folder / "config.json", usual)
+        if problem := _difference(module, folder, dtypes, inputs):
+            raise CheckpointError(
+                f"the exported {type(module).__name__} is not the trained model: {problem}; "
+                "nothing is written. Export adapters without merging them, or report this class"
+            )
+
+    def _stored_dtypes(self, module: PreTrainedModel) -> dict[str, torch.dtype]:
+        """Return the source's dtype of each floating-point key; a placeholder without a source."""
+        dtypes: dict[str, torch.dtype] = {}
+        for file in [] if self._folder is None else weight_files(self._folder, module.config):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():
+                    if dtype := _STORED.get(opened.get_slice(name).get_dtype()):
+                        dtypes[name] = dtype
+        return dtypes or {"": torch.float32}
+
+    def _write_config(self, file: Path, usual: torch.dtype) -> None:
+        """Replace the dtypes that loading in fp32 left in the configuration."""
+        if self._folder is None and self._forced is None:
+            return
+        written = json.loads(file.read_bytes())
+        name = str(usual).removeprefix("torch.")
+        source = self._config
+        kept = None if self._forced is not None else source.get("dtype", source.get("torch_dtype"))
+        _set_dtypes(written, source, None if self._forced is None else name)
+        written["dtype"] = kept or name
+        file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
+def _set_dtypes(written: dict[str, Any], source: dict[str, Any], forced: str | None) -> None:
+    """Set the dtype of each section to the source's, or to one that a section of it asks for."""
+    if "dtype" in written:
+        due = source.get("dtype", source.get("torch_dtype"))
+        written["dtype"] = forced if due and forced else due
+        if due is None:
+            del written["dtype"]
+    for name, section in written.items():
+        if isinstance(section, dict):
+            other = source.get(name)
+            _set_dtypes(section, other if isinstance(other, dict) else {}, forced)
+
+
+def _of_its_class(module: PreTrainedModel) -> PreTrainedModel:
+    """Return a module in whose files ``from_pretrained`` of its class finds all weights."""
+    if not computes_weights(module):
+        return module
+    with torch.device("meta"):
+        plain = type(module)(copy.deepcopy(module.config))
+    return with_weights_of_its_class(module, plain)
+
+
+def _without_false_claims(module: PreTrainedModel) -> PreTrainedModel:
+    """Return a shallow copy whose configuration says neither that weights are quantised (they are
+    not, once loaded) nor that those are tied which training or merging made different."""
+    shell = copy.copy(module)
+    shell.config = copy.deepcopy(module.config)
+    if getattr(shell.config, "quantization_config", None) is not None:
+        del shell.config.quantization_config
+        for name in ("hf_quantizer", "_weight_conversions"):
+            shell.__dict__.pop(name, None)
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    pairs = [
+        (tensors[name], tensors[origin]) for name, origin in module.all_tied_weights_keys.items()
+        if name in tensors and origin in tensors
+    ]
+    if any(a is not b and not torch.equal(a, b) for a, b in pairs):
+        for config in (shell.config, shell.config.get_text_config()):
+            config.tie_word_embeddings = False
+        shell.all_tied_weights_keys = {}
+    return shell
+
+
+def _difference(
+    module: PreTrainedModel, folder: Path, dtypes: set[torch.dtype],
+    inputs: Mapping[str, Any] | None,
+) -> str | None:
+    """Return how the model that is read from a folder differs from the one written, or None.
+
+    Args:
+        dtypes: floating-point dtypes in the files; a value may be rounded to any of them.
+    """
+    try:
+        with quiet_loading():
+            loaded: Any = type(module).from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except USER_CODE_RAISES as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    again, info = loaded
+    own, read = module.state_dict(), again.state_dict()
+    ignored = set(module._keys_to_ignore_on_save or ())
+    lost = {n for kind in ("missing_keys", "unexpected_keys") for n in info[kind]} - ignored
+    if lost := lost | (own.keys() ^ read.keys()) - ignored:
+        return f"its keys differ in {', '.join(sorted(lost)[:_SHOWN])}"
+    for name in own.keys() - ignored:
+        value, other = own[name], read[name]
+        if not torch.equal(value, other) and not any(
+            torch.equal(value.to(dtype).to(other.dtype), other) for dtype in dtypes
+        ):
+            return f"the values of {name} differ"
+        if not torch.isfinite(other).all() and torch.isfinite(value).all():
+            return f"{name} has values too large for the dtype"
+    if inputs is None:
+        return None
+    again.eval()
+    modes = {child: child.training for child in module.modules()}
+    try:
+        module.eval()
+        due = _output(lambda **kw: torch.func.functional_call(
+            module, read, (), kw, tie_weights=False
+        ), inputs)
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+    if due is None:
+        return None
+    difference = float((_output(again, inputs) - due).abs().max())
+    if not difference <= _NOISE * float(due.abs().max()):
+        return f"its outputs differ by {difference:.3g} of {float(due.abs().max()):.3g}"
+    return None
+
+
+def _output(run: Any, inputs: Mapping[str, Any]) -> Any:
+    """Return the first output, in fp32; None if it is no tensor."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        out = run(**copy.deepcopy(dict(inputs)))
+    first = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
+    first = cast(Any, out)[0] if first is None else first
+    return first.float() if isinstance(first, torch.Tensor) else None
