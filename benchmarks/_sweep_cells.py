@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,10 +104,8 @@ def outcomes(waiting: Iterable[Cell]) -> Iterator[tuple[Cell, Outcome]]:
         # What is drawn for an element follows from its place, which is another one in packed rows.
         packing = feature.draws and layout.packing
         try:
-            if key != (*cell[:2], packing):
-                key, due = None, _Due(feature, option, packing)
-                key = (*cell[:2], packing)
-            assert due is not None
+            if due is None or key != (*cell[:2], packing):
+                key, due = (*cell[:2], packing), _Due(feature, option, packing)
             found = _outcome(feature, option, layout, due)
         except Exception as error:  # whatever a cell raises is its outcome
             found = Outcome(UNCLEAR, f"{type(error).__name__}: {error}".strip())
@@ -114,13 +113,20 @@ def outcomes(waiting: Iterable[Cell]) -> Iterator[tuple[Cell, Outcome]]:
 
 
 class _Due:
-    """Results of one process."""
+    """Results of one process, computed when they are needed."""
 
     def __init__(self, feature: Feature, option: Option, packing: bool) -> None:
-        self.exact = trained(feature, option, packing=packing)
-        self.bf16 = None
-        if option.precision == "bf16":
-            self.bf16 = trained(feature, option, bf16=True, packing=packing)
+        self._train = partial(trained, feature, option, packing=packing)
+
+    @cached_property
+    def exact(self) -> Training:
+        """In fp32."""
+        return self._train()
+
+    @cached_property
+    def bf16(self) -> Training:
+        """Under autocast."""
+        return self._train(bf16=True)
 
 
 def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Outcome:
@@ -256,7 +262,7 @@ def _step(
 
 
 def _problems(found: Training, due: _Due, feature: Feature, option: Option) -> list[str]:
-    if due.bf16 is not None:
+    if option.precision == "bf16":
         return _bf16_problems(found, due.exact, due.bf16, option)
     exact, problems = due.exact, []
     # A margin is a small difference of sums of log-probabilities.
@@ -307,7 +313,7 @@ def _bf16_problems(
 
 def _refusal(sentence: str, feature: Feature, option: Option, layout: Layout) -> Outcome:
     """A refusal, if it names what does not go together."""
-    family = feature.config.removesuffix("Config").removesuffix("ForConditionalGeneration")
+    family = re.sub("(Text)?Config$|ForConditionalGeneration$", "", feature.config)
     for words in ({*feature.words, *option.words, family}, layout.words):
         if not any(re.search(rf"(?<![a-z]){re.escape(w)}", sentence, re.I) for w in words):
             return Outcome(UNCLEAR, f"names none of {', '.join(sorted(words))}: {sentence}")

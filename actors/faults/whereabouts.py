@@ -62,7 +62,7 @@ class Whereabouts:
         self._said = describe
         self._thread = threading.get_ident()
         self._now: tuple[Any, float] = ("", time.monotonic())
-        self._longest: dict[str, float] = {"": math.inf}  # of doing nothing, nobody asks
+        self._longest: dict[Any, float] = {"": math.inf}  # of doing nothing, nobody asks
         self._in_threads: dict[str, float] = {}
         self._gave_up = ""
 
@@ -71,7 +71,7 @@ class Whereabouts:
         now = time.monotonic()
         before, since = self._now
         self._now = (instruction, now)
-        kind = getattr(before, "op", before)
+        kind = _kind(before)
         if now - since > self._longest.get(kind, -1.0):
             self._longest[kind] = now - since
 
@@ -117,10 +117,10 @@ class Whereabouts:
     def report(self) -> Report:
         """What the process does now."""
         instruction, since = self._now
-        now, kind = time.monotonic(), getattr(instruction, "op", instruction)
+        now = time.monotonic()
         return Report(
-            self._doing(), now - since, self._waits(), self._gave_up, str(kind),
-            {str(name): seconds for name, seconds in self._longest.copy().items() if name},
+            self._doing(), now - since, self._waits(), self._gave_up, _in_words(_kind(instruction)),
+            {_in_words(kind): seconds for kind, seconds in self._longest.copy().items() if kind},
             {task: now - start for task, start in self._in_threads.copy().items()},
         )
 
@@ -130,6 +130,17 @@ class Whereabouts:
 
     def _waits(self) -> bool:
         return is_waiting(sys._current_frames().get(self._thread))
+
+
+def _kind(instruction: Any) -> Any:
+    """Key under which the longest duration of an instruction or a task is kept. Stages have keys of
+    their own: the first forward of each may compile, whatever others have run before."""
+    op = getattr(instruction, "op", None)
+    return instruction if op is None else (op, getattr(instruction, "stage", ""))
+
+
+def _in_words(kind: Any) -> str:
+    return f"{kind[0]} {kind[1]}".strip() if type(kind) is tuple else str(kind)
 
 
 # Tasks that run none of the user's code and wait for nothing but other processes: short, once it is

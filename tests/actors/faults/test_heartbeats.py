@@ -14,6 +14,8 @@ from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Look
 from raymm.actors.faults.whereabouts import Report, Whereabouts
 from raymm.kernels.collectives.waiting import waits_for_others
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import Instruction, Op
 
 PATIENCE_S = 300.0
 seconds = st.floats(0.0, 400.0)
@@ -88,6 +90,20 @@ def test_what_threads_do_beside_steps_is_looked_at_too():
     report = Report("", 0.0, False, longest={"writing": 1.0}, in_threads={"writing": 11.0})
     found = Heartbeats(PATIENCE_S).overdue(Inquiry({2: report}), 0.0, nobody)
     assert found is not None and found.number == 2 and "writing" in found.why
+
+
+def test_first_forward_of_a_stage_may_take_long():
+    """It may compile, although another stage of the process has had a forward."""
+    where = Whereabouts()
+    with where.during("a step"):
+        where.enter(Instruction(Op.FORWARD, StageId("vision", 0), 0))
+        where.enter(Instruction(Op.FORWARD, StageId("llm", 0), 0))
+        report = where.report()
+        assert report.kind == "forward llm.0" and "forward vision.0" in report.longest
+        report = report._replace(seconds=12.0)
+        assert Heartbeats(60.0).overdue(Inquiry({0: report}), 0.0, nobody) is None
+        where.enter("the end of a step")
+        assert "forward llm.0" in where.report().longest
 
 
 def test_whereabouts_know_the_longest_of_each_kind_and_what_waits():
