@@ -145,9 +145,13 @@ class _Row(NamedTuple):
 class _Plain(nn.Module):
     """Copies of a model's parts, named as raymm names its parameters, without raymm's code."""
 
+    language_model: Any
+    vision_encoder: Any
+
     def __init__(self, feature: Feature, option: Option, model: MultimodalModule) -> None:
         super().__init__()
-        self._feature, self._preference = feature, model.preference
+        preference: Any = model.preference
+        self._feature, self._preference = feature, preference
         self.language_model = self._part(model.language_model, feature.language_model())
         if feature.tower is not None:
             self.vision_encoder = self._part(model.encoders["vision"], *feature.encoder())
@@ -291,8 +295,9 @@ def _in_peft(plain: nn.Module, adapted: nn.Module, lora: LoraConfig) -> nn.Modul
     import peft
 
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    alpha: Any = lora.alpha  # peft declares an int
     config = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_dora=lora.dora,
+        r=lora.r, lora_alpha=alpha, lora_dropout=lora.dropout, use_dora=lora.dora,
         target_modules=targets,
     )
     own = dict(adapted.named_parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers as hf
@@ -101,7 +101,7 @@ def _build(
     elif config_class in hf.AutoModelForCausalLM._model_mapping:
         make = hf.AutoModelForCausalLM.from_config
     else:
-        make = hf.AutoModel._model_mapping[config_class]
+        make = cast(Any, hf.AutoModel._model_mapping[config_class])
     torch.manual_seed(seed)
     module = make(config)
     with torch.no_grad():  # no bias and no norm is a special case
