@@ -12,6 +12,7 @@ features behind a merger, levels of a pyramid or a codebook's loss are.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,16 +20,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
 from raymm.actors.probe.cut import of_one_that_runs, small_language_model
 from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.history import check_history
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.stage_inputs import fields
-from raymm.actors.weights.source import ModuleSource
+from raymm.actors.weights.source import ModuleSource, set_mode
 from raymm.errors import USER_CODE_RAISES
 
 _SHOWN = 3
@@ -73,6 +76,7 @@ def _check(
                 output = postprocess(inputs, output)
     except USER_CODE_RAISES as error:  # whatever a module or callback may raise
         raise NotRunError(str(error)) from error
+    _check_history(spec, model, inputs)
     if isinstance(output, torch.Tensor):
         return example
     name = type(model).__name__
@@ -93,6 +97,23 @@ def _check(
             "tensor to use, such as lambda inputs, output: output.last_hidden_state"
         )
     return example
+
+
+def _check_history(spec: EncoderSpec, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def run(stage: nn.Module, other: bool) -> torch.Tensor:
+        shown = copy.deepcopy(dict(inputs))
+        if other:
+            shown = tree_map_only(
+                torch.Tensor,
+                lambda value: 2 * value + 1 if value.is_floating_point() else value,
+                shown,
+            )
+        output = stage(**shown)
+        tensors = [value.flatten().float() for _, value in _tensors(fields(output), "")]
+        return torch.cat(tensors) if tensors else torch.zeros(0)
+
+    with contextlib.suppress(NotRunError):  # in training mode; the first batch will do
+        check_history(spec.name, model, set_mode(spec.source.skeleton()).training, run)
 
 
 def _dropped(model: nn.Module, output: Any, picked: torch.Tensor) -> Iterator[str]:
@@ -139,11 +160,17 @@ def _is_summary(value: torch.Tensor, picked: torch.Tensor) -> bool:
 @plain_torch()
 def added_loss(source: ModuleSource) -> str | None:
     """What a language model adds to the cross entropy of its logits, in words: the router loss of
-    a mixture of experts. None if it adds nothing, or has no loss of its own."""
+    a mixture of experts. None if it adds nothing, or has no loss of its own.
+
+    Raises:
+        ProbeError: if its logits depend on earlier forwards.
+    """
     try:
         model = small_language_model(source).train()
     except NotRunError:  # it cannot be trained
         return None
+    with contextlib.suppress(NotRunError):  # on a text of another length
+        check_history("llm", model, set_mode(source.skeleton()).training, _logits)
     vocabulary = input_embeddings(model).weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (2, _TOKENS), generator=generator)
@@ -170,3 +197,10 @@ def added_loss(source: ModuleSource) -> str | None:
         f"{type(model).__name__} adds {', '.join(parts) or 'something'} to its loss (in a trial "
         f"{float(loss):.4g}, where the cross entropy of its logits is {float(own):.4g})"
     )
+
+
+def _logits(model: nn.Module, other: bool) -> torch.Tensor:
+    """Those of one text, or of a longer one."""
+    embeddings = input_embeddings(model)
+    ids = torch.arange(2 * _TOKENS if other else _TOKENS)[None] % embeddings.weight.shape[0]
+    return model(inputs_embeds=embeddings(ids), use_cache=False).logits.float()

@@ -100,13 +100,15 @@ def check_loss(model: MultimodalModule) -> None:
     Raises:
         ProbeError: it adds something that is no loss for the routers of a mixture of experts as
             :class:`raymm.actors.experts.router_loss.RouterLoss` has it, and the model's
-            ``router_loss`` does not say that it is to be ignored.
+            ``router_loss`` does not say that it is to be ignored; or its logits depend on earlier
+            forwards.
     """
+    added = added_loss(model.language_model.source(ModuleKind.LANGUAGE_MODEL))
     if model.router_loss == "ignore":
         return
     if model.mixture is not None and model.mixture.loss is not None:
         return  # which was tried
-    if added := added_loss(model.language_model.source(ModuleKind.LANGUAGE_MODEL)):
+    if added:
         raise ProbeError(
             f"{added}, which stages of it cannot add up; switch it off in the model's config "
             "(output_router_logits: false), or leave it out knowingly: model.router_loss: ignore "
