@@ -168,13 +168,15 @@ class TextEvaluation:
         return f"the last {patience} evaluations brought no better {self.asked.best}"
 
     def note_best(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
-        """Write :data:`BEST`; returns the step of the best evaluation.
+        """Write :data:`BEST`; return the step of the best evaluation, or None without one.
+
+        A metric that is not finite is never the best, as in the Trainer of transformers.
 
         Args:
             rows: of the run's metrics.
         """
         values = self._values(rows)
-        if self.asked.best is None or not values:
+        if self.asked.best is None or min(values, default=math.inf) == math.inf:
             return None
         row = self._evaluations(rows)[values.index(min(values))]
         value = row[PREFIX + str(self.asked.best)]
