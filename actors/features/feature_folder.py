@@ -90,6 +90,16 @@ class FeatureFolder:
             raise
         return len(data)
 
+    def size(self, key: str, features: Features) -> int:
+        """Return the bytes that :meth:`write` would write, counted without packing.
+
+        Args:
+            key: of the item.
+            features: of any shapes and dtypes.
+        """
+        values = sum(tensor.nbytes for tensor in features.values())
+        return len(_MAGIC) + _HEAD.size + len(_description(key, features)) + values
+
     def bytes(self) -> int:
         """That it takes."""
         return sum(file.stat().st_size for file in self.path.glob(f"??/*{_SUFFIX}"))
@@ -123,14 +133,23 @@ def _checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64(data).intdigest()
 
 
+def _description(key: str, features: Features) -> bytes:
+    tensors = [
+        {
+            "name": name,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
+        for name, tensor in features.items()
+    ]
+    return json.dumps({"key": key, "tensors": tensors}).encode()
+
+
 def _packed(key: str, features: Features) -> bytes:
-    tensors, values = [], b""
-    for name, tensor in features.items():
-        tensor = tensor.detach().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        tensors.append({"name": name, "dtype": dtype, "shape": list(tensor.shape)})
-        values += tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    text = json.dumps({"key": key, "tensors": tensors}).encode()
+    text, values = _description(key, features), b""
+    for tensor in features.values():
+        flat = tensor.detach().contiguous().reshape(-1)
+        values += flat.view(torch.uint8).numpy().tobytes()
     checksum = _checksum(text + values)
     return _MAGIC + _HEAD.pack(checksum, len(text)) + text + values
 

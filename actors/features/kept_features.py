@@ -56,7 +56,7 @@ class FeatureWriter:
         on_host = {name: tensor.detach().cpu() for name, tensor in features.items()}
         for item, key in enumerate(keys):
             own = {name: tensor[item] for name, tensor in on_host.items()}
-            size = sum(tensor.nbytes for tensor in own.values())
+            size = self._folder.size(key, own)
             if not key or size > self._left or self._folder.has(key):
                 continue
             try:

@@ -45,13 +45,14 @@ def test_what_is_damaged_is_not_there(tmp_path_factory, dtype, shape, seed, plac
 
 def test_room_is_bounded(tmp_path) -> None:
     item = torch.zeros(100)
-    writer = FeatureWriter(FeatureFolder(tmp_path, 3 * item.nbytes + 10))
+    size = FeatureFolder(tmp_path, 0).size("a0", {"hidden": item})
+    writer = FeatureWriter(FeatureFolder(tmp_path, 3 * size + 10))
     writer.keep(["a0", "", "a1", "a2", "a3", "a4"], {"hidden": torch.zeros(6, 100)})
     writer.wait()
     folder = FeatureFolder(tmp_path, 0)
     assert [folder.has(f"a{n}") for n in range(5)] == [True, True, True, False, False]
     # Those that are there count the next time.
-    writer = FeatureWriter(FeatureFolder(tmp_path, 4 * item.nbytes))
+    writer = FeatureWriter(FeatureFolder(tmp_path, 4 * size - 1))
     writer.keep(["b0"], {"hidden": torch.zeros(1, 100)})
     writer.wait()
     assert not folder.has("b0")
