@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from raymm.actors.adapters.lora_config import LoraConfig
-from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, STOCHASTIC, OptimizerConfig
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
@@ -37,8 +37,14 @@ def layout_notes(
                 "losses are alike, not equal, and a run that goes on under another layout draws "
                 "others"
             )
-        is_8bit = optimizer.rule_of(node.name, "module.").name == ADAMW_8BIT
-        if is_8bit and any(node.trainable) and max(degrees["tp"], degrees["fsdp"]) > 1:
+        rule = optimizer.rule_of(node.name, "module.")
+        is_trained, is_cut = any(node.trainable), max(degrees["tp"], degrees["fsdp"]) > 1
+        if rule.parameters == STOCHASTIC and is_trained and is_cut:
+            yield (
+                f"note: bf16_stochastic rounds weights of {node.name} by other random numbers with "
+                f"{shown} than in one process or under another layout"
+            )
+        if rule.name == ADAMW_8BIT and is_trained and is_cut:
             yield (
                 f"note: adamw_8bit keeps moments of {node.name} in blocks of what each process has "
                 f"({shown}), which round otherwise than those of one process or another layout"

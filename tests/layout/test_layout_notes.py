@@ -11,14 +11,14 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 
-def notes(layout: ParallelSpec, name="adamw", frozen=None, lora=None, **config):
+def notes(layout, name="adamw", parameters="fp32", frozen=None, lora=None, **config):
     llm = hf.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         vocab_size=64, **config,
     )
     model = MultimodalModule({}, ModalityModule(llm, frozen=frozen, lora=lora))
     plan = MultimodalParallelSpec({}, layout, 2).plan(model)
-    return list(layout_notes(model, plan, OptimizerConfig(name=name)))
+    return list(layout_notes(model, plan, OptimizerConfig(name=name, parameters=parameters)))
 
 
 SHARED = [
@@ -45,3 +45,10 @@ def test_moments_of_a_byte():
     for layout in (ParallelSpec(pp=2), ParallelSpec(cp=2), ParallelSpec(dp=2, sharding="zero1")):
         assert notes(layout, "adamw_8bit") == []
     assert notes(ParallelSpec(tp=2), "adamw_8bit", frozen=True) == []
+
+
+def test_stochastic_rounding():
+    (line,) = notes(ParallelSpec(tp=2), parameters="bf16_stochastic")
+    assert "bf16_stochastic rounds weights of llm by other random numbers with tp 2" in line
+    assert notes(ParallelSpec(pp=2), parameters="bf16_stochastic") == []
+    assert notes(ParallelSpec(tp=2), parameters="bf16_master") == []

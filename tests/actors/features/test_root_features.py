@@ -17,18 +17,23 @@ from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerStage, featured_inputs
+from raymm.actors.weights.model_part import is_within
 from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.model.whole_model import from_pretrained
 
 CONTEXT = MicrobatchContext(1)
 
 
-def described(name, train=None):
+def described(name):
+    """A model whose tower is frozen, with a projector that the tower has within it."""
     model_class = getattr(transformers, name)
     config, microbatches = runnable(Family("whole model", model_class, model_class.config_class))
     config.architectures = [name]
-    (tower,) = from_pretrained(config, microbatches[0]).tower_names
-    return from_pretrained(config, microbatches[0], {tower: "frozen"}, seed=4), microbatches
+    (tower,) = from_pretrained(config, microbatches[0]).towers
+    frozen = {tower.name: "frozen"}
+    if tower.projector and is_within(tower.projector[0], (tower.root,)):
+        frozen["projector"] = "frozen"
+    return from_pretrained(config, microbatches[0], frozen, seed=4), microbatches
 
 
 def handed_over(stage, inputs):
