@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # A name and a range of it.
 STORED_RANGE = re.compile(r"(.*)\[(\d+):(\d+):(\d+)\]")
+# The names of a checkpoint's files: of the parameters and the optimizer state that a rank writes.
+SHARD_FILE = re.compile(r"(model|optimizer)-rank\d+\.safetensors")
 # Bytes that are read at once to compute a checksum.
 CHECKSUM_BLOCK = 4 * 2**20
 # Files that an error names.

@@ -86,8 +86,14 @@ class BucketFolder(StorageFolder):
     def name(self) -> str:
         return self._key.rpartition("/")[2]
 
+    @property
+    def parent(self) -> BucketFolder:
+        return self._at(self._url.path.rstrip("/").rpartition("/")[0])
+
     def __truediv__(self, name: str) -> BucketFolder:
-        path = f"{self._url.path.rstrip('/')}/{name}"
+        return self._at(f"{self._url.path.rstrip('/')}/{name}")
+
+    def _at(self, path: str) -> BucketFolder:
         return BucketFolder(urlunsplit(self._url._replace(path=path)), self._retry_for_s)
 
     @property
@@ -166,18 +172,19 @@ class BucketFolder(StorageFolder):
         self._tried(delete)
 
     def remove(self) -> None:
-        self._tried(lambda: self._store.delete_dir(self._key))
+        if files := self.files():
+            raise OSError(f"{self} is not empty: it has {files[0]}")
+        self._tried(lambda: self._store.delete_dir(self._key))  # the object that stands for it
 
-    def rename(self, name: str) -> None:
+    def rename(self, name: str) -> BucketFolder:
         """By copies: objects cannot be renamed."""
-        target = BucketFolder(
-            urlunsplit(self._url._replace(path=f"{self._url.path.rpartition('/')[0]}/{name}")),
-            self._retry_for_s,
-        )
+        target = self.parent / name
         for file in self.files():
             with self.reading(file) as source, target.writing(file) as copy:
                 shutil.copyfile(source, copy)
+            self.unlink(file)
         self.remove()
+        return target
 
     def _tried(self, operation: Callable[[], Value]) -> Value:
         return tried(operation, self._retry_for_s)

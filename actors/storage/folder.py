@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,9 +39,19 @@ class StorageFolder(ABC):
     def name(self) -> str:
         """The last part of its location."""
 
+    @property
+    @abstractmethod
+    def parent(self) -> StorageFolder:
+        """The folder that it is in."""
+
     @abstractmethod
     def __truediv__(self, name: str) -> StorageFolder:
         """A folder in it; or, to name it to people, a file."""
+
+    @property
+    def is_link(self) -> bool:
+        """True for a symbolic link, whose target may be outside the folder that the link is in."""
+        return False
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -50,7 +59,8 @@ class StorageFolder(ABC):
 
     @abstractmethod
     def files(self) -> list[str]:
-        """Names of the files in it and in the folders in it, sorted."""
+        """Names of the files in it and in the folders in it, sorted. Links count as files and are
+        not followed."""
 
     @abstractmethod
     def create(self) -> None:
@@ -74,15 +84,15 @@ class StorageFolder(ABC):
 
     @abstractmethod
     def unlink(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file or a link, if it is there. What the link leads to stays."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder, which must be empty; if it is a link, remove the link only."""
 
     @abstractmethod
-    def rename(self, name: str) -> None:
-        """Give it another name, beside what it was. Not in one step."""
+    def rename(self, name: str) -> StorageFolder:
+        """Give the folder, or the link, another name in its parent; returns it. Not in one step."""
 
     def __str__(self) -> str:
         return self.location
@@ -116,8 +126,16 @@ class LocalFolder(StorageFolder):
     def name(self) -> str:
         return self._path.name
 
+    @property
+    def parent(self) -> LocalFolder:
+        return LocalFolder(self._path.parent)
+
     def __truediv__(self, name: str) -> LocalFolder:
         return LocalFolder(self._path / name)
+
+    @property
+    def is_link(self) -> bool:
+        return self._path.is_symlink()
 
     def names(self) -> list[str]:
         # A link that leads nowhere is no folder that is not there: a disk may be missing.
@@ -125,7 +143,10 @@ class LocalFolder(StorageFolder):
 
     def files(self) -> list[str]:
         paths = self._path.rglob("*")
-        return sorted(str(file.relative_to(self._path)) for file in paths if file.is_file())
+        return sorted(
+            str(path.relative_to(self._path)) for path in paths
+            if path.is_symlink() or path.is_file()
+        )
 
     def create(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
@@ -148,10 +169,13 @@ class LocalFolder(StorageFolder):
         (self._path / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        shutil.rmtree(self._path)
+        if self.is_link:
+            self._path.unlink()
+        else:
+            self._path.rmdir()
 
-    def rename(self, name: str) -> None:
-        self._path.rename(self._path.with_name(name))
+    def rename(self, name: str) -> LocalFolder:
+        return LocalFolder(self._path.rename(self._path.with_name(name)))
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -161,12 +185,18 @@ def replace_file(path: Path, data: bytes) -> None:
         OSError: it cannot be written; what was there is still there.
     """
     temporary = path.with_name(f".{path.name}{PARTIAL}")
-    with open(temporary, "wb") as file:
+    if temporary.is_symlink():  # writing through it would change a file elsewhere
+        temporary.unlink()
+    with open(temporary, "wb", opener=_open_no_link) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def sync_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ from raymm.actors.optimizer.checkpoint_shards import (
     ShardError,
     WrittenShard,
 )
-from raymm.actors.storage.folder import PARTIAL, StorageFolder
+from raymm.actors.storage.folder import StorageFolder
 from raymm.actors.storage.location import storage_folder
 from raymm.files.run_files import RunFileError, writing
 from raymm.runtime.parallel_module import ParallelModule
@@ -41,8 +41,11 @@ from raymm.storage.step_folders import (
     TORN,
     drop,
     folder_name,
+    has_manifest,
     is_torn,
+    partial_files,
     remove_torn,
+    set_aside,
     step_folders,
     verified_manifest,
 )
@@ -85,8 +88,8 @@ class CheckpointStore:
         run: what checkpoints say of the run (:class:`Manifest`).
         current: the checkpoint that was saved or found last.
         best: step of a checkpoint that is kept beside the newest; None for none.
-        unremoved: why an old one could not be removed with the last save, which stands all the
-            same, and the next one tries again; None: none had to stay.
+        unremoved: message about files of old checkpoints that stayed when the last save removed
+            them; None if nothing stayed.
     """
 
     def __init__(
@@ -172,13 +175,13 @@ class CheckpointStore:
         for folder in folders:
             with writing(folder):
                 if is_torn(folder):
-                    remove_torn(folder)
-                    removed.append(f"{folder}, which was never committed")
+                    aside = remove_torn(folder)
+                    kept = f"; other files in it are now in {aside}" if aside else ""
+                    removed.append(f"{folder}, which was never committed{kept}")
                     continue
-                for name in folder.files():
-                    if name.startswith(".") and name.endswith(PARTIAL):
-                        folder.unlink(name)
-                        removed.append(f"{folder / name}")
+                for name in partial_files(folder):
+                    folder.unlink(name)
+                    removed.append(f"{folder / name}")
         return removed
 
     def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path | str:
@@ -315,7 +318,9 @@ class CheckpointStore:
         try:
             self._remove_old(step)
         except RunFileError as error:
-            self.unremoved = str(error)
+            self.unremoved = (
+                f"an old checkpoint stays: {error}. The next save tries to remove it again"
+            )
         return folder.place
 
     def _what_stays(self, failed: StorageFolder) -> str:
@@ -341,17 +346,12 @@ class CheckpointStore:
     def _make_room(self, folder: StorageFolder) -> None:
         """Remove a torn checkpoint that is in the way; set another one aside."""
         with writing(folder):
-            names = self._root.names()
-            if folder.name not in names:
+            if folder.name not in self._root.names():
                 return
             if is_torn(folder):
                 remove_torn(folder)
                 return
-            number, aside = 1, f"set-aside-{folder.name}"
-            while aside in names:
-                number += 1
-                aside = f"set-aside-{folder.name}-{number}"
-            folder.rename(aside)
+            set_aside(folder)
             self._corrupt.discard(folder)
 
     def _manifest(
@@ -372,11 +372,22 @@ class CheckpointStore:
         )
 
     def _remove_old(self, step: int) -> None:
-        """Of the checkpoints up to the one that was just saved, keep the newest. Later ones are
-        corrupt: they neither count nor go."""
+        """Of the checkpoints up to the one that was just saved, keep the newest. Corrupt ones,
+        which all later ones are, neither count nor go."""
         with writing(self._root):
-            counted = [folder for folder in self._committed() if folder not in self._corrupt]
+            counted = [
+                folder for folder in step_folders(self._root)
+                if folder not in self._corrupt and has_manifest(folder)
+            ]
         upto = counted.index(self._root / folder_name(step)) + 1
         for old in counted[:upto][: -self._keep]:
             if self.best is None or old.name != folder_name(self.best):
-                drop(old)
+                try:
+                    aside = drop(old)
+                except CheckpointError:
+                    self._corrupt.add(old)
+                    continue
+                if aside is not None:
+                    self.unremoved = (
+                        f"{old} had files that raymm did not write; they are now in {aside}"
+                    )

@@ -194,7 +194,7 @@ def prune_checkpoints(
     Args:
         location: the run's folder, or its URL.
         keep: how many stay, at least 1.
-        say: told who owned the folder before, where that takes a while.
+        say: called with messages about the folder's owner, and about files that stay.
 
     Returns:
         What was removed, oldest first.
@@ -210,5 +210,6 @@ def prune_checkpoints(
         removed = whole[:-keep]
         for folder in removed:
             check_owner()
-            drop(storage_folder(folder))
+            if (aside := drop(storage_folder(folder))) is not None:
+                say(f"{folder} had files that raymm did not write; they are now in {aside}")
     return removed

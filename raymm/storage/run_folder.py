@@ -104,6 +104,8 @@ class RunFolder:
             target = storage_folder(self._location, retry_for_s)
         for name in self._own_files():
             path = self.path / name
+            if path.is_symlink():  # its target may be anywhere
+                continue
             with writing(target / name):
                 state = path.stat()
                 version = (state.st_mtime_ns, state.st_size)

@@ -126,7 +126,7 @@ class RunCheckpoints:
             return
         self._committed, self._unwritten = True, 0
         if (why := self._store.unremoved) is not None:
-            self._say(f"an old checkpoint stays: {why}. The next save tries to remove it again")
+            self._say(why)
         self.saved = saved.step
         self._callbacks.checkpoint(
             SavedCheckpoint(saved.step, saved.folder, self._stood_still, saved.seconds)

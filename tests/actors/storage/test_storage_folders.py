@@ -53,6 +53,12 @@ def test_a_folder_and_a_bucket_are_alike(folder):
     other = folder / "checkpoints" / "other"
     with other.reading("b") as path:
         assert path.read_bytes() == large
+    with pytest.raises(OSError, match="not empty"):
+        other.remove()
+    assert other.parent.parent == folder and not other.is_link
+    other.unlink("b")
+    (other / "deeper").unlink("c")
+    (other / "deeper").remove()
     other.remove()
     assert folder.files() == ["log"] and "other" not in (folder / "checkpoints").names()
 

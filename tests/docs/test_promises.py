@@ -1,0 +1,44 @@
+"""Promises of the pages about faults and hostile input, each with the test that holds it.
+
+The tests are named by file and function, and run where they are. A promise that is reworded must be
+compared with its test again.
+"""
+
+import ast
+import functools
+
+import pytest
+
+from tests.house import ROOT
+
+PROMISES = {
+    "docs/checkpoints.md": {
+        "Removing a checkpoint removes only the files that its manifest names.":
+            "tests/storage/test_links.py::"
+            "test_links_and_other_files_within_a_step_keep_their_targets",
+        "A symbolic link is removed and its target is kept.":
+            "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
+        "A folder that has other files in it is renamed":
+            "tests/storage/test_links.py::test_a_run_on_another_disk_keeps_what_is_beside_it",
+    },
+    "docs/security.md": {
+        "it removes the link and keeps the link's target":
+            "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
+    },
+}
+
+
+@functools.cache
+def functions(file: str) -> frozenset[str]:
+    """Names of the functions of a module."""
+    tree = ast.parse((ROOT / file).read_text())
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("page", PROMISES)
+def test_every_promise_is_on_its_page_and_has_a_test(page):
+    text = " ".join((ROOT / page).read_text().split())
+    for promise, test in PROMISES[page].items():
+        file, _, name = test.partition("::")
+        assert promise in text, f"{page} does not promise any more: {promise}"
+        assert name in functions(file), f"{test} is not there; it held: {promise}"
