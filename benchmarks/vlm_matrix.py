@@ -4,7 +4,9 @@ Each class gets a tiny configuration made from its own defaults, and three micro
 a size of its own in each row, text only, and two items in one of two rows. Its towers and its
 language model run in two stages each, as ranks run them, beside the class's own forward in one
 process: loss, every gradient, the losses of three steps of AdamW, and what its stages have, saved
-as a folder and read again. What comes of a class is as of :mod:`benchmarks.families`.
+as a folder and read again. A bf16 folder is exported, too: its files must have the same bytes, and
+so must a second export of trained weights. What comes of a class is as of
+:mod:`benchmarks.families`.
 
     python -m benchmarks.vlm_matrix --json
 """
