@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from raymm.actors.adapters.lora import has_adapters, is_adapter, plain_copy
 from raymm.actors.optimizer.finite import not_finite
-from raymm.actors.probe.example_inputs import ExampleError, example_inputs
 from raymm.actors.storage.folder import PARTIAL
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
@@ -221,11 +220,6 @@ class _Writer:
         inputs: Mapping[str, Any] | None,
     ) -> None:
         if isinstance(module, PreTrainedModel):
-            if inputs is None:
-                try:
-                    inputs = example_inputs(module)
-                except ExampleError:
-                    inputs = None  # tensors are compared all the same
             ModelFolder(source, self._dtype).save(module, folder, inputs)
             return
         folder.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import Counter
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from raymm.actors.probe.example_inputs import ExampleError, example_inputs
 from raymm.actors.weights.hub_folder import local_folder
 from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
 from raymm.actors.weights.stored_weights import quiet_loading, weight_files
@@ -73,13 +75,17 @@ class ModelFolder:
         Args:
             module: on the CPU with weights in fp32; left as it is.
             folder: directory to write to; created.
-            inputs: arguments of its forward whose outputs are compared; None compares tensors only.
+            inputs: arguments of its forward whose outputs are compared; None tries some for its
+                class and compares tensors only if it takes none of them.
             shard_size: largest size of a file, as in ``save_pretrained``.
 
         Raises:
             CheckpointError: the folder read back has other keys, values or outputs.
         """
         module = _of_its_class(module)
+        if inputs is None:
+            with contextlib.suppress(ExampleError):
+                inputs = example_inputs(module)
         shell = _without_false_claims(module)
         ignored = set(shell._keys_to_ignore_on_save or ())
         tensors = {n: t for n, t in shell.state_dict().items() if n not in ignored}
@@ -154,7 +160,7 @@ def _without_false_claims(module: PreTrainedModel) -> PreTrainedModel:
     shell = copy.copy(module)
     shell.config = copy.deepcopy(module.config)
     if getattr(shell.config, "quantization_config", None) is not None:
-        del shell.config.quantization_config
+        delattr(shell.config, "quantization_config")
         for name in ("hf_quantizer", "_weight_conversions"):
             shell.__dict__.pop(name, None)
     tensors = dict(module.named_parameters(remove_duplicate=False))

@@ -125,6 +125,15 @@ def test_a_folder_that_reads_back_differently_is_refused(tmp_path):
         ModelFolder(None, "source").save(model, tmp_path / "out", INPUTS)
 
 
+def test_weights_that_hooks_compute_are_written_and_compared(tmp_path):
+    model = read(folder(tmp_path / "in"))
+    torch.nn.utils.weight_norm(model.model.layers[0].mlp.up_proj)
+    due = logits(model)
+    ModelFolder(None, "source").save(model, tmp_path / "out", None)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(again), due, atol=1e-5)
+
+
 def fp8_folder(path):
     source = folder(path, torch.float32)
     tensors = {}
