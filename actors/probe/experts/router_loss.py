@@ -89,7 +89,8 @@ def _check_own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     ids = inputs["input_ids"]
     real = inputs.get("attention_mask")
-    labels = ids if real is None or real.shape != ids.shape else ids.where(real.bool(), IGNORE_INDEX)
+    is_padded = real is not None and real.shape == ids.shape
+    labels = ids.where(real.bool(), IGNORE_INDEX) if is_padded else ids
 
     def run(shown: Mapping[str, Any]) -> Any:
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -27,7 +27,8 @@ def llava():
 
 
 def smoothed(logits, labels):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+    rows, due = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(rows, due, label_smoothing=0.1)
 
 
 def with_z_loss(logits, labels):
