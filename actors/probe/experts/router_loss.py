@@ -89,8 +89,9 @@ def _check_own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     ids = inputs["input_ids"]
     real = inputs.get("attention_mask")
-    is_padded = real is not None and real.shape == ids.shape
-    labels = ids.where(real.bool(), IGNORE_INDEX) if is_padded else ids
+    labels = ids
+    if real is not None and real.shape == ids.shape:
+        labels = ids.where(real.bool(), IGNORE_INDEX)
 
     def run(shown: Mapping[str, Any]) -> Any:
         with torch.random.fork_rng(devices=[]), torch.no_grad():

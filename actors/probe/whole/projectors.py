@@ -56,7 +56,8 @@ def projector_within(
         n: p for n, p in model.named_parameters() if is_within(n, (root,)) and p.requires_grad
     }
     gradients = torch.autograd.grad(
-        sum(t.double().abs().sum() for t in outputs), list(named.values()), allow_unused=True
+        torch.stack([t.double().abs().sum() for t in outputs]).sum(), list(named.values()),
+        allow_unused=True,
     )
     behind = {n for n, g in zip(named, gradients, strict=True) if g is not None}
     return _largest(behind, named)
