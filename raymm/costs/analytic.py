@@ -231,7 +231,7 @@ class _Roofline:
             ),
             # The weights' gradients are written in fp32.
             backward_weight=self._seconds(
-                count.matmul_flops - count.base_flops, traffic,
+                count.matmul_flops - count.base_flops, count.trained_traffic * self._bytes,
                 (count.weight_elements - count.base_weights) * _FP32_BYTES,
             ),
             activation_bytes=round(self._kept(count)),
@@ -250,6 +250,9 @@ class _Roofline:
                 round(count.base_parameters * _FP32_BYTES / self._tp),
                 round(count.parameters * _FP32_BYTES / self._tp),
             ),
+            few_bytes=round(count.few_parameters * _FP32_BYTES / self._tp),
+            few_heads=count.few_heads,
+            tied_bytes=round(count.tied * _FP32_BYTES / self._tp),
             quantised=count.quantised_share,
             expert_bytes=round(count.expert_parameters * _FP32_BYTES / self._tp),
             exchange_bytes=round(count.exchange_elements * _FP32_BYTES / self._cp),

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from raymm.costs.load import LoadedModule, config_number
+from raymm.costs.load import HEADS, LoadedModule, config_number
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
@@ -64,7 +63,7 @@ class AttentionCounter:
         }
         # The innermost that know their heads (BertSelfAttention, not BertAttention around it);
         # where none does, the config's, once.
-        knowing = {n: m for n, m in attentions.items() if config_number(_HEADS, m) is not None}
+        knowing = {n: m for n, m in attentions.items() if config_number(HEADS, m) is not None}
         inner = [
             m for n, m in knowing.items()
             if not self.loaded.pools(n) and not any(o.startswith(n + ".") for o in knowing)
@@ -73,7 +72,7 @@ class AttentionCounter:
 
     def _widths(self, attention: nn.Module) -> tuple[int, int, int, int] | None:
         """Widths of all heads' queries, keys, values and outputs."""
-        heads = config_number(_HEADS, attention, self.loaded.config)
+        heads = config_number(HEADS, attention, self.loaded.config)
         if heads is None:
             return None
         size = config_number(_HEAD_DIM, attention, self.loaded.config)

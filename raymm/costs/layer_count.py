@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
-from raymm.actors.adapters.lora import LOW, is_adapter
+from raymm.actors.adapters.lora import is_adapter
 from raymm.actors.experts.routing import experts
-from raymm.actors.modules.blocks import block_list, input_embeddings
+from raymm.actors.modules.blocks import block_list
 from raymm.costs.attention_count import Attention, AttentionCounter
 from raymm.costs.load import Load, LoadedModule
 from raymm.costs.matmul_count import (
@@ -34,6 +33,7 @@ from raymm.costs.matmul_count import (
     expanded_elements,
     kept_elements,
 )
+from raymm.costs.parameter_shares import parameter_shares
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,17 @@ class LayerCount:
         attention_flops: of the forward's two products within attention.
         weight_elements: elements of weights that a forward reads.
         traffic_elements: elements that products and attention read and write besides.
+        trained_traffic: of ``traffic_elements``, those of products whose weights are trained.
         kept_elements: what autograd keeps in the compute dtype, if everything is trained.
         kept_fp32: what it keeps in fp32 whatever the compute dtype (norms).
         kept_casts: what it keeps besides in a compute dtype that is not fp32: of one input every
             product has a cast of its own.
         parameters: elements of all its parameters.
         output_elements: of what it hands on.
-        replicated: of ``parameters``, those that tensor parallelism does not share out: vectors,
-            convolutions, and outside the blocks all but a language model's embedding and head.
+        replicated: of ``parameters``, those that tensor parallelism does not split.
+        few_parameters: of ``parameters``, those that it splits between at most ``few_heads``
+            processes: of keys and values with fewer heads than queries.
+        tied: of the last layer's ``parameters``, those that the first layer has, too.
         key_value_elements: of its attention's keys and values.
         product_elements: what its products with weights give.
         attention_elements: what its attention gives.
@@ -80,6 +83,10 @@ class LayerCount:
     parameters: int = 0
     output_elements: int = 0
     replicated: int = 0
+    few_parameters: int = 0
+    few_heads: int = 0
+    tied: int = 0
+    trained_traffic: float = 0.0
     key_value_elements: float = 0.0
     product_elements: float = 0.0
     attention_elements: float = 0.0
@@ -111,7 +118,8 @@ class LayerCount:
 
 
 _ONE_AT_A_TIME = frozenset(
-    {"stream_elements", "widest_elements", "expanded_elements", "logits", "largest_weight"}
+    {"stream_elements", "widest_elements", "expanded_elements", "logits", "largest_weight",
+     "few_heads"}
 )
 
 
@@ -135,6 +143,7 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
         layers[0] += counter.own(before)
         layers[0] = replace(layers[0], data_elements=counter.read(before))
         layers[-1] += counter.own(after)
+        layers[-1] = replace(layers[-1], tied=counter.tied(places[0], places[-1]))
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
     return tuple(layers)
@@ -177,8 +186,7 @@ class _LayerCounter:
         self.matmuls = MatmulCounter(self.loaded)
         self.attention = AttentionCounter(self.loaded)
         self.experts = experts(module)
-        linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        self.is_pair = self.path is None and len(linear) == 2  # a projector's
+        self.shares = parameter_shares(module)
 
     def places(self) -> list[str]:
         """Names of the blocks, if there are several."""
@@ -222,7 +230,9 @@ class _LayerCounter:
         matmuls = [m for name in names for m in self.matmuls.of(name)]
         norms = sum(self._norm(name) for name in names)
         parameters: dict[int, int] = {}
+        few_heads = 0
         replicated: dict[int, int] = {}
+        few: dict[int, int] = {}
         base: dict[int, int] = {}
         quantised: dict[int, int] = {}
         for name in names:
@@ -233,9 +243,12 @@ class _LayerCounter:
                         base[id(parameter)] = parameter.numel()
                         if parameter.dtype == torch.int8:
                             quantised[id(parameter)] = parameter.numel()
-                    # Of an adapter one of two matrices is shared out.
-                    if not self._is_shared_out(name, parameter) or leaf == LOW:
+                    shards = self.shares.get(f"{name}.{leaf}".lstrip("."), 1)
+                    if shards == 1:
                         replicated[id(parameter)] = parameter.numel()
+                    elif shards < max(self.shares.values()):
+                        few[id(parameter)] = parameter.numel()
+                        few_heads = shards
         return LayerCount(
             matmul_flops=sum(m.flops for m in matmuls),
             weight_elements=sum(m.read for m in matmuls),
@@ -246,6 +259,9 @@ class _LayerCounter:
             kept_casts=cast_elements(matmuls),
             parameters=sum(parameters.values()),
             replicated=sum(replicated.values()),
+            few_parameters=sum(few.values()),
+            few_heads=few_heads,
+            trained_traffic=sum(m.input_elements + m.rows * m.outer for m in matmuls if not m.base),
             product_elements=sum(m.rows * m.outer for m in matmuls),
             widest_elements=max((m.rows * m.outer for m in matmuls if not m.is_head), default=0.0),
             expanded_elements=max(
@@ -275,17 +291,17 @@ class _LayerCounter:
         products = (m.input_elements for name in before for m in self.matmuls.of(name))
         return 6.0 * self.load.total if self.loaded.causal else next(products, 0.0)
 
-    def _is_shared_out(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether processes with tensor parallelism have a share of a parameter each."""
-        module = self.module.get_submodule(name)
-        if parameter.dim() < 2 or isinstance(module, _ConvNd):
-            return False
-        if self.path is None:
-            return self.is_pair
-        if name.startswith(self.path + "."):
-            return True
-        is_embedding = self.loaded.causal and module is input_embeddings(self.module)
-        return is_embedding or module is self.loaded.head
+    def tied(self, first: str, last: str) -> int:
+        """Elements of parameters that both ends have: what is before the blocks, or in the first
+        of them, and what is after them, or in the last."""
+        assert self.path is not None
+        ends = []
+        for outside, block in zip(self.outside(self.path), (first, last), strict=True):
+            modules = [self.module.get_submodule(name) for name in outside]
+            modules += self.module.get_submodule(block).modules()
+            own = (p for module in modules for p in module._parameters.values() if p is not None)
+            ends.append({id(p): p.numel() for p in own})
+        return sum(size for key, size in ends[0].items() if key in ends[1])
 
     def _norm(self, name: str) -> float:
         """fp32 elements that a norm keeps: its input, and an RMS norm written in Python also

@@ -15,6 +15,7 @@ from raymm.actors.modules.blocks import find_blocks
 from raymm.errors import InputError
 
 WIDTH = ("hidden_size", "d_model", "n_embd")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
 POOLING = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d | nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
 
 

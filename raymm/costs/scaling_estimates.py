@@ -40,7 +40,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.roofline import RIDGE, ModuleWork
-from raymm.scheduler.schedule.process_costs import all_reduce_seconds
+from raymm.scheduler.schedule.process_costs import all_reduce_seconds, stage_layers
 
 # Outputs of a matrix product that one multiprocessor makes at a time, on a side: the usual tile
 # of cuBLAS's kernels on large products.
@@ -99,7 +99,7 @@ class ModuleShape:
         layers = analytic_layers(self.module, load, device, dtype, causal=self.causal)
         if self.projector is not None:
             layers += projector_layers(self.projector, load, device, dtype)
-        return layers
+        return stage_layers(layers, 0, len(layers))
 
     def seconds(self, layers: Sequence[LayerCost]) -> float:
         """Forward and backward, with the frozen rules."""

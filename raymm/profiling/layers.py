@@ -208,6 +208,8 @@ def _measurements(
                 _FP32_BYTES * count.base_parameters,
                 quantised=count.quantised_share, options=t.options, halved=t.halved,
                 expert_bytes=_FP32_BYTES * count.expert_parameters,
+                few_bytes=_FP32_BYTES * count.few_parameters, few_heads=count.few_heads,
+                tied_bytes=_FP32_BYTES * count.tied,
                 exchange_bytes=round(times_of.tokens * count.exchange_elements * _FP32_BYTES),
             )
             for t, count in zip(times_of.layers, counts, strict=True)

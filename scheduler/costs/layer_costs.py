@@ -35,11 +35,7 @@ class ProfileError(InputError, ValueError):
 
 
 def profile_data(text: str) -> Any:
-    """What a profile's JSON holds.
-
-    Raises:
-        ProfileError: if it is none.
-    """
+    """Return what a profile's JSON holds, or raise ProfileError."""
     try:
         return json_value(text, "the profile")
     except MultiplexError as error:
@@ -73,6 +69,10 @@ class LayerCost:
         expert_bytes: of ``parameter_bytes``, those of experts, which expert parallelism shares out.
         exchange_bytes: of tokens on their way to experts of other processes and back in a forward,
             if all went there.
+        few_bytes, few_heads: of ``parameter_bytes``, those that at most so many processes share:
+            of keys and values with fewer heads than queries.
+        tied_bytes: of the last layer's ``parameter_bytes``, those of parameters that the first
+            layer has, too: a stage with both layers holds them once.
         in_bf16: share of the trained parameters that are kept in bf16, with their gradients.
         copied: share of them that have a copy in the compute dtype, where that is not fp32.
         options: what else it may do with its activations, if known: seconds that this adds to a
@@ -102,6 +102,9 @@ class LayerCost:
     quantised: float = 0.0
     expert_bytes: int = 0
     exchange_bytes: int = 0
+    few_bytes: int = 0
+    few_heads: int = 0
+    tied_bytes: int = 0
     options: tuple[LayerOption, ...] = ()
     halved: LayerBytes | None = None
 
@@ -117,7 +120,7 @@ class LayerCost:
         for name, value in numbers.items():
             if not 0 <= value < math.inf:  # NaN fails too
                 raise ProfileError(f"{name} is {value}; it must be at least 0 and finite")
-        for name in ("replicated_bytes", "base_bytes", "expert_bytes"):
+        for name in ("replicated_bytes", "base_bytes", "expert_bytes", "few_bytes", "tied_bytes"):
             if getattr(self, name) > self.parameter_bytes:
                 raise ProfileError(
                     f"{name} is {getattr(self, name)}; it must be at most "
@@ -247,10 +250,7 @@ class CostProfile:
         return {}
 
     def check(self, graph: ModuleGraph) -> None:
-        """
-        Raises:
-            ProfileError: if modules or layer counts are not the graph's.
-        """
+        """Raise ProfileError if modules or layer counts are not the graph's."""
         for node in graph.nodes:
             if node.name not in self.modules:
                 raise ProfileError(

@@ -21,12 +21,13 @@ TABLE_FORMAT = 1
 _INTEGER_FIELDS = (
     "activation_bytes", "parameter_bytes", "output_bytes", "replicated_bytes", "key_value_bytes",
     "working_bytes", "forward_bytes", "data_bytes", "base_bytes", "expert_bytes", "exchange_bytes",
+    "few_bytes", "few_heads", "tied_bytes",
 )
 # Tables of before they were counted lack them.
 _OPTIONAL_FIELDS = (
     "replicated_bytes", "key_value_bytes", "working_bytes", "forward_bytes", "data_bytes",
     "base_bytes", "moments", "in_bf16", "copied", "quantised", "expert_bytes", "exchange_bytes",
-    "options", "halved",
+    "few_bytes", "few_heads", "tied_bytes", "options", "halved",
 )
 
 
@@ -200,7 +201,8 @@ def _nothing(cost: LayerCost) -> LayerCost:
         0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
         replicated_bytes=cost.replicated_bytes, base_bytes=cost.base_bytes,
         moments=cost.moments, in_bf16=cost.in_bf16, copied=cost.copied, quantised=cost.quantised,
-        expert_bytes=cost.expert_bytes, options=_no_options(cost.options),
+        expert_bytes=cost.expert_bytes, few_bytes=cost.few_bytes,
+        few_heads=cost.few_heads, tied_bytes=cost.tied_bytes, options=_no_options(cost.options),
         halved=cost.halved and LayerBytes(0, 0, 0, _no_options(cost.halved.options)),
     )
 

@@ -19,8 +19,9 @@ upper
   cost); where that was not measured it is the residual stream and what norms make of it,
   :data:`WHOLE_COPIES` times the hidden state.
 - A layer that makes activations again sums and gathers again what its forward did.
-- Parameters, and their gradients, are divided by ``tp``, but for a layer's ``replicated_bytes``;
-  by ``cp`` not. With ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
+- Parameters, and their gradients, are divided by ``tp``, but for a layer's ``replicated_bytes``,
+  and its ``few_bytes``, which are divided by ``few_heads`` at most; by ``cp`` not. With
+  ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
 - With ``"fsdp"`` the parameters, gradients and moments of a stage are divided by ``fsdp * cp``, and
   one layer at a time is whole (what is outside the blocks always is, which is left out). Each
   pass gathers parameters in the compute dtype while it computes, a backward also reduces gradients
@@ -36,6 +37,7 @@ upper
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -102,15 +104,20 @@ def _process_layer(
     stream = layers[index - 1].output_bytes if index else cost.output_bytes
     in_dtype = stream * profile.element_bytes / _FP32_BYTES
     sums = (1 if projector else 2) * all_reduce_seconds(in_dtype / shares, tp, tensor_link)
-    keys = 0.0 if projector else (cost.key_value_bytes or 2 * in_dtype) * cp / (tp * shares)
+    heads = min(tp, cost.few_heads or tp)
+    keys = 0.0 if projector else (cost.key_value_bytes or 2 * in_dtype) * cp / (heads * shares)
     gradients = keys * (1 + _FP32_BYTES / profile.element_bytes)
     # A projector keeps its input, and its output only if the loss needs it.
     whole = min((1 if projector else WHOLE_COPIES) * stream, cost.activation_bytes)
-    shared = cost.parameter_bytes - cost.replicated_bytes
-    parameters = cost.replicated_bytes + -(-shared // tp)
+    few = cost.few_bytes
+    shared = cost.parameter_bytes - cost.replicated_bytes - few
+    parameters = cost.replicated_bytes + -(-few // heads) + -(-shared // tp)
     # Weights under adapters are nearly all of a layer, and shared out as it is.
     base = cost.base_bytes and cost.base_bytes * parameters // cost.parameter_bytes
     gathered = sums + gather_seconds(keys, cp, token_link)
+    # An embedding is larger than all else that tensor parallelism replicates in a layer.
+    whole_tied = cost.tied_bytes <= cost.replicated_bytes
+    tied = cost.tied_bytes if whole_tied else -(-cost.tied_bytes // tp)
 
     def held(size: int, half: int | None) -> int:
         first = min(whole, size) if half is None else max(0, 2 * half - size)
@@ -138,6 +145,9 @@ def _process_layer(
         quantised=cost.quantised,
         expert_bytes=min(parameters, -(-cost.expert_bytes // tp)),
         exchange_bytes=cost.exchange_bytes,
+        few_bytes=-(-few // heads),
+        few_heads=cost.few_heads,
+        tied_bytes=tied,
         options=tuple(
             LayerOption(
                 option.name,
@@ -149,6 +159,27 @@ def _process_layer(
             for option in cost.options for half in [halves.get(option.name)]
         ),
     )
+
+
+def stage_layers(layers: Sequence[LayerCost], lo: int, hi: int) -> tuple[LayerCost, ...]:
+    """Return layers [lo, hi) of a module as one stage holds them: parameters that its first and its
+    last layer share are counted with the first.
+
+    Args:
+        layers: all layers of the module.
+        lo, hi: the stage's.
+    """
+    chosen = tuple(layers[lo:hi])
+    tied = chosen[-1].tied_bytes if len(chosen) == len(layers) > 1 else 0
+    if not tied:
+        return chosen
+    last = chosen[-1]
+    alone = replace(
+        last, parameter_bytes=last.parameter_bytes - tied, tied_bytes=0,
+        replicated_bytes=last.replicated_bytes - tied * (tied <= last.replicated_bytes),
+        base_bytes=last.base_bytes - tied * (tied <= last.base_bytes),
+    )
+    return (*chosen[:-1], alone)
 
 
 def all_reduce_seconds(size: float, processes: int, link: Link | None) -> float:

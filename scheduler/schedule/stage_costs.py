@@ -39,6 +39,7 @@ from raymm.scheduler.schedule.process_costs import (
     gather_seconds,
     layer_of_samples,
     process_layers,
+    stage_layers,
 )
 
 _FP32_BYTES = 4
@@ -177,7 +178,7 @@ def _stage_cost(
     replicas = _sample_shares(plan, stage)
     shares = stage.cp * stage.fsdp * replicas
     ports_in, ports_out = _port_bytes(plan, stage, profile)
-    layers = process_layers(profile, node, stage.degrees, *links)[lo:hi]
+    layers = stage_layers(process_layers(profile, node, stage.degrees, *links), lo, hi)
     if replicas > 1:
         layers = _layers_of_share(profile, stage.module, layers, replicas)
     trainable = node.trainable[lo:hi]

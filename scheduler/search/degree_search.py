@@ -26,7 +26,11 @@ from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 from raymm.scheduler.costs.recomputation import savings
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
-from raymm.scheduler.schedule.process_costs import all_reduce_seconds, exposed_seconds
+from raymm.scheduler.schedule.process_costs import (
+    all_reduce_seconds,
+    exposed_seconds,
+    stage_layers,
+)
 from raymm.scheduler.search.module_degrees import (
     ALONE,
     DegreeChoices,
@@ -295,7 +299,7 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
     graph, node = space.graph, space.graph.node(name)
     profile = process_profile(graph, space.profile, {name: degrees})
     work = layer_work(graph, profile, space.recompute)[name]
-    layers = profile.modules[name]
+    layers = stage_layers(profile.modules[name], 0, node.num_layers)
     steps = space.num_microbatches // degrees.dp
     sharers = degrees.dp * degrees.cp
     memory = _memory(space, profile, name, sharers if degrees.sharding == "zero1" else 1)
@@ -327,7 +331,8 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
 
 def _memory(space: StageSpace, profile: CostProfile, name: str, moments: int) -> _Memory:
     """What a module needs of memory; ``moments`` processes share those of the optimizer."""
-    node, layers = space.graph.node(name), profile.modules[name]
+    node = space.graph.node(name)
+    layers = stage_layers(profile.modules[name], 0, node.num_layers)
     state = sum(
         profile.state_bytes(c, t, moments) for c, t in zip(layers, node.trainable, strict=True)
     )

@@ -26,6 +26,7 @@ from raymm.scheduler.costs.device_memory import (
 from raymm.scheduler.costs.layer_costs import layer_work, trainable_before
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
+from raymm.scheduler.schedule.process_costs import stage_layers
 from raymm.scheduler.search.degree_search import search_degrees
 from raymm.scheduler.search.evaluation import Candidates, Proposal, step_bound
 from raymm.scheduler.search.layouts import chunked, colocated, replicated
@@ -286,6 +287,7 @@ def stage_bytes(space: StageSpace, name: str) -> StageBytes:
     moments = sharers if degrees.sharding == "zero1" else 1
     flags = list(zip(layers, node.trainable, strict=True))
     trained = [c.trained_bytes if t else 0 for c, t in flags]
+    whole = list(zip(stage_layers(layers, 0, len(layers)), node.trainable, strict=True))
     first = sum(profile.modules[p][-1].output_bytes for p in graph.producers(name))
     outputs = [c.output_bytes // degrees.cp for c in layers]
     received = np.array([first, *outputs], dtype=float)[:, None]
@@ -314,12 +316,14 @@ def stage_bytes(space: StageSpace, name: str) -> StageBytes:
     links = 2 * max(2, len(graph.producers(name)) + len(graph.consumers(name)))
     groups = communicator_groups(degrees.of_rank, sharers)
     state = cost_matrix([profile.state_bytes(c, t, moments) for c, t in flags])
+    state[0, -1] = sum(profile.state_bytes(c, t, moments) for c, t in whole)
+    updated, largest = cost_matrix(trained), range_maximum(trained)
+    updated[0, -1] = sum(c.trained_bytes for c, t in whole if t)
+    largest[0, -1] = max((c.trained_bytes for c, t in whole if t), default=0)
     left = space.memory_limit - state - system_bytes(profile.device, links, groups)
     return StageBytes(
         room=left / (1 + idle_share(profile.device)),
-        update=update_bytes(
-            cost_matrix(trained), range_maximum(trained), sharers, degrees.sharding
-        ),
+        update=update_bytes(updated, largest, sharers, degrees.sharding),
         messages=messages + data + np.where(backward, 0.0, forward),
         received=np.broadcast_to(received, state.shape),
         saved=np.broadcast_to(handed * backward, state.shape),

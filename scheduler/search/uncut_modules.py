@@ -16,6 +16,7 @@ from raymm.scheduler.costs.layer_costs import (
 from raymm.scheduler.costs.recomputation import LayerOption, working_excess
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.process_costs import stage_layers
 
 
 def with_uncut_modules(
@@ -39,7 +40,8 @@ def with_uncut_modules(
         if node.name not in modules or blocks == 1:
             nodes.append(node)
             continue
-        own, done = profile.modules[node.name][:blocks], work[node.name][:blocks]
+        own = stage_layers(profile.modules[node.name], 0, blocks)
+        done = work[node.name][:blocks]
         trainable = any(node.trainable[:blocks])
         nodes.append(
             ModuleNode(node.name, (trainable, *node.trainable[blocks:]), node.projector)
@@ -69,8 +71,9 @@ def with_uncut_modules(
                 together.working_bytes, together.forward_bytes, sum(c.data_bytes for c in own),
                 base, moments, in_bf16, copied, quantised,
                 sum(c.expert_bytes for c in own), sum(c.exchange_bytes for c in own),
-                together.options,
-                _together(halves, running) if len(halves) == blocks else None,
+                few_bytes=sum(c.few_bytes for c in own),
+                few_heads=max(c.few_heads for c in own), options=together.options,
+                halved=_together(halves, running) if len(halves) == blocks else None,
             ),
             *profile.modules[node.name][blocks:],
         )

@@ -1,0 +1,43 @@
+"""How many processes tensor parallelism can split each parameter of a module between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module
+from raymm.costs.load import HEADS, config_number
+from raymm.scheduler.plan.plan import PlanError
+
+_SHARES: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()
+
+
+def parameter_shares(module: nn.Module) -> Mapping[str, int]:
+    """Return the number of different shards of every parameter that is split, by name, under the
+    largest degree of tensor parallelism that the module's plan accepts. Keys and values of few
+    heads have fewer shards than there are processes. Parameters that are not in it are replicated.
+
+    Args:
+        module: a skeleton; parameters may be on the meta device.
+    """
+    if module not in _SHARES:
+        plan = _largest_plan(module)
+        shards = {} if plan is None else plan.shards
+        _SHARES[module] = {name: len(set(own)) for name, own in shards.items()}
+    return _SHARES[module]
+
+
+def _largest_plan(module: nn.Module) -> TensorPlan | None:
+    config: Any = getattr(module, "config", None)
+    texts = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = config_number(HEADS, config, texts) or 2
+    for tp in range(heads, 1, -1):
+        if heads % tp == 0:
+            try:
+                return plan_module(module, tp, "module")
+            except PlanError:
+                continue
+    return None
