@@ -85,8 +85,6 @@ class Executor:
         autocast: dtype of automatic mixed precision, None for none.
         device: where stages live.
         timeout: how long a wait on another rank may take.
-        random_shares: per stage, a number by which processes that share a microbatch differ
-            where they draw each their own random numbers.
         reduction: sums gradients of shared parameters, from their stage's last backward on.
         sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
             it likes; for gradients that stages of other modules on the same rank are handed.
@@ -109,7 +107,6 @@ class Executor:
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         timeout: timedelta = timedelta(minutes=5),
-        random_shares: Mapping[StageId, int] | None = None,
         sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
@@ -131,15 +128,13 @@ class Executor:
         self._colocation = colocation
         self._whereabouts = whereabouts or Whereabouts()
         self._observer = observer or FiniteObserver(self._device)
-        shares = random_shares or {}
         around = Surroundings(
             frozenset(stages), self._observer,
             None if autocast is None else partial(torch.autocast, self._device.type, autocast),
             sum_gradient, agree,
         )
         self._actions = {
-            name: StageActions(name, stage, around, shares.get(name, 0))
-            for name, stage in stages.items()
+            name: StageActions(name, stage, around) for name, stage in stages.items()
         }
 
     def compile(

@@ -4,7 +4,7 @@ random numbers, sums nothing and needs no casts passes nothing that would."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from raymm.actors.modules.message_samples import (
 )
 from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteObserver
+from raymm.kernels.shared_draws import SharedDraws
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
@@ -72,18 +73,13 @@ class StageActions:
         name: of the stage.
         stage: the stage.
         around: what it shares with others.
-        random_share: differs between processes that share a microbatch and draw each their own
-            random numbers.
 
     Attributes:
         draws: whether it draws random numbers; None: its first forward will tell.
     """
 
-    def __init__(
-        self, name: StageId, stage: StageModule, around: Surroundings, random_share: int = 0
-    ) -> None:
-        self._name, self._stage = name, stage
-        self._around, self._random_share = around, random_share
+    def __init__(self, name: StageId, stage: StageModule, around: Surroundings) -> None:
+        self._name, self._stage, self._around = name, stage, around
         self.draws: bool | None = stage.training and (getattr(stage, "may_draw", True) or None)
 
     def action(self, task: Task) -> Action:
@@ -173,7 +169,7 @@ class StageActions:
             context = MicrobatchContext(
                 meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets,
                 meta.decode, meta.sample_seeds(microbatch) if meta.first_samples else None,
-                meta.reference, step.learns, meta.router_counts,
+                meta.reference, step.learns, meta.router_counts, meta.samples_in(microbatch),
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)
@@ -199,14 +195,14 @@ class StageActions:
         drawn, meta = self.draws, step.meta
         if drawn is False:
             return self._stage.run(inputs, named, context)
-        # Replicas that share a microbatch's samples draw each their own.
-        first = context.samples[0].lo if context.samples else 0
         draws = module_draws(
             meta.seed, meta.step, self._name.module, context.microbatch,
-            self._random_share or first, observed=drawn is None, batch=meta.batch,
+            observed=drawn is None, batch=meta.batch,
         )
         draws.enter("stage")
-        output = self._stage.run(inputs, named, context._replace(draws=draws))
+        in_parts = getattr(self._stage, "is_shared", False) or context.samples
+        with SharedDraws() if in_parts else nullcontext():
+            output = self._stage.run(inputs, named, context._replace(draws=draws))
         if drawn is None:
             draws.end()
             self.draws = draws.drawn

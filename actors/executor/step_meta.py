@@ -46,6 +46,7 @@ class StepMeta(NamedTuple):
         keys: per microbatch, a value that determines every message's layout.
         seed: the run's seed.
         sample_ids: per microbatch, its samples' ids.
+        sample_counts: per microbatch, the number of its samples, where they have no ids.
         training: False for evaluation: no dropout anywhere.
         batch: how many batches' gradients the step has accumulated before, for seeds.
         scales: by module, what the sum of its samples' losses is multiplied with: its weight
@@ -76,6 +77,13 @@ class StepMeta(NamedTuple):
     reference: bool = False
     counting: bool = False
     router_counts: tuple[float, ...] | None = None
+    sample_counts: tuple[int, ...] = ()
+
+    def samples_in(self, microbatch: int) -> int:
+        """Return the number of a microbatch's samples, 0 if unknown."""
+        if self.sample_counts:
+            return self.sample_counts[microbatch]
+        return len(self.sample_ids[microbatch]) if self.sample_ids else 0
 
     def offsets_of(self, microbatch: int, module: str) -> Sequence[int] | None:
         """Of a module's outputs; None if they have one row of each sample."""

@@ -9,6 +9,9 @@ and a forward that is run again draws what it drew.
 
 The stream outside the blocks begins anew after each block: whatever a block drew, or another
 stage's block would have drawn, no later number depends on it.
+
+Processes that share a module draw the numbers of one process, each in the shape of the full tensor,
+and take those of their part (:mod:`raymm.kernels.shared_draws`).
 """
 
 from __future__ import annotations
@@ -64,8 +67,7 @@ class Draws:
 
 
 def module_draws(
-    seed: int, step: int, module: str, microbatch: int, share: int = 0, observed: bool = False,
-    batch: int = 0,
+    seed: int, step: int, module: str, microbatch: int, observed: bool = False, batch: int = 0
 ) -> Draws:
     """A module's random numbers in a microbatch of a step.
 
@@ -74,12 +76,11 @@ def module_draws(
         step: number of the optimizer step.
         module: its name, the same for all of its stages and copies.
         microbatch: its number within the batch.
-        share: differs between processes that share the microbatch and draw each their own.
         observed: note whether any are drawn.
         batch: number of the batch, of those whose gradients the step accumulates.
     """
-    own = (*((share,) if share else ()), *(("batch", batch) if batch else ()))
-    return Draws(derive_seed(seed, step, module, microbatch, *own), observed)
+    accumulated = ("batch", batch) if batch else ()
+    return Draws(derive_seed(seed, step, module, microbatch, *accumulated), observed)
 
 
 class BlockDraws:
@@ -90,13 +91,10 @@ class BlockDraws:
 
     Attributes:
         draws: of the forward under way, or of the last one; None: leave the generators alone.
-        share: differs between processes that have a part of every block's work and draw each
-            their own within blocks, but the same outside.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self.draws: Draws | None = None
-        self.share = 0
         self._outside: list[int] = []
         self._hooks = []
         for index, block in enumerate(blocks):
@@ -119,8 +117,7 @@ class BlockDraws:
             return
         outside = torch.initial_seed()
         self._outside.append(outside)
-        own = (self.share,) if self.share else ()
-        self.draws.reseed(derive_seed(outside, "block", index, *own))
+        self.draws.reseed(derive_seed(outside, "block", index))
 
     def _leave(self, index: int, *_: Any) -> None:
         if self.draws is None or not self._outside:

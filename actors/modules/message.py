@@ -106,6 +106,7 @@ class MicrobatchContext(NamedTuple):
         reference: the log-probabilities of the rows' labels are asked for, without adapters.
         router_loss: whether the loss is to have what the model adds to it for its routers.
         router_counts: as of :class:`raymm.actors.executor.step_meta.StepMeta`.
+        sample_count: number of the microbatch's samples, 0 if unknown.
     """
 
     label_tokens: int
@@ -120,6 +121,7 @@ class MicrobatchContext(NamedTuple):
     reference: bool = False
     router_loss: bool = False
     router_counts: tuple[float, ...] | None = None
+    sample_count: int = 0
 
     def own_rows(self, module: str) -> Range:
         """Where the rows that a module has of the stage's samples lie among all that it has of the
@@ -144,8 +146,10 @@ class StageModule(nn.Module):
     """What the executor needs of a stage.
 
     A stage without an attribute ``may_draw`` may draw random numbers, at the places that it says
-    to ``context.enter``.
+    to ``context.enter``. A stage with a true attribute ``is_shared`` computes a part of what one
+    process would, as several processes share its microbatches or its parameters' products.
     """
+
 
     def run(
         self,

@@ -210,9 +210,6 @@ class RankActor(StoredRank):
             autocast=self._autocast,
             device=self._device,
             timeout=self._timeouts.wait,
-            random_shares={} if self._connections.data is None else {
-                name: stage.random_share for name, stage in self._stages.items()
-            },
             sum_gradient=None if self._connections.data is None else self._sum_over_data,
             agree=None if self._connections.data is None else self._connections.largest_on_host,
             reduction=self._optimizer.reduction,

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from raymm.actors.quota.generators import seed_beside_torch
 from raymm.actors.recompute.offloaded_activations import OffloadedBlocks
 from raymm.kernels.flash.operator import ATTENTION as ATTENTION_OPERATOR
+from raymm.kernels.shared_draws import same_draws
 from raymm.scheduler.costs.recomputation import ATTENTION, KEEP, MATMULS, OFFLOAD, OPTIONS
 
 _aten = torch.ops.aten
@@ -91,7 +92,7 @@ def _drawing_alike(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that draws the same whenever it is called again. Checkpointing puts torch's
     generators back; numpy's and Python's, which it does not know, were seeded like them
     (:mod:`raymm.actors.modules.draws`)."""
-    calls = count()
+    calls, forward = count(), same_draws(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if next(calls):

@@ -38,6 +38,7 @@ from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.mask.convert import from_dense
 from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.shared_draws import Cut, Grid, current_draws, set_grid
 
 _CACHED_MASKS = 64
 
@@ -107,6 +108,7 @@ class SharedItems:
         self._attention = hf_attention.SharedTokens()
         self._layout: ContextLayout | None = None
         self._length = 0
+        self._outside: Grid | None = None
         every = block_list(module, blocks)
         for number in range(lo, hi):
             block = every[number]
@@ -145,7 +147,26 @@ class SharedItems:
         if length > self._length:
             attend = _among_replicas(attend, length)
         self._attention.start(attend, self._length)
+        self._set_grid(hidden.shape[0])
         return self._cut(block, args, kwargs, hidden_too=self._first == 0)
+
+    def _set_grid(self, items: int) -> None:
+        """Cut what blocks draw by the tokens of this process."""
+        if (draws := current_draws()) is None:
+            return
+        self._outside = draws.grid
+        start, stop = self._own_range
+        rows = Cut.uncut(items) if self._outside is None else self._outside.rows
+        draws.grid = Grid(rows, Cut.from_range(start, stop, self._length))
+
+    @property
+    def _own_range(self) -> tuple[int, int]:
+        """[start, stop) of the tokens of this process."""
+        assert self._layout is not None
+        ((start, stop),) = self._layout.ranges[self._peers.rank]
+        if stop > self._length:  # a copy of the last token, which no token sees
+            return self._length - 1, self._length
+        return start, stop
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._layout is None:
@@ -159,15 +180,13 @@ class SharedItems:
         assert self._layout is not None  # since its first block
         whole = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()
+        set_grid(self._outside)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _cut(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any], hidden_too: bool
     ) -> Any:
-        assert self._layout is not None
-        ((start, stop),) = self._layout.ranges[self._peers.rank]
-        if stop > self._length:  # a copy of the last token, which no token sees
-            start, stop = self._length - 1, self._length
+        start, stop = self._own_range
         others, named = list(args), dict(kwargs)
         hidden = others.pop(0) if args else named.pop(hidden_name(block))
         others, named = _own_tokens((others, named), self._length, start, stop)

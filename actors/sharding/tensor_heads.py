@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,16 @@ def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> di
         in_config = {n: heads.query // tp for n in _CONFIG_HEADS} | {_KEY_COUNTS[0]: key}
         local |= {CONFIG + n: new for n, new in in_config.items() if hasattr(config, n)}
     return local
+
+
+def local_query_heads(attributes: Mapping[str, int]) -> int | None:
+    """Return the number of query heads among the numbers of :func:`local_attributes`.
+
+    Args:
+        attributes: of one attention module.
+    """
+    names = (*_QUERY_COUNTS, *(CONFIG + name for name in _CONFIG_HEADS))
+    return next((attributes[name] for name in names if name in attributes), None)
 
 
 def _configs(module: nn.Module, where: str) -> list[Any]:

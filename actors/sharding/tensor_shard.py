@@ -12,8 +12,8 @@ the operators of :mod:`raymm.kernels.collectives.tensor_parallel`:
 | embedding | other processes' tokens are left out | rows are summed |
 | experts | as column, for every input | as row |
 
-Dropout draws the same numbers on all processes: outside attention and feed-forwards as it has
-to be, inside them so that the dropout of one process's heads is that of another's.
+Outside attention and feed-forwards dropout draws the same numbers on all processes, inside them
+those of the process's heads and features (:mod:`raymm.actors.sharding.tensor_draws`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.adapters.lora import AdaptedConv1D, AdaptedLayer, AdaptedLinear
+from raymm.actors.sharding.tensor_draws import cut_draws, row_widths
 from raymm.actors.sharding.tensor_heads import CONFIG
 from raymm.actors.sharding.tensor_plan import (
     COLUMN,
@@ -64,6 +65,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
     """
     if group.size != plan.tp:
         raise ValueError(f"the group has {group.size} processes, the plan {plan.tp}")
+    inner = row_widths(module, plan)
     _cut_parameters(module, plan, group.rank)
     entries: dict[str, _Entry] = {}
     for name, style in plan.styles.items():
@@ -85,6 +87,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
         child = _find(module, name)
         if child is not None:
             _set_attributes(child, values)
+    cut_draws(module, plan, group.rank, inner)
 
 
 def _around(module: nn.Module, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.cross_attention import share_cross_attention
 from raymm.kernels.hf.document_rows import DOCUMENTS_ARGUMENT, mix_by_documents
 from raymm.kernels.host_copies import on_host
+from raymm.kernels.shared_draws import Cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,10 +59,26 @@ class MaskedAttention:
             self._undo()
 
 
+class Attended(NamedTuple):
+    """What a stage calls its part of a model with.
+
+    Attributes:
+        arguments: keyword arguments of the model.
+        side, embeds, hidden: of this process's tokens.
+        tokens: which tokens of a row these are; None for all.
+    """
+
+    arguments: dict[str, Any]
+    side: dict[str, Any]
+    embeds: torch.Tensor | None
+    hidden: torch.Tensor | None
+    tokens: Cut | None = None
+
+
 def attention_arguments(
     side: dict[str, Any], embeds: torch.Tensor | None, hidden: torch.Tensor | None,
     policy: MaskPolicy, exchange: Exchange | None, pairs: int, config: Any, mixes: bool = False,
-) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor | None, torch.Tensor | None]:
+) -> Attended:
     """What the layers are told of the mask; and, where tokens are shared, what is left of
     the merged microbatch, or of what came, for this process.
 
@@ -74,9 +91,6 @@ def attention_arguments(
         pairs: what a token costs beside attention, in pairs of a query and a key.
         config: of the model.
         mixes: whether layers mix tokens by other means, too, and are told of documents.
-
-    Returns:
-        Keyword arguments of the model; side, embeds and hidden of the process.
     """
     layout = side["token_layout"]
     device = cast(torch.Tensor, embeds if hidden is None else hidden).device
@@ -87,12 +101,13 @@ def attention_arguments(
             arguments[DOCUMENTS_ARGUMENT] = document_lengths(layout)
         if reads_visual:
             arguments |= cross_arguments(side, None, config, device)
-        return arguments, side, embeds, hidden
+        return Attended(arguments, side, embeds, hidden)
     length = layout.shape[2]
     if embeds is not None:
         layout = pad_layout(layout, exchange.size)
     else:
         length = int(on_host(side["length"]))
+    tokens = length
     masks = row_masks(layout, policy)
     group = shard_tokens(masks, length, exchange, pairs)
     if embeds is not None:
@@ -112,4 +127,5 @@ def attention_arguments(
         arguments[DOCUMENTS_ARGUMENT] = shared_rows(document_lengths(layout), None, group)
     if reads_visual:
         arguments |= cross_arguments(side, group, config, device)
-    return arguments, side, embeds, hidden
+    own = Cut(group.queries.sizes[exchange.rank], tokens, group.queries.ranges[exchange.rank])
+    return Attended(arguments, side, embeds, hidden, own)

@@ -22,6 +22,7 @@ from raymm.actors.sharding.sample_rows import SplitSamplesError
 from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
+from raymm.actors.stages.draw_grids import sample_rows, share_of_rows
 from raymm.actors.stages.item_shares import ITEMS, ItemShares
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import (
@@ -40,6 +41,7 @@ from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.collectives.gather_tokens import contribute_once
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
+from raymm.kernels.shared_draws import Grid, set_grid
 from raymm.scheduler.graph.module_graph import Port
 
 
@@ -166,6 +168,7 @@ class EncoderStage(StageModule):
         Args:
             plans: of the whole module and of the projector.
         """
+        self.is_shared = True
         if self.module is not None:
             shard_module(self.module, plans["module"], group)
         if self.projector is not None:
@@ -181,10 +184,10 @@ class EncoderStage(StageModule):
 
         :func:`raymm.actors.probe.items.probe_shared_items` tells which encoders can.
         """
-        self._exchange = exchange
+        self._exchange, self.is_shared = exchange, True
         if self.module is None or self._forward is None:
             return
-        self._forward.share_tokens(exchange.rank)
+        self._forward.share_tokens()
         trains = any(p.requires_grad for p in self.module.parameters())
         peers = ProcessPeers(exchange, backward=trains)
         blocks = self._forward.blocks
@@ -198,13 +201,7 @@ class EncoderStage(StageModule):
         features of all items. Stages before it hand on the process's own items. The gradients
         of a parameter have the right *sum* over the processes.
         """
-        self._items = ItemShares(self.spec.name, exchange)
-
-    @property
-    def random_share(self) -> int:
-        """Processes that differ in it draw other random numbers. Those that share items' tokens
-        do so within blocks only: what they compute alike must be the same."""
-        return 0 if self._items is None else self._items.rank
+        self._items, self.is_shared = ItemShares(self.spec.name, exchange), True
 
     @property
     def may_draw(self) -> bool:
@@ -244,6 +241,7 @@ class EncoderStage(StageModule):
             context: of the microbatch.
         """
         preprocess = self.spec.preprocess
+        self._set_rows(context, {})
         if inputs is not None and FEATURES in inputs:
             kept = message_of_entries(inputs)
             if not kept.side:
@@ -273,6 +271,7 @@ class EncoderStage(StageModule):
                 {name: value for name, value in side.items() if name != ITEMS},
                 received_hidden.device,
             ) | ports
+        self._set_rows(context, side)
         if self._forward is not None:
             try:
                 with self._sharing or nullcontext():
@@ -365,6 +364,26 @@ class EncoderStage(StageModule):
         """Of a microbatch's items those of the stage's samples."""
         rows = context.own_rows(self.spec.name)
         return {name: value[slice(*rows)] for name, value in inputs.items()}
+
+    def _set_rows(self, context: MicrobatchContext, side: Mapping[str, torch.Tensor]) -> None:
+        """Cut what is drawn from here on by the items of this process.
+
+        Args:
+            context: of the microbatch.
+            side: with :data:`ITEMS` where processes share the stage's items.
+        """
+        if self._items is None or ITEMS not in side:
+            rows = sample_rows(context, self.spec.name, self._row_count(context))
+            set_grid(None if rows.is_uncut else Grid(rows))
+            return
+        own, count = self._items.own(side), int(side[ITEMS])
+        rows = share_of_rows(
+            sample_rows(context, self.spec.name, count), own.start if own else 0, max(len(own), 1)
+        )
+        set_grid(Grid(rows))
+
+    def _row_count(self, context: MicrobatchContext) -> int:
+        return context.own_rows(self.spec.name).size if context.samples else 1
 
     @property
     def _unfinished(self) -> bool:

@@ -29,11 +29,16 @@ from raymm.actors.modules.packed_rows import pack_rows
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.sharding.context_rows import message_tokens, resize_tokens, token_pairs
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.sharding.sample_rows import take_rows, text_of_samples
+from raymm.actors.sharding.sample_rows import row_shares, take_rows, text_of_samples
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.sharding.visual_tokens import LENGTH, SHOWN, own_visual_tokens
-from raymm.actors.stages.attention_arguments import MaskedAttention, attention_arguments
+from raymm.actors.stages.attention_arguments import (
+    Attended,
+    MaskedAttention,
+    attention_arguments,
+)
+from raymm.actors.stages.draw_grids import DRAWN_ROWS, rows_of_share, sample_rows, text_grid
 from raymm.actors.stages.labels import PAIR, Labelled, compared, pair_shares, with_sources
 from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.stage_inputs import for_model, from_side, from_stages, message_of
@@ -50,6 +55,7 @@ from raymm.kernels.cross_entropy import (
 from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.preference import PreferenceLoss
+from raymm.kernels.shared_draws import Grid, set_grid
 from raymm.scheduler.graph.module_graph import Port
 
 if TYPE_CHECKING:
@@ -59,7 +65,7 @@ REFERENCE = "reference"
 _LONGEST = "longest"  # of a microbatch: one more than its largest position
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
 _NOT_FOR_MODEL = frozenset({
-    "targets", "token_layout", "length", LENGTH, ROUTED_TOKENS, _LONGEST,
+    "targets", "token_layout", "length", LENGTH, ROUTED_TOKENS, _LONGEST, DRAWN_ROWS,
 })
 
 
@@ -150,7 +156,7 @@ class LanguageStage(StageModule):
 
     def share_tokens(self, exchange: Exchange) -> None:
         """Work on a part of every sample's tokens, together with the processes of a group."""
-        self._exchange = exchange
+        self._exchange, self.is_shared = exchange, True
         if self._mask is None:
             self._mask = MASKS["causal"]
             self._use_masks()
@@ -158,14 +164,7 @@ class LanguageStage(StageModule):
     def share_samples(self, exchange: Exchange) -> None:
         """Work on a part of every microbatch's samples, together with the processes of a group.
         All of them get the same inputs; their losses, and gradients of a parameter, add up."""
-        self._samples = exchange
-
-    @property
-    def random_share(self) -> int:
-        """Processes that differ in it draw other random numbers."""
-        tokens, samples = self._exchange, self._samples
-        share = 0 if samples is None else samples.rank
-        return share if tokens is None else share * tokens.size + tokens.rank
+        self._samples, self.is_shared = exchange, True
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
@@ -187,7 +186,7 @@ class LanguageStage(StageModule):
         Args:
             plans: of the whole module, ``spec.source``, under ``"module"``.
         """
-        plan = plans["module"]
+        plan, self.is_shared = plans["module"], True
         shard_module(self.module, plan, group)
         vocabulary = plan.vocabulary(group.rank)
         if self.last and vocabulary is not None:
@@ -247,11 +246,16 @@ class LanguageStage(StageModule):
         if self.first:
             if context.samples:
                 inputs = text_of_samples(inputs, context)
+                set_grid(Grid(sample_rows(context, "", len(inputs["input_ids"]))))
             context.enter("merge")
             side = self._merge(inputs, received, context)
             longest = self._longest(side, context)
+            drawn = None
             if (own := self._samples) is not None:
-                side = take_rows(side, own.rank, own.size, PAIR if self.spec.preference else 1)
+                together = PAIR if self.spec.preference else 1
+                rows = row_shares(len(side["targets"]), own.size, together)[own.rank] or range(1)
+                drawn = rows_of_share(rows, side, self.spec.packing)
+                side = take_rows(side, own.rank, own.size, together)
             ports = self._ports(side)
             if self._mask is not None and ports:
                 ports = self._own_ports(ports, side)
@@ -260,19 +264,24 @@ class LanguageStage(StageModule):
             embeds = side.pop("inputs_embeds")
         else:
             hidden, side, ports = from_stages(received, self.spec.name)
+            drawn = side.pop(DRAWN_ROWS, None)
             embeds, longest = None, side.get(_LONGEST)
-        attention: dict[str, Any] = {}
+        attended = Attended({}, side, embeds, hidden)
         if self._mask is not None and "token_layout" in side:
-            attention, side, embeds, hidden = attention_arguments(
+            attended = attention_arguments(
                 side, embeds, hidden, self._mask, self._exchange, self._pairs, self.module.config,
                 bool(self.spec.mixers),
             )
+        attention, side, embeds, hidden, tokens = attended
+        if drawn is not None:
+            side[DRAWN_ROWS] = drawn
         if longest is not None:
             self._forward.rotary.longest = int(on_host(longest))
             side[_LONGEST] = longest
         start = embeds if hidden is None else hidden
         assert start is not None  # what came, or the first stage's embeddings
         targets, device = on_host(side["targets"]), start.device
+        set_grid(text_grid(context, targets.shape, drawn, tokens, self.spec.packing))
         if hidden is not None:
             # As wide as the embeddings, which may be narrower than the hidden state (OPT-350m).
             width = cast(nn.Embedding, self.module.get_input_embeddings()).weight.shape[1]

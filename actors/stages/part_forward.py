@@ -37,14 +37,11 @@ class PartForward:
         self._blocks = cut.blocks if cut else find_blocks(module)
         self._passage = None if cut is None else Passage(module, cut, lo, hi)
         self._draws: BlockDraws | None = None
-        self._share = 0
         self.rotary = RotaryState(module)
 
-    def share_tokens(self, share: int) -> None:
-        """Work on a part of the tokens, of which this process draws its own numbers in blocks. The
-        forward skips no blocks, as there processes meet; and what code around other stages'
-        blocks works on are all tokens."""
-        self._share = share
+    def share_tokens(self) -> None:
+        """Work on a part of the tokens. The forward skips no blocks, as there processes meet; and
+        what code around other stages' blocks works on are all tokens."""
         if self._passage is not None:
             self._passage.skips = False
 
@@ -81,7 +78,6 @@ class PartForward:
     def _draw_as(self, context: MicrobatchContext) -> None:
         if self._draws is None and context.draws is not None and self._blocks is not None:
             self._draws = BlockDraws(block_list(self._module, self._blocks))
-            self._draws.share = self._share
         if self._draws is not None:
             self._draws.draws = context.draws
         context.enter("module")

@@ -94,6 +94,7 @@ class TowerStage(EncoderStage):
             (hidden, *relays), side = message.tensors, dict(message.side)
             shown = {name: value for name, value in side.items() if name != ITEMS}
             inputs = from_side(shown, hidden.device)
+        self._set_rows(context, side)
         try:
             with self._sharing or nullcontext():
                 output = self._forward(hidden, context, relays, **inputs, **dict(spec.constants))

@@ -35,6 +35,7 @@ from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.host_copies import on_host
+from raymm.kernels.shared_draws import Cut, Grid
 
 _TARGETS, _FEATURES, _REAL = "targets", "features/", "attention_mask"
 
@@ -113,7 +114,7 @@ class WholeLanguageStage(LanguageStage):
     def share_tokens(self, exchange: Exchange) -> None:
         """As of :class:`LanguageStage`. The forward runs on all tokens up to its text model, and
         the model's own masks are of all tokens."""
-        self._exchange = exchange
+        self._exchange, self.is_shared = exchange, True
         self._use_own_masks()
 
     def _use_own_masks(self) -> None:
@@ -131,15 +132,15 @@ class WholeLanguageStage(LanguageStage):
 
     def _share(
         self, shape: tuple[int, int], real: torch.Tensor | None
-    ) -> tuple[TokenShare | None, Any, Any]:
-        """Which tokens of a batch (B, T) are this process's, None for all; what attends, and what
-        hands layers the tokens of all.
+    ) -> tuple[TokenShare | None, Any, Any, Grid | None]:
+        """Which tokens of a batch (B, T) are this process's, None for all; what attends, what
+        hands layers the tokens of all, and what random numbers are cut by.
 
         Args:
             shape: (B, T).
             real: (B, T) on the host, 0 for padding; None if there is none.
         """
-        rows = attend = columns = together = None
+        rows = attend = columns = together = ranges = None
         if self._samples is not None:
             rows = shares(shape[0], self._samples.size)[self._samples.rank] or range(1)
         documents = packed_tokens(shape, real, rows) if self.spec.packing else None
@@ -147,13 +148,28 @@ class WholeLanguageStage(LanguageStage):
             length = shape[1] if documents is None else len(documents)
             layout = zigzag(length, self._exchange.size)
             columns = layout.positions(self._exchange.rank)
+            ranges = layout.ranges[self._exchange.rank]
             group = ContextGroup(self._exchange, layout, layout)
             attend, together = attend_over(group), partial(shared_rows, group=group)
         if documents is not None:
             own = documents if columns is None else documents[columns]
-            return TokenShare(shape, packed=own, documents=documents), attend, together
-        share = None if rows is columns is None else TokenShare(shape, rows, columns)
-        return share, attend, together
+            share = TokenShare(shape, packed=own, documents=documents)
+            first, count = 0, len(documents)
+            if rows is not None:
+                every = packed_tokens(shape, real)
+                first, count = int((every < rows.start * shape[1]).sum()), len(every)
+            ranges = ranges or ((0, len(documents)),)
+            packed = Cut(len(own), count, tuple((first + lo, first + hi) for lo, hi in ranges))
+            return share, attend, together, Grid(Cut.uncut(1), packed)
+        if rows is columns is None:
+            return None, attend, together, None
+        grid = Grid(
+            Cut.uncut(shape[0]) if rows is None
+            else Cut.from_range(rows.start, rows.stop, shape[0]),
+            Cut.uncut(shape[1]) if columns is None or ranges is None
+            else Cut(len(columns), shape[1], ranges),
+        )
+        return TokenShare(shape, rows, columns), attend, together, grid
 
     def _own(
         self, values: torch.Tensor, share: TokenShare | None, none: int | bool
@@ -200,7 +216,7 @@ class WholeLanguageStage(LanguageStage):
         targets = on_host(side[_TARGETS])
         real = on_host(side[_REAL]) if _REAL in side else None
         B, T = targets.shape
-        share, attend, together = self._share((B, T), real)
+        share, attend, together, grid = self._share((B, T), real)
         labelled = None
         if self.last:
             own = self._own(targets, share, IGNORE_INDEX)
@@ -209,7 +225,7 @@ class WholeLanguageStage(LanguageStage):
         try:
             self._labelled = labelled
             sharing = None if self._entry is None else self._entry.sharing(
-                share, real, attend, together
+                share, real, attend, together, grid
             )
             with (
                 sharing or nullcontext(), self._routing.noted(counted),

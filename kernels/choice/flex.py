@@ -10,6 +10,7 @@ import torch
 
 from raymm.kernels.mask.convert import to_block_mask
 from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.shared_draws import draws_suspended
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,14 +38,15 @@ def flex_attention(
         scale: default ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
-    out, lse = _function(query.device.type)(
-        query, key, value,
-        score_mod=None if softcap is None else _cap(softcap),
-        block_mask=_block_mask(masks, query.device),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_lse=True,
-    )  # fmt: skip
+    with draws_suspended():  # dispatch modes would run it uncompiled
+        out, lse = _function(query.device.type)(
+            query, key, value,
+            score_mod=None if softcap is None else _cap(softcap),
+            block_mask=_block_mask(masks, query.device),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_lse=True,
+        )  # fmt: skip
     return out, lse.detach().float()
 
 

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
-from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, STOCHASTIC, OptimizerConfig
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 
+# Attention of transformers that draws its dropout masks as one process would.
+_CUT_ATTENTION = ("eager",)
+
 
 def layout_notes(
-    model: MultimodalModule | WholeModel, plan: Plan, optimizer: OptimizerConfig
+    model: MultimodalModule | WholeModel, plan: Plan, optimizer: OptimizerConfig, device: str
 ) -> Iterator[str]:
     """Yield one line for each module whose training differs from that of one process.
 
@@ -23,6 +26,7 @@ def layout_notes(
         model: the description.
         plan: what runs where.
         optimizer: what updates it.
+        device: ``"cpu"`` or ``"cuda"``, whose attention kernels make dropout masks by themselves.
     """
     for node in plan.graph.nodes:
         stage = plan.module_stages(node.name)[0]
@@ -31,11 +35,11 @@ def layout_notes(
         spec: Any = model.spec(node.name)
         sources = [spec.source, getattr(spec, "projector", None)]
         parts = [source.skeleton() for source in sources if source is not None]
-        if shown and any(map(_drops, parts)):
+        if device == "cuda" and shown and any(map(_drops_in_kernels, parts)):
             yield (
-                f"note: dropout of {node.name} draws other masks with {shown} than in one process: "
-                "losses are alike, not equal, and a run that goes on under another layout draws "
-                "others"
+                f"note: attention of {node.name} draws other dropout masks with {shown} than in "
+                "one process, as kernels on GPUs make them: losses are similar, not equal. For "
+                "equal ones set attn_implementation of the model to eager"
             )
         rule = optimizer.rule_of(node.name, "module.")
         is_trained, is_cut = any(node.trainable), max(degrees["tp"], degrees["fsdp"]) > 1
@@ -51,17 +55,14 @@ def layout_notes(
             )
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a forward in training drops values: layers for it, rates of attention that its
-    modules keep, and those of adapters."""
+def _drops_in_kernels(module: nn.Module) -> bool:
+    """Return True if attention drops values in training, in a kernel whose mask cannot be cut."""
+    configs: list[Any] = [
+        child.config for child in module.modules()
+        if child.training and isinstance(getattr(child, "config", None), PretrainedConfig)
+    ]
     return any(
-        child.training and (
-            isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0
-            or any(
-                "drop" in name and isinstance(value, float) and value > 0
-                or isinstance(value, LoraConfig) and value.dropout > 0
-                for name, value in vars(child).items()
-            )
-        )
-        for child in module.modules()
+        "att" in name and "drop" in name and isinstance(value, float) and value > 0
+        for config in configs if config._attn_implementation not in _CUT_ATTENTION
+        for name, value in vars(config).items()
     )

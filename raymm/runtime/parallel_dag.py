@@ -109,6 +109,7 @@ class DagParallelModule(PlannedModule):
             step=self._step, label_tokens=0, keys=tuple(map(_layout_key, prepared)),
             training=not forward_only, scales=self.model.scales(*prepared),
             first_samples=tuple(accumulate(sizes[:-1], initial=0)) if noisy else (),
+            sample_counts=tuple(sizes),
         )
         return self._submitted(
             [nodes] * len(prepared), inputs, step, update=update, keep=keep, samples=samples

@@ -11,14 +11,17 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 
-def notes(layout, name="adamw", parameters="fp32", frozen=None, lora=None, **config):
+def notes(
+    layout, name="adamw", parameters="fp32", frozen=None, lora=None, device="cuda", **config
+):
     llm = hf.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         vocab_size=64, **config,
     )
     model = MultimodalModule({}, ModalityModule(llm, frozen=frozen, lora=lora))
     plan = MultimodalParallelSpec({}, layout, 2).plan(model)
-    return list(layout_notes(model, plan, OptimizerConfig(name=name, parameters=parameters)))
+    optimizer = OptimizerConfig(name=name, parameters=parameters)
+    return list(layout_notes(model, plan, optimizer, device))
 
 
 SHARED = [
@@ -28,12 +31,12 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("layout", "shown"), SHARED)
-def test_dropout(layout, shown):
+def test_attention_dropout_of_gpu_kernels(layout, shown):
     (line,) = notes(layout, attention_dropout=0.1)
-    assert f"dropout of llm draws other masks with {shown}" in line
-    (line,) = notes(layout, lora=LoraConfig(r=2, dropout=0.1))
-    assert f"with {shown}" in line
-    assert notes(layout) == notes(layout, lora=LoraConfig(r=2)) == []
+    assert f"attention of llm draws other dropout masks with {shown}" in line
+    assert notes(layout, attention_dropout=0.1, device="cpu") == []
+    assert notes(layout, attention_dropout=0.1, attn_implementation="eager") == []
+    assert notes(layout) == notes(layout, lora=LoraConfig(r=2, dropout=0.1)) == []
     assert notes(layout, attention_dropout=0.1, frozen=True) == []
     assert notes(ParallelSpec(pp=2), attention_dropout=0.1) == []
 

@@ -26,6 +26,7 @@ from raymm.kernels.hf.document_rows import (
 from raymm.kernels.hf.known_masks import no_packed_rows
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT
 from raymm.kernels.hf.text_masks import enter_masks_of
+from raymm.kernels.shared_draws import Grid, set_grid
 
 _POSITIONS = "position_ids"
 Together = Callable[[Lengths, torch.Tensor | None], SharedRows]
@@ -59,6 +60,7 @@ class TextEntry:
         self._real: torch.Tensor | None = None
         self._attend: Any = None
         self._together: Together | None = None
+        self._grid: Grid | None = None
         self._left: Callable[[], None] | None = None
         self._entered = False
         self._text.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -67,7 +69,7 @@ class TextEntry:
     @contextmanager
     def sharing(
         self, share: TokenShare | None, real: torch.Tensor | None = None, attend: Any = None,
-        together: Together | None = None,
+        together: Together | None = None, grid: Grid | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """For one forward of the model.
 
@@ -76,18 +78,20 @@ class TextEntry:
             real: (B, T) on the host, 0 for padding; None if there is none.
             attend: what attention calls in place of its own, where processes share tokens.
             together: there, what hands layers that mix tokens by other means those of all.
+            grid: rows and tokens of the share, as random numbers are cut by them.
         """
         self._share, self._real, self._attend, self._entered = share, real, attend, False
-        self._together = together
+        self._together, self._grid = together, grid
         try:
             # Rows put together are told apart by masks.
             with no_packed_rows(True) if share is not None else nullcontext():
                 yield
         finally:
-            self._share = self._real = self._attend = self._together = None
+            self._share = self._real = self._attend = self._together = self._grid = None
             self._leave()
 
     def _leave(self, *_: Any) -> None:
+        set_grid(None)
         if self._rotary:
             self._rotary.longest = None
         if self._left is not None:
@@ -101,6 +105,7 @@ class TextEntry:
         if self._entered:
             raise TokenShareError(f"its {type(text).__name__} is called twice in a forward")
         self._entered = True
+        set_grid(self._grid)
         bound = self._signature.bind(*args, **kwargs)
         arguments: dict[str, Any] = {}
         for name, value in bound.arguments.items():

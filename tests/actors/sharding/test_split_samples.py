@@ -1,7 +1,5 @@
 """Which samples and which parts of parameters a process has."""
 
-from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ from raymm.actors.sharding.sample_rows import (
     take_items,
     take_rows,
 )
-from raymm.actors.stages.encoder import EncoderStage
-from raymm.actors.stages.language import LanguageStage
 
 counts, processes = st.integers(0, 9), st.integers(1, 5)
 
@@ -120,18 +116,3 @@ def test_parameters_of_several_blocks_stay_whole():
     module.layers[0].scale = nn.Parameter(torch.tensor(1.0))
     plan = fully_sharded_plan(module, block_units(module, "layers"), 2)
     assert set(plan.lengths) == {"layers.0.weight", "layers.1.weight"}
-
-
-def test_processes_draw_numbers_of_their_own():
-    """Those of a language model all, those of an encoder where they have other items."""
-    llm = LanguageStage.__new__(LanguageStage)
-    encoder = EncoderStage.__new__(EncoderStage)
-    drawn = []
-    for sample, token in product(range(2), range(3)):
-        for stage in (llm, encoder):
-            nn.Module.__init__(stage)
-            stage._samples = stage._items = SimpleNamespace(rank=sample, size=2)
-            stage._exchange = SimpleNamespace(rank=token, size=3)
-        drawn.append(llm.random_share)
-        assert encoder.random_share == sample
-    assert drawn == list(range(6))

@@ -1,0 +1,86 @@
+"""Rows and tokens of a microbatch that a stage's process has, as random numbers are cut by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.modules.token_layout import PADDING
+from raymm.kernels.host_copies import on_host
+from raymm.kernels.shared_draws import Cut, Grid
+
+DRAWN_ROWS = "drawn_rows"
+"""Side tensor (2,) int64 on the host: first row of a process that shares rows, and number of rows
+of all processes; of rows that are packed into one, first token and number of tokens."""
+
+
+def rows_of_share(rows: range, merged: Mapping[str, Any], packing: bool) -> torch.Tensor:
+    """Return :data:`DRAWN_ROWS`.
+
+    Args:
+        rows: of the process.
+        merged: what the merge policy returned for all rows: ``targets`` (B, T) and, with packing,
+            ``token_layout`` (3, B, T).
+        packing: True if the rows are going to be packed into one.
+    """
+    if not packing:
+        return torch.tensor([rows.start, len(merged["targets"])], device="cpu")
+    counts = (on_host(merged["token_layout"])[2] != PADDING).sum(dim=1)
+    return torch.stack([counts[: rows.start].sum(), counts.sum()])
+
+
+def sample_rows(context: MicrobatchContext, module: str, size: int) -> Cut:
+    """Return the rows of the stage's samples among those of the microbatch.
+
+    Args:
+        context: of the microbatch.
+        module: name of the module.
+        size: number of rows of the stage.
+    """
+    if not context.samples:
+        return Cut.uncut(size)
+    own, offsets = context.own_rows(module), context.offsets.get(module)
+    return Cut(size, offsets[-1] if offsets else context.sample_count, ((own.lo, own.hi),))
+
+
+def share_of_rows(rows: Cut, start: int, size: int) -> Cut:
+    """Return consecutive rows among those of a stage, as a part of the microbatch's rows.
+
+    Args:
+        rows: of the stage, consecutive.
+        start: first row of the process among them.
+        size: number of its rows.
+    """
+    first = rows.ranges[0][0] + start
+    return Cut.from_range(first, first + size, rows.whole)
+
+
+def text_grid(
+    context: MicrobatchContext, shape: Sequence[int], drawn: torch.Tensor | None,
+    tokens: Cut | None, packing: bool,
+) -> Grid:
+    """Return the rows and tokens of a language model's process.
+
+    Args:
+        context: of the microbatch.
+        shape: (b, t) of the process.
+        drawn: :data:`DRAWN_ROWS`; None if no other process has other rows of the stage.
+        tokens: which tokens of the process's rows it has; None for all.
+        packing: True if the rows are packed into one.
+    """
+    b, t = shape
+    tokens = tokens or Cut.uncut(t)
+    if packing and context.samples:  # how many tokens the other samples have is unknown
+        return Grid(Cut.uncut(b), Cut(t, 0, ()))
+    if drawn is None:
+        return Grid(sample_rows(context, "", b), tokens)
+    start, count = drawn.tolist()
+    if not packing:
+        rows = sample_rows(context, "", count)
+        return Grid(share_of_rows(rows, start, b), tokens)
+    packed = [(lo, min(hi, tokens.whole)) for lo, hi in tokens.ranges if lo < tokens.whole]
+    ranges = tuple((start + lo, start + hi) for lo, hi in packed)
+    return Grid(Cut.uncut(b), Cut(t, count, ranges))
