@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +30,10 @@ from raymm.data import (
 )
 from raymm.data.loading.builder import none_usable
 from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.evaluation.best_evaluation import PREFIX, TEXTS, BestEvaluation
 from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.table import WrittenText, write_table
 from raymm.evaluation.text_metrics import measured
-from raymm.files.run_files import write_whole
 from raymm.runtime.generation import (
     Prompt,
     WritingModule,
@@ -42,10 +41,6 @@ from raymm.runtime.generation import (
     check_generates,
     generate,
 )
-
-BEST = "best.json"
-PREFIX = "heldout_"  # of a metric in a row
-TEXTS = "texts"  # how many there are, in rows of evaluations alone
 
 
 @dataclass
@@ -71,6 +66,7 @@ class TextEvaluation:
         features: looks for features of items that were kept.
 
     Attributes:
+        best: the best evaluation, and when the run ends.
         rules: how texts end.
 
     Raises:
@@ -84,6 +80,7 @@ class TextEvaluation:
     ) -> None:
         check_generates(parallel)
         self.asked, self._parallel, self._folder = asked, parallel, folder
+        self.best = BestEvaluation(asked, folder)
         self._pairs = data.model_copy(update={"batch_size": 1, "microbatches": 1})
         self._data = self._pairs
         if data.preferences is True:  # the right answer is the chosen one
@@ -144,57 +141,6 @@ class TextEvaluation:
             "step": step, **{PREFIX + name: value for name, value in metrics.items()},
             TEXTS: len(texts), "table": str(page.relative_to(self._folder)),
         }
-
-    def better(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the last evaluation is the best one.
-
-        Args:
-            rows: of the run's metrics.
-        """
-        values = self._values(rows)
-        return bool(values) and values[-1] < min(values[:-1], default=math.inf)
-
-    def exhausted(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
-        """Why the run is to end: its last evaluations were none better than one before.
-
-        Args:
-            rows: of the run's metrics.
-        """
-        values, patience = self._values(rows), self.asked.patience
-        if patience is None or len(values) <= patience:
-            return None
-        if min(values[-patience:]) < min(values[:-patience]):
-            return None
-        return f"the last {patience} evaluations brought no better {self.asked.best}"
-
-    def note_best(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
-        """Write :data:`BEST`; return the step of the best evaluation, or None without one.
-
-        A metric that is not finite is never the best, as in the Trainer of transformers.
-
-        Args:
-            rows: of the run's metrics.
-        """
-        values = self._values(rows)
-        if self.asked.best is None or min(values, default=math.inf) == math.inf:
-            return None
-        row = self._evaluations(rows)[values.index(min(values))]
-        value = row[PREFIX + str(self.asked.best)]
-        best = {"step": row["step"], "metric": self.asked.best, "value": value}
-        write_whole(self._folder / BEST, json.dumps(best) + "\n")
-        return row["step"]
-
-    def _values(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Of the metric that counts, the smaller the better."""
-        name, sign = f"{PREFIX}{self.asked.best}", 1 if self.asked.smallest else -1
-        values = [row[name] for row in self._evaluations(rows)]
-        return [math.inf if value is None else sign * value for value in values]
-
-    def _evaluations(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Rows that :meth:`run` has given; of pairs, those of the held-out loss have rewards, too.
-        """
-        name = f"{PREFIX}{self.asked.best}"
-        return [row for row in rows if TEXTS in row and name in row]
 
     def _prompts(self, samples: list[_Asked], skipped: list[Skipped]) -> Iterator[Prompt]:
         """Of held-out samples, which are noted as they are asked for, as those left out are."""

@@ -11,7 +11,7 @@ a checkpoint can be read under another layout.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ from raymm.storage.step_folders import (
     remove_torn,
     set_aside,
     step_folders,
+    step_number,
     verified_manifest,
 )
 
@@ -87,7 +88,6 @@ class CheckpointStore:
     Attributes:
         run: what checkpoints say of the run (:class:`Manifest`).
         current: the checkpoint that was saved or found last.
-        best: step of a checkpoint that is kept beside the newest; None for none.
         unremoved: message about files of old checkpoints that stayed when the last save removed
             them; None if nothing stayed.
     """
@@ -107,7 +107,7 @@ class CheckpointStore:
         self._behind: BackgroundSave | None = None
         self.run: dict[str, Any] = {}
         self.current: Path | str | None = None
-        self.best: int | None = None
+        self._best: Callable[[Collection[int]], int | None] = lambda steps: None
         self.unremoved: str | None = None
 
     def committed(self) -> list[Path | str]:
@@ -183,6 +183,16 @@ class CheckpointStore:
                     folder.unlink(name)
                     removed.append(f"{folder / name}")
         return removed
+
+    def keep_best(self, best: Callable[[Collection[int]], int | None]) -> None:
+        """Keep one more checkpoint than the newest ones.
+
+        Args:
+            best: called now and after each commit, from the thread that commits, with the steps of
+                the committed checkpoints; returns the step of the checkpoint to keep.
+        """
+        self._best = best
+        best([step_number(folder.name) for folder in self._whole()])
 
     def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path | str:
         """Write a checkpoint of the current state and drop old ones. A state that was saved or
@@ -374,20 +384,26 @@ class CheckpointStore:
     def _remove_old(self, step: int) -> None:
         """Of the checkpoints up to the one that was just saved, keep the newest. Corrupt ones,
         which all later ones are, neither count nor go."""
+        counted = self._whole()
+        upto = counted.index(self._root / folder_name(step)) + 1
+        best = self._best([step_number(folder.name) for folder in counted[:upto]])
+        for old in counted[:upto][: -self._keep]:
+            if step_number(old.name) == best:
+                continue
+            try:
+                aside = drop(old)
+            except CheckpointError:
+                self._corrupt.add(old)
+                continue
+            if aside is not None:
+                self.unremoved = (
+                    f"{old} had files that raymm did not write; they are now in {aside}"
+                )
+
+    def _whole(self) -> list[StorageFolder]:
+        """Return committed checkpoints that are not known to be corrupt, oldest first."""
         with writing(self._root):
-            counted = [
+            return [
                 folder for folder in step_folders(self._root)
                 if folder not in self._corrupt and has_manifest(folder)
             ]
-        upto = counted.index(self._root / folder_name(step)) + 1
-        for old in counted[:upto][: -self._keep]:
-            if self.best is None or old.name != folder_name(self.best):
-                try:
-                    aside = drop(old)
-                except CheckpointError:
-                    self._corrupt.add(old)
-                    continue
-                if aside is not None:
-                    self.unremoved = (
-                        f"{old} had files that raymm did not write; they are now in {aside}"
-                    )

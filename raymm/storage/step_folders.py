@@ -29,6 +29,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_number(name: str) -> int:
+    """Return the step of a folder that :func:`folder_name` has named."""
+    return int(name.removeprefix("step-"))
+
+
 def is_folder_name(name: str) -> bool:
     """Whether a folder of this name is, or was to be, a checkpoint."""
     return _NAME.fullmatch(name) is not None

@@ -141,8 +141,8 @@ class Attempt:
                 )
                 if texts.rules.note is not None:
                     self._say(texts.rules.note)
-                # What it was when the run was interrupted: checkpoints to come must not drop it.
-                self.store.best = texts.note_best(metrics.rows)
+                best = texts.best
+                self.store.keep_best(lambda steps: best.write(metrics.rows, steps))
             steps = self.run.steps if self.until is None else self.until
             self.loop = TrainingLoop(
                 self.run.model_copy(update={"steps": steps}), batches=batches, parallel=parallel,

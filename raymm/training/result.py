@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.draw.notebook import pictures_html
-from raymm.evaluation.text_evaluation import BEST
+from raymm.evaluation.best_evaluation import BEST
 from raymm.storage.step_folders import folder_name
 
 
@@ -48,16 +48,18 @@ class Result:
 
     @property
     def best_checkpoint(self) -> Path | str | None:
-        """Like :attr:`checkpoint`, of the best one by ``best`` of ``run.evaluate``; None without,
-        and where nothing is better than what the run began with."""
+        """Best checkpoint by ``best`` of ``run.evaluate``, as :attr:`checkpoint`; None without.
+
+        The state before the first step is no checkpoint: ``best.json`` has its value as
+        ``start``."""
         file = self.path / BEST
         if self.checkpoint is None or not file.is_file():
             return None
-        name = folder_name(step := json.loads(file.read_text())["step"])
+        name = folder_name(json.loads(file.read_text())["step"])
         if isinstance(self.checkpoint, Path):
             folder = self.checkpoint.with_name(name)
             return folder if folder.is_dir() else None
-        return f"{self.checkpoint.rpartition('/')[0]}/{name}" if step else None
+        return f"{self.checkpoint.rpartition('/')[0]}/{name}"
 
     def _repr_html_(self) -> str:
         last = self.metrics

@@ -24,6 +24,7 @@ from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset
 from raymm.errors import RunFailedError
+from raymm.evaluation.best_evaluation import BestEvaluation
 from raymm.files.run_files import remove_partial
 from raymm.layout.layout_notes import layout_notes
 from raymm.layout.mapping_plan import plan_of_mapping
@@ -256,7 +257,7 @@ class Trainer:
             for file in (self.path / METRICS, self.path / SAMPLES, self.path / DECISIONS):
                 if file.is_file():
                     read_metrics(file)  # they go on: refused now, not once ranks have started
-            if checkpoint.manifest.step >= self.run.steps:
+            if self._ends_before(checkpoint):
                 return self._nothing_to_do(checkpoint)
         self._take_data(checkpoint, splits)
         if self.training.dataset is not None:
@@ -308,7 +309,7 @@ class Trainer:
     ) -> Result:
         self._under_way, self._restarted, self.plan = None, True, self._fixed_plan
         checkpoint = self._newest(store)
-        if checkpoint is not None and checkpoint.manifest.step >= self.run.steps:
+        if checkpoint is not None and self._ends_before(checkpoint):
             return self._nothing_to_do(checkpoint)
         self._take_data(checkpoint, splits)
         return self._attempt(store, checkpoint, callbacks, attempted, splits)
@@ -383,16 +384,34 @@ class Trainer:
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
+    def _ends_before(self, checkpoint: Checkpoint) -> bool:
+        """Return True if no step follows a checkpoint."""
+        step = checkpoint.manifest.step
+        return step >= self.run.steps or self._exhausted(step) is not None
+
+    def _exhausted(self, step: int) -> str | None:
+        """Return why ``patience`` of ``run.evaluate`` has ended the run after a step, or None."""
+        file = self.path / METRICS
+        if self.run.evaluate is None or not file.is_file():
+            return None
+        rows = [row for row in read_metrics(file) if row["step"] <= step]
+        return BestEvaluation(self.run.evaluate, self.path).exhausted(rows)
+
     def _nothing_to_do(self, checkpoint: Checkpoint) -> Result:
         taken = checkpoint.manifest.step
-        self._say(
-            f"nothing to do: {checkpoint.folder} has taken {taken} steps, run.steps is "
-            f"{self.run.steps}"
-        )
+        exhausted = self._exhausted(taken)
+        if exhausted is not None:
+            self._say(f"nothing to do: {checkpoint.folder} has taken {taken} steps, and {exhausted}")
+        else:
+            self._say(
+                f"nothing to do: {checkpoint.folder} has taken {taken} steps, run.steps is "
+                f"{self.run.steps}"
+            )
         rows = MetricsLog(self.path / METRICS, taken).rows
         return Result(
             last_step(rows), rows, checkpoint.folder, self.path, changed=self._changed,
             corrupt=checkpoint.corrupt, steps_not_applied=steps_not_applied(rows),
+            exhausted=exhausted,
         )
 
     def _say_what_runs(self, execution: Execution, device: str) -> None:

@@ -210,15 +210,16 @@ class TrainingLoop:
     def _pause_after(self, step: int) -> None:
         """With nothing under way: evaluate and save, if that is due and was not done."""
         self._drain(0)
+        is_best = False
         with self._parallel.evaluated_weights():
             if not step or self._is_due(step, self._run.eval_every) or step == self._last:
                 self._evaluate(step)
             if self._texts is not None and self._texts.is_due(step, self._last):
-                self._evaluate_texts(step, self._texts)
+                is_best = self._evaluate_texts(step, self._texts)
         last = self._last
         if step and self._checkpoints.saved < step:
             self._owed |= step % self._run.checkpoint_every == 0
-            if step == last or self._owed and not self._in_a_row:
+            if step == last or is_best or self._owed and not self._in_a_row:
                 self._enter(RunState.SAVING)
                 save = self._checkpoints.take if step < last else self._checkpoints.take_now
                 save(self._position)
@@ -365,23 +366,21 @@ class TrainingLoop:
         self._callbacks.evaluation(self._metrics.rows[-1])
         self._progress.line(heldout_line(row))
 
-    def _evaluate_texts(self, step: int, texts: TextEvaluation) -> None:
-        """What the model writes; keeps the best, and ends a run that gets no better."""
+    def _evaluate_texts(self, step: int, texts: TextEvaluation) -> bool:
+        """Evaluate what the model writes, and end a run that gets no better. Return True if this is
+        the best state so far."""
         if not any(row["step"] == step and "texts" in row for row in self._metrics.rows):
             row = texts.run(step)
             self._metrics.add(row)
             self._callbacks.evaluation(self._metrics.rows[-1])
             self._progress.line(texts_line(row))
         rows = self._metrics.rows
-        if texts.asked.best is None:
-            return
-        self._owed |= bool(step) and texts.better(rows)
-        self._store.best = texts.note_best(rows)
-        if (reason := texts.exhausted(rows)) is not None:
+        if (reason := texts.best.exhausted(rows)) is not None:
             self.exhausted = reason
             if step < self._last:
                 self._progress.line(f"step {step:>5}  the run ends: {reason}")
                 self._last = max(step, 1)
+        return texts.best.improved(rows)
 
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> HeldoutLoss:
         check, steps = self._parallel.group.check_cluster, self._run.eval_steps

@@ -62,13 +62,14 @@ def test_texts_in_the_loop(ray_cluster, raymm, inputs, changes, make_config, tmp
     )
     assert code == 0 and text.count(f"> what is this\n{written[image]}\n") == 2, text
 
-    best = min(rows, key=lambda row: row["heldout_perplexity"])
+    best = min(rows[1:], key=lambda row: row["heldout_perplexity"])
     assert json.loads((run / "best.json").read_text()) == {
         "step": best["step"], "metric": "perplexity", "value": best["heldout_perplexity"],
+        "start": rows[0]["heldout_perplexity"],
     }
     kept = [Path(folder).name for folder in CheckpointStore(run).committed()]
     assert "step-00000006" in kept
-    assert not best["step"] or f"step-{best['step']:08d}" in kept
+    assert f"step-{best['step']:08d}" in kept
     assert math.isfinite(best["heldout_perplexity"])
 
 
@@ -146,6 +147,9 @@ def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config
     assert last in (2, 3, 4) and "brought no better text_functions:length" in text
     latest = CheckpointStore(tmp_path / "run").latest()
     assert latest is not None and Path(latest).name == f"step-{last:08d}"
+    code, text = raymm("train", config)
+    assert code == 0 and f"has taken {last} steps, and the last 2 evaluations brought no" in text
+    assert curve(tmp_path / "run")[-1][0] == last
 
 
 def test_a_run_that_gets_no_better_ends_with_its_phase(
