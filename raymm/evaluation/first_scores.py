@@ -1,4 +1,5 @@
-"""What a model says of a run's pairs of answers before it is trained, which is their reference."""
+"""Reference log-probabilities for DPO: those of the model with the weights that a run begins with.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +24,43 @@ _ROUNDING = 1e-2
 
 def keep_references(
     parallel: MultimodalParallelModule, loaders: Iterable[StepLoader], folder: Path,
+    run: Mapping[str, Any], same_rows: Callable[[Mapping[str, Any]], bool] | None,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Ask the model of every row, training and held-out, if the run begins; else read what it said
-    then. Of a model whose reference is another, nothing.
+    """Set :attr:`MultimodalParallelModule.references` of a model with ``reference: initial``.
+
+    The model computes them if the run begins, or if the run resumes with data whose rows differ.
+    Otherwise they are read from the run's folder.
 
     Args:
-        parallel: the model, as the run's next step has it.
+        parallel: the model with its initial weights: no checkpoint is loaded yet.
         loaders: of the run's data, a pass each.
-        folder: of the run; gets :data:`REFERENCES`, log-probabilities by ids of rows.
+        folder: of the run; gets :data:`REFERENCES`: log-probabilities by ids of rows, and the data
+            that they are of.
+        run: description of the run.
+        same_rows: of a run that resumes: called with the description of earlier data; returns True
+            if the data of the run give the same rows. None for a run that begins.
         say: prints a line.
 
     Raises:
-        ConfigError: two unlike rows have one id, or the run goes on and the file is gone.
+        ConfigError: two different rows have one id, or the run resumes and the file is missing.
     """
     loss = parallel.model.preference
     if loss is None or not loss.asked_once:
         return
     file = folder / REFERENCES
-    if parallel.steps_taken:
+    data = {name: value for name, value in run.items() if name.startswith("data.")}
+    if same_rows is not None:
         try:
-            parallel.references = json.loads(file.read_text())
+            stored = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read {file}, what the model said of its data when the run began: {error}; "
                 "put it back, or begin another run"
             ) from None
-        return
+        if same_rows(stored.get("data", {})):
+            parallel.references = stored["scores"]
+            return
     scores_of: dict[str, float] = {}
     texts: dict[str, bytes] = {}
     for loader in loaders:
@@ -66,7 +77,7 @@ def keep_references(
                                 f"two rows are named {row!r}, and model.loss.dpo.reference is "
                                 f"{loss.reference!r}; accepted: rows with an id of their own"
                             )
-    write_whole(file, json.dumps(scores_of) + "\n")
+    write_whole(file, json.dumps({"data": data, "scores": scores_of}) + "\n")
     say(f"references     {file}: {len(scores_of)} answers")
     parallel.references = scores_of
 

@@ -76,6 +76,26 @@ RULES = (
 # No option helps against these: something would be lost or made up.
 _NEVER = "model.parameters"
 
+# Fields of the data that decide when a row is used, not what is in it.
+_ORDER = (
+    "data.*.times", "data.train.*.weight*", "data.seed", "data.shuffle", "data.batch_size",
+    "data.microbatches", "data.batching*",
+)
+
+
+def have_same_rows(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return True if the data of two runs give the same rows, whatever their order.
+
+    Args:
+        was, now: of :func:`raymm.storage.run_description.describe_run`.
+    """
+    fields = {field for field in {*was, *now} if field.startswith("data.")}
+    return all(
+        any(fnmatchcase(place, pattern) for pattern in _ORDER)
+        for field in fields
+        for place, _, _ in _differences(field, was.get(field, _MISSING), now.get(field, _MISSING))
+    )
+
 
 def compare(
     folder: Path | str, manifest: Manifest, run: Mapping[str, Any], allowed: Sequence[str] = ()

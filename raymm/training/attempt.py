@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.whole.pipelined import WholeParallelModule
 from raymm.storage.checkpoint import Checkpoint, CheckpointStore
 from raymm.storage.loading import restore
+from raymm.storage.resuming import have_same_rows
 from raymm.training.execution import Execution
 from raymm.training.restarts import Attempted
 from raymm.training.result import Result, last_step, steps_not_applied
@@ -95,6 +97,17 @@ class Attempt:
             RunFailedError: a process or a node is lost.
         """
         folder = self.folder
+        batches = Batches(
+            self.data, self.training, parallel.sample_check(), parallel.group.places_beside,
+            self.features,
+        )
+        if isinstance(parallel, MultimodalParallelModule):
+            shuffled = self.run.eval_every is not None and self.run.eval_shuffled
+            begins = self.checkpoint is None
+            keep_references(
+                parallel, batches.once(shuffled), folder, self.store.run,
+                None if begins else partial(have_same_rows, now=self.store.run), self._say,
+            )
         if self.checkpoint is not None:
             restore(parallel, self.checkpoint.folder, self.dropped)
             self._say(f"going on from {self.checkpoint.folder}")
@@ -108,12 +121,6 @@ class Attempt:
             observer = execution.observer(ObservedRun(
                 parallel, self.model, self.data, self.training, folder, progress.line
             ))
-            batches = Batches(
-                self.data, self.training, parallel.sample_check(), parallel.group.places_beside,
-                self.features,
-            )
-            if isinstance(parallel, MultimodalParallelModule):
-                keep_references(parallel, batches.once(), folder, self._say)
             samples = None
             if self.run.log_samples:
                 samples = SampleLog(folder / SAMPLES, parallel.steps_taken)

@@ -96,8 +96,13 @@ class Batches:
             return None
         return tuple(self._data.modalities)
 
-    def once(self) -> Iterator[StepLoader]:
-        """A pass over the training data in their order, then one over the held-out data."""
+    def once(self, shuffled: bool = False) -> Iterator[StepLoader]:
+        """Iterate over a pass of the training data in their order, then one of the held-out data.
+
+        Args:
+            shuffled: also over a pass of the held-out data for each modality, with its items in
+                the wrong samples.
+        """
         assert isinstance(self._data, DataConfig)
         yield StepLoader(
             self._data, "heldout", dataset=self._training.dataset, check=self._check,
@@ -105,6 +110,8 @@ class Batches:
         )
         if self.modalities is not None:
             yield self.heldout(None, ())
+            for name in self.modalities if shuffled else ():
+                yield self.heldout(None, (name,))
 
     def heldout(
         self, steps: int | None, shuffled: Sequence[str],

@@ -1,6 +1,7 @@
 """What a model says of rows first is kept by their ids, of which each must be one row's."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,9 @@ from raymm.data.samples.collate import EncodedSample, collate, describe
 from raymm.evaluation.first_scores import keep_references
 from raymm.files.config_error import ConfigError
 from raymm.kernels.preference import PreferenceLoss
+from raymm.storage.resuming import have_same_rows
+
+RUN = {"run.steps": 3, "data.batch_size": 2, "data.max_length": 9, "data.train": [{"digest": "0"}]}
 
 
 class Steps:
@@ -35,12 +39,13 @@ class Steps:
         return iter(self.steps)
 
 
-def asked(rows, folder, scores=(-1.0, -2.0)):
+def asked(rows, folder, scores=(-1.0, -2.0), run=None, begins=True):
     parallel = SimpleNamespace(
-        model=SimpleNamespace(preference=PreferenceLoss(reference="initial")), steps_taken=0,
+        model=SimpleNamespace(preference=PreferenceLoss(reference="initial")),
         scores=lambda prepared: [torch.tensor(scores)] * len(prepared[1]), references={},
     )
-    keep_references(parallel, [Steps(rows)], folder, lambda line: None)
+    same_rows = None if begins else partial(have_same_rows, now=run)
+    keep_references(parallel, [Steps(rows)], folder, run or RUN, same_rows, lambda line: None)
     return parallel.references
 
 
@@ -54,10 +59,27 @@ def test_another_row_of_the_same_id_is_told_by_its_tokens(ray_cluster, tmp_path)
     again = [("a", [1, 2, 3]), ("b", [4, 5]), ("a", [1, 2, 3]), ("b", [4, 5])]
     references = asked(again, tmp_path)
     assert references == {"a": -1.0, "b": -2.0}
-    assert json.loads((tmp_path / "references.json").read_text()) == references
+    assert json.loads((tmp_path / "references.json").read_text())["scores"] == references
 
 
 def test_another_row_with_the_same_tokens_is_told_by_its_score(ray_cluster, tmp_path):
     """It has another picture."""
     with pytest.raises(ConfigError, match="two rows are named 'a'"):
         asked([("a", [1, 2]), ("a", [1, 2])], tmp_path)
+
+
+@pytest.mark.parametrize(("changes", "is_computed"), [
+    ({}, False),
+    ({"run.steps": 9}, False),
+    ({"data.batch_size": 4, "data.microbatches": 2}, False),
+    ({"data.max_length": 5}, True),
+    ({"data.heldout": [{"digest": "1"}]}, True),
+    ({"data.train": [{"digest": "2"}]}, True),
+])  # fmt: skip
+def test_a_resumed_run_scores_rows_that_differ(ray_cluster, tmp_path, changes, is_computed):
+    """Scores of the initial weights are read again only if they are of the same rows."""
+    rows = [("a", [1, 2, 3]), ("b", [4, 5])]
+    first = asked(rows, tmp_path)
+    again = asked(rows, tmp_path, (-3.0, -4.0), {**RUN, **changes}, begins=False)
+    assert again == ({"a": -3.0, "b": -4.0} if is_computed else first)
+    assert asked(rows, tmp_path, (-5.0, -6.0), {**RUN, **changes}, begins=False) == again

@@ -236,16 +236,23 @@ class StepBuilder:
         # Seeded by the step's samples: the same on every worker and after a resume.
         seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
+        pairs = self.config.preferences is True
         for name in shuffled:
-            microbatches = [shuffle_modality(mb, name, generator) for mb in microbatches]
+            microbatches = [
+                shuffle_modality(mb, name, generator, 1 + pairs) for mb in microbatches
+            ]
+        # A row with the items of another sample is another row.
+        suffix = "".join(f" with other {name}" for name in shuffled)
         meta = [
             replace(
-                describe(microbatch, [sample.id for sample in group], self.text.placeholder_ids),
+                describe(
+                    microbatch, [sample.id + suffix for sample in group],
+                    self.text.placeholder_ids,
+                ),
                 feature_keys=_keys_of(group, shuffled), truncated=cut,
             )
             for microbatch, group, cut in zip(microbatches, groups, truncated, strict=True)
         ]
-        pairs = self.config.preferences is True
         telling = getattr(self.dataset, "tells_sources", False) and not pairs
         sources = [[sample.source for sample in group] for group in groups] if telling else []
         return BuiltStep(microbatches, meta, skipped, sources)

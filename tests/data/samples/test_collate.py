@@ -69,6 +69,28 @@ def test_shuffle_is_a_derangement_whenever_one_exists(counts, seed):
     assert stayed == max(0, 2 * max(counts) - first)
 
 
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_shuffled_pairs_get_one_other_pairs_items(counts, seed):
+    """Both answers of a pair have the same items before and after."""
+    if not sum(counts):
+        return
+    pairs = [range(sum(counts[:n]), sum(counts[: n + 1])) for n in range(len(counts))]
+    rows = [encoded(str(n), [1, 2], own) for n, own in enumerate(pairs) for _ in range(2)]
+    microbatch = collate(rows, pad_id=0)
+    owners = microbatch["vision"]["sample_index"].tolist()
+    moved = shuffle_modality(microbatch, "vision", torch.Generator().manual_seed(seed), 2)
+    assert moved["vision"]["sample_index"].tolist() == owners
+    values = moved["vision"]["pixel_values"][:, 0].int().tolist()
+    chosen, rejected = (
+        [value for value, row in zip(values, owners, strict=True) if row % 2 == answer]
+        for answer in range(2)
+    )
+    assert chosen == rejected and sorted(chosen) == list(range(sum(counts)))
+    due = [pair for pair, own in enumerate(pairs) for _ in own]
+    stayed = sum(value in pairs[pair] for value, pair in zip(chosen, due, strict=True))
+    assert stayed == max(0, 2 * max(counts) - sum(counts))
+
+
 def test_shuffle_follows_its_generator_and_ignores_absent_modalities():
     microbatch = collate([encoded(str(i), [1, 2], [i]) for i in range(20)], pad_id=0)
     drawn = [
