@@ -88,7 +88,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/features": (),
     "actors/modules": ("kernels", "scheduler", "actors/quota"),
     "actors/placement": ("scheduler/plan",),
-    "actors/recompute": ("kernels", "scheduler", "actors/quota"),
+    "actors/recompute": ("kernels", "scheduler", "actors/quota", "actors/modules"),
     "actors/adapters": ("actors/modules",),
     "actors/experts": ("kernels", "actors/modules"),
     "actors/weights": ("actors/modules", "actors/adapters"),

@@ -28,7 +28,11 @@ from raymm.actors.modules.message_samples import (
     used_tensors,
     with_ports,
 )
-from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
+from raymm.actors.modules.module_state import (
+    ForwardBuffers,
+    inputs_unchanged,
+    statistics_kept,
+)
 from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.kernels.shared_draws import SharedDraws
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
@@ -80,6 +84,9 @@ class StageActions:
 
     def __init__(self, name: StageId, stage: StageModule, around: Surroundings) -> None:
         self._name, self._stage, self._around = name, stage, around
+        self._buffers = ForwardBuffers(stage)
+        # By the number of what is kept of a forward, until it runs again.
+        self._before: dict[int, list[tuple[torch.nn.Module, str, torch.Tensor]]] = {}
         self.draws: bool | None = stage.training and (getattr(stage, "may_draw", True) or None)
 
     def action(self, task: Task) -> Action:
@@ -124,7 +131,10 @@ class StageActions:
         def forward(step: StepState) -> None:
             step.received[place] = received = [step.take(source) for source in sources]
             inputs = step.stage_inputs(task.stage, task.microbatch)
-            with inputs_unchanged(task.stage, received, inputs):
+            with (
+                inputs_unchanged(task.stage, received, inputs),
+                self._buffers.recorded() as self._before[place],
+            ):
                 _, output = run(step, received)
             hand_on(step, output)
 
@@ -136,7 +146,7 @@ class StageActions:
         def recompute(step: StepState) -> None:
             received, step.received[place] = step.received[place], None
             assert received is not None
-            with statistics_kept(self._stage):
+            with self._buffers.restored(self._before.pop(place)):
                 step.saved[place] = run(step, received)
 
         return recompute

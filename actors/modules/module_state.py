@@ -46,7 +46,7 @@ def evaluating(stages: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
-    """A recomputed forward does not update running statistics (batch norm) a second time.
+    """Context of forwards that do not update running statistics (batch norm).
 
     Buffers are exchanged for copies, not restored: autograd may have saved them.
     """
@@ -62,6 +62,58 @@ def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, buffers in kept:
             module._buffers.update(buffers)
+
+
+class ForwardBuffers:
+    """Buffers that training forwards of a module change, for forwards that run twice.
+
+    Such are running statistics of batch norms and the vectors of spectral norms. The second run
+    of a forward starts from the values that the first run started from, and is followed by the
+    values that all first runs have left.
+
+    Args:
+        module: a stage or a block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: list[tuple[nn.Module, str]] | None = None  # known after one forward
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[list[tuple[nn.Module, str, torch.Tensor]]]:
+        """Context of a first run; gives what :meth:`restored` takes, complete after the run."""
+        places = self._changing
+        if places is None:
+            places = [
+                (part, name) for part in self._module.modules() if part.training
+                for name, buffer in part._buffers.items() if buffer is not None
+            ]
+        before = [(part, name, part.get_buffer(name).clone()) for part, name in places]
+        yield before
+        if self._changing is None:
+            before[:] = [
+                (part, name, value) for part, name, value in before
+                if not torch.equal(value, part.get_buffer(name))
+            ]
+            self._changing = [(part, name) for part, name, _ in before]
+
+    @contextlib.contextmanager
+    def restored(self, before: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+        """Context of a second run.
+
+        Buffers are exchanged, not written: autograd may have saved them.
+
+        Args:
+            before: of the first run.
+        """
+        after = [(part, name, part._buffers[name]) for part, name, _ in before]
+        for part, name, buffer in before:
+            part._buffers[name] = buffer
+        try:
+            yield
+        finally:
+            for part, name, buffer in after:
+                part._buffers[name] = buffer
 
 
 @contextlib.contextmanager

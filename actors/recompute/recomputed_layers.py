@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from raymm.actors.modules.module_state import ForwardBuffers
 from raymm.actors.quota.generators import seed_beside_torch
 from raymm.actors.recompute.offloaded_activations import OffloadedBlocks
 from raymm.kernels.flash.operator import ATTENTION as ATTENTION_OPERATOR
@@ -63,7 +64,7 @@ def recompute_layers(blocks: Sequence[nn.Module], options: Sequence[str]) -> Non
         if option == OFFLOAD:
             block.forward = offloaded.wrap(block.forward)
         elif option != KEEP:
-            block.forward = partial(_run, block.forward, option)
+            block.forward = partial(_run, block.forward, option, ForwardBuffers(block))
 
 
 @contextmanager
@@ -80,24 +81,32 @@ def layers_recomputed(blocks: Sequence[nn.Module], options: Sequence[str]) -> It
                 block.forward = forward
 
 
-def _run(forward: Callable[..., Any], option: str, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    forward: Callable[..., Any], option: str, buffers: ForwardBuffers, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     kept = _KEPT.get(option)
     selective = {} if kept is None else {"context_fn": partial(_contexts, kept)}
-    return checkpoint(_drawing_alike(forward), *args, use_reentrant=False, **selective, **kwargs)
+    again = _repeatable(forward, buffers)
+    return checkpoint(again, *args, use_reentrant=False, **selective, **kwargs)
 
 
-def _drawing_alike(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that draws the same whenever it is called again. Checkpointing puts torch's
-    generators back; numpy's and Python's, which it does not know, were seeded like them
-    (:mod:`raymm.actors.modules.draws`)."""
-    calls, forward = count(), same_draws(forward)
+def _repeatable(forward: Callable[..., Any], buffers: ForwardBuffers) -> Callable[..., Any]:
+    """Return a forward that computes the same when it is called again. Checkpointing restores the
+    state of torch's generators; the generators of numpy and Python, which it does not know, were
+    seeded like them (:mod:`raymm.actors.modules.draws`). Buffers are those of the first call."""
+    calls, before, forward = count(), [], same_draws(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if next(calls):
             seed_beside_torch(torch.initial_seed())
-        return forward(*args, **kwargs)
+            with buffers.restored(before):
+                return forward(*args, **kwargs)
+        with buffers.recorded() as recorded:
+            output = forward(*args, **kwargs)
+        before.extend(recorded)
+        return output
 
     return run
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
 from transformers import PretrainedConfig
 
 from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, STOCHASTIC, OptimizerConfig
@@ -41,6 +43,13 @@ def layout_notes(
                 "one process, as kernels on GPUs make them: losses are similar, not equal. For "
                 "equal ones set attn_implementation of the model to eager"
             )
+        replicas = len(plan.replicas(node.name))
+        if replicas > 1 and any(map(_keeps_statistics, parts)):
+            yield (
+                f"note: each of the {replicas} replicas of {node.name} updates its running "
+                "statistics (batch norm, spectral norm) with the microbatches that it has, and "
+                "evaluates with them; checkpoints hold those of the first replica"
+            )
         rule = optimizer.rule_of(node.name, "module.")
         is_trained, is_cut = any(node.trainable), max(degrees["tp"], degrees["fsdp"]) > 1
         if rule.parameters == STOCHASTIC and is_trained and is_cut:
@@ -53,6 +62,17 @@ def layout_notes(
                 f"note: adamw_8bit keeps moments of {node.name} in blocks of what each process has "
                 f"({shown}), which round otherwise than those of one process or another layout"
             )
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Return True if training forwards update buffers of norms."""
+    return any(
+        child.training and (
+            isinstance(child, _NormBase) and child.running_mean is not None
+            or isinstance(child, _SpectralNorm)
+        )
+        for child in module.modules()
+    )
 
 
 def _drops_in_kernels(module: nn.Module) -> bool:

@@ -1,7 +1,10 @@
 """A run names the numbers that depend on its layout."""
 
 import pytest
+import torch
 import transformers as hf
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
@@ -55,3 +58,37 @@ def test_stochastic_rounding():
     assert "bf16_stochastic rounds weights of llm by other random numbers with tp 2" in line
     assert notes(ParallelSpec(pp=2), parameters="bf16_stochastic") == []
     assert notes(ParallelSpec(tp=2), parameters="bf16_master") == []
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Flatten(), norm)
+
+    def forward(self, pixel_values):
+        return self.layer(pixel_values)[:, None]
+
+
+@pytest.mark.parametrize(("norm", "frozen", "replicas", "is_noted"), [
+    (nn.BatchNorm1d(4), False, 2, True),
+    (nn.BatchNorm1d(4), True, 2, False),
+    (nn.BatchNorm1d(4), False, 1, False),
+    (nn.BatchNorm1d(4, track_running_stats=False), False, 2, False),
+    (spectral_norm(nn.Linear(4, 4)), False, 2, True),
+    (nn.LayerNorm(4), False, 2, False),
+])  # fmt: skip
+def test_running_statistics_of_replicas(norm, frozen, replicas, is_noted):
+    vision = ModalityModule(
+        Normed(norm), "linear", hidden_size=4, frozen=frozen,
+        example_inputs={"pixel_values": torch.ones(2, 4)},
+    )
+    llm = hf.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64,
+    )
+    model = MultimodalModule({"vision": vision}, ModalityModule(llm))
+    spec = MultimodalParallelSpec({"vision": ParallelSpec(dp=replicas)}, ParallelSpec(), 2)
+    lines = list(layout_notes(model, spec.plan(model), OptimizerConfig(), "cpu"))
+    assert len(lines) == is_noted
+    if lines:
+        assert "2 replicas of vision updates its running statistics" in lines[0]

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
@@ -22,14 +23,14 @@ SEED, STEP = 3, 11
 
 
 class Part(nn.Module):
-    """One stage: dropout, batch norm and a linear layer over the sum of what it gets."""
+    """One stage: dropout, batch norm and a spectral norm over the sum of what it gets."""
 
     def __init__(self, name: str, sink: bool = False) -> None:
         super().__init__()
         self.name, self.sink = name, sink
         self.dropout = nn.Dropout(0.4)
         self.norm = nn.BatchNorm1d(6)
-        self.linear = nn.Linear(6, 6)
+        self.linear = spectral_norm(nn.Linear(6, 6))
         self.seen: list[tuple[list[str], bool]] = []
 
     def run(self, inputs, received, context):
@@ -265,7 +266,7 @@ def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_fr
         executor.run(compiled, data(), StepMeta(STEP, 9, (0,), SEED))
         own[op], handed[op] = (
             parts[StageId("llm", 0)].own.grad,
-            parts[StageId("vision", 0)].linear.weight.grad,
+            parts[StageId("vision", 0)].linear.bias.grad,
         )
     assert torch.equal(own[Op.BACKWARD], own[Op.BACKWARD_INPUT])
     assert torch.equal(handed[Op.BACKWARD], handed[Op.BACKWARD_INPUT])
