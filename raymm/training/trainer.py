@@ -401,7 +401,9 @@ class Trainer:
         taken = checkpoint.manifest.step
         exhausted = self._exhausted(taken)
         if exhausted is not None:
-            self._say(f"nothing to do: {checkpoint.folder} has taken {taken} steps, and {exhausted}")
+            self._say(
+                f"nothing to do: {checkpoint.folder} has taken {taken} steps, and {exhausted}"
+            )
         else:
             self._say(
                 f"nothing to do: {checkpoint.folder} has taken {taken} steps, run.steps is "
