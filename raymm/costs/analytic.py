@@ -142,7 +142,7 @@ def projector_layers(
         load: the encoder's.
         device, dtype, tp, cp: as for :func:`analytic_profile`.
     """
-    counts = count_layers(projector, load)
+    counts = count_layers(projector, load.of_projector())
     total = sum(counts, LayerCount())
     total = replace(total, output_elements=counts[-1].output_elements)
     # The last product gives the compute dtype.

@@ -1,7 +1,8 @@
 """Counting attention: its modules, their widths, and the pairs of a query and a key it sees.
 
-One self-attention per block with an ``...Attention`` module, over visible pairs only: half of them
-if causal, fewer with a sliding window.
+Attention that was seen to run counts as it was seen. Without, there is one self-attention per block
+with an ``...Attention`` module, over visible pairs only: half of them if causal, fewer with a
+sliding window.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from raymm.actors.weights.model_part import is_within
 from raymm.costs.load import HEADS, LoadedModule, config_number
 
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim")
@@ -25,7 +27,8 @@ class Attention:
     Attributes:
         queries, keys, values, out: widths.
         window: keys that a query sees of its past, itself included; None for all.
-        pairs: of a query and a key it sees, in one sample.
+        pairs: of a query and a key it sees, in the microbatch.
+        rows, key_rows: of queries, and of keys and values, in the microbatch.
     """
 
     queries: int
@@ -34,6 +37,8 @@ class Attention:
     out: int
     window: int | None
     pairs: float
+    rows: float
+    key_rows: float
 
     @property
     def pair_flops(self) -> float:
@@ -49,12 +54,22 @@ class AttentionCounter:
 
     def below(self, place: str) -> Iterator[Attention]:
         """Attention below a submodule, but what does not say how many heads it has."""
-        for attention in self._modules(place):
+        load = self.loaded.load
+        seen = {n: a for n, a in self.loaded.seen.items() if is_within(n, (place,)) or not place}
+        for each in seen.values():
+            rows, keys, pairs = (size * load.total for size in each[:3])
+            yield Attention(*each[3:], None, pairs, rows, keys)
+        if seen and not self.loaded.causal:
+            return
+        for name, attention in self._modules(place).items():
+            if any(is_within(other, (name,)) or is_within(name, (other,)) for other in seen):
+                continue
             if (widths := self._widths(attention)) is not None:
                 window = _window(attention, self.loaded.config)
-                yield Attention(*widths, window, self._pairs(window))
+                pairs = load.samples * self._pairs(window)
+                yield Attention(*widths, window, pairs, load.total, load.total)
 
-    def _modules(self, place: str) -> list[nn.Module]:
+    def _modules(self, place: str) -> dict[str, nn.Module]:
         """Attention modules below ``place``; none without one whose class is called so."""
         attentions = {
             ".".join(filter(None, (place, name))): module
@@ -64,11 +79,11 @@ class AttentionCounter:
         # The innermost that know their heads (BertSelfAttention, not BertAttention around it);
         # where none does, the config's, once.
         knowing = {n: m for n, m in attentions.items() if config_number(HEADS, m) is not None}
-        inner = [
-            m for n, m in knowing.items()
+        inner = {
+            n: m for n, m in knowing.items()
             if not self.loaded.pools(n) and not any(o.startswith(n + ".") for o in knowing)
-        ]
-        return inner or list(attentions.values())[:1]
+        }
+        return inner or dict(list(attentions.items())[:1])
 
     def _widths(self, attention: nn.Module) -> tuple[int, int, int, int] | None:
         """Widths of all heads' queries, keys, values and outputs."""

@@ -10,7 +10,8 @@ Assumed throughout:
   token per sample.
 - Attention is as in :mod:`raymm.costs.attention_count`; linear attention and state-space mixers
   count with their weights alone.
-- Blocks work on as many tokens as the module gives out (no token merging between blocks).
+- Products and attention that were seen to run (:mod:`raymm.costs.observed_load`) count as seen;
+  else blocks work on as many tokens as the module gives out (no token merging between blocks).
 - Embeddings, norms, activation functions and rotary tables are no FLOPs.
 """
 
@@ -146,6 +147,8 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
         layers[-1] = replace(layers[-1], tied=counter.tied(places[0], places[-1]))
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
+    elif load.handed is not None:
+        layers[-1] = replace(layers[-1], output_elements=round(load.handed * load.total))
     return tuple(layers)
 
 
@@ -214,11 +217,14 @@ class _LayerCounter:
             for name, child in self.module.get_submodule(place).named_modules()
             if child._parameters
         ]
-        output = self._output(names)
+        output = self._output(names, place)
         hidden = LayerCount(output_elements=output, stream_elements=output)
         return self.own(names) + self._attention(place) + hidden
 
-    def _output(self, names: list[str]) -> int:
+    def _output(self, names: list[str], place: str) -> int:
+        blocks = self.places()
+        if place and len(self.load.streams) == len(blocks):
+            return round(self.load.streams[blocks.index(place)] * self.load.total)
         width = self.loaded.hidden
         if width is None:
             matmuls = [m for name in names for m in self.matmuls.of(name)]
@@ -311,7 +317,9 @@ class _LayerCounter:
         if "norm" not in type(module).__name__.lower() or weight is None or weight.dim() != 1:
             return 0.0
         copies = 1 if isinstance(module, nn.LayerNorm | nn.GroupNorm) else 2
-        width = max(weight.numel(), self.loaded.hidden or 0)  # one per head: of all heads together
+        width = weight.numel()
+        if name not in self.loaded.places:
+            width = max(width, self.loaded.hidden or 0)  # one per head: of all heads together
         return float(copies * width * self.loaded.rows(name))
 
     def _attention(self, place: str) -> LayerCount:
@@ -319,14 +327,14 @@ class _LayerCounter:
         return sum((self._one_attention(m) for m in self.attention.below(place)), LayerCount())
 
     def _one_attention(self, attention: Attention) -> LayerCount:
-        total, a = self.load.total, attention
-        elements = float(total * (a.queries + a.keys + a.values + a.out))
+        a = attention
+        elements = float(a.rows * (a.queries + a.out) + a.key_rows * (a.keys + a.values))
         return LayerCount(
-            attention_flops=self.load.samples * a.pairs * a.pair_flops,
+            attention_flops=a.pairs * a.pair_flops,
             traffic_elements=elements,
             kept_elements=elements,
-            key_value_elements=float(total * (a.keys + a.values)),
-            attention_elements=float(total * a.out),
+            key_value_elements=float(a.key_rows * (a.keys + a.values)),
+            attention_elements=float(a.rows * a.out),
             attention_traffic=elements,
         )
 

@@ -6,8 +6,8 @@ config; nothing is known of a model by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -23,6 +23,37 @@ class LoadError(InputError, ValueError):
     """How much a module has to do cannot be told, or makes no sense. Names the field."""
 
 
+class SeenAttention(NamedTuple):
+    """Sizes of an attention module's calls in a forward.
+
+    Attributes:
+        rows, keys: of queries and of keys, without heads.
+        pairs: of a query and a key that it sees.
+        query, key, value, out: widths, of all heads together.
+    """
+
+    rows: float
+    keys: float
+    pairs: float
+    query: int
+    key: int
+    value: int
+    out: int
+
+    def joined(self, other: SeenAttention) -> SeenAttention:
+        """Return the sizes of these calls and others of the same module."""
+        return self._replace(
+            rows=self.rows + other.rows, keys=self.keys + other.keys,
+            pairs=self.pairs + other.pairs,
+        )
+
+    def over(self, tokens: int) -> SeenAttention:
+        """Return the sizes divided by a number of tokens."""
+        return self._replace(
+            rows=self.rows / tokens, keys=self.keys / tokens, pairs=self.pairs / tokens
+        )
+
+
 @dataclass(frozen=True)
 class Load:
     """What one module has to do for one microbatch.
@@ -34,12 +65,31 @@ class Load:
             on; all of them by default.
         places: of products with weights that were seen to run, by name, for how many places each
             token of its blocks makes them do so; of others it follows from their sizes.
+        attention: by name, sizes of the attention modules that were seen to run, for each token of
+            the blocks; what others do follows from their widths and the number of tokens.
+        handed: elements that the module returns for each token of its blocks; None where they are
+            as many as its blocks return.
+        streams: elements that each block returns for each token of the blocks; empty where they are
+            as wide as the hidden state.
+        projector_places, projector_handed: as these, of an encoder's projector.
     """
 
     samples: int
     tokens: int
     labels: int | None = None
     places: tuple[tuple[str, float], ...] = ()
+    attention: tuple[tuple[str, SeenAttention], ...] = ()
+    handed: float | None = None
+    streams: tuple[float, ...] = ()
+    projector_places: tuple[tuple[str, float], ...] = ()
+    projector_handed: float | None = None
+
+    def of_projector(self) -> Load:
+        """Return the load of the encoder's projector."""
+        return replace(
+            self, places=self.projector_places, attention=(), handed=self.projector_handed,
+            streams=(),
+        )
 
     def __post_init__(self) -> None:
         for name, least in (("samples", 1), ("tokens", 1), ("labels", 0)):
@@ -118,6 +168,7 @@ class LoadedModule:
         self.hidden = config_number(WIDTH, config)
         self.path = find_blocks(module)
         self.places = dict(load.places)
+        self.seen = dict(load.attention)
 
     def rows(self, name: str) -> float:
         """Rows that come to a submodule: as it was seen, else every token, or one per sample in a

@@ -21,7 +21,7 @@ from raymm.actors.weights.model_part import is_within
 from raymm.costs.layer_count import count_attention, count_products
 from raymm.costs.load import Load, LoadError
 from raymm.costs.step_flops import ATTENTION_BACKWARD, ModuleFlops
-from raymm.costs.workload import small_tower_load
+from raymm.costs.workload import tower_load
 from raymm.data import MicrobatchMeta
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import WholeModel
@@ -59,7 +59,7 @@ class WholeStepFlops:
         self._flops: dict[str, ModuleFlops] = {}
         self._units: dict[str, _TowerUnit] = {}
         for name in model.tower_names:
-            load = small_tower_load(model, name)
+            load = tower_load(model, name, model.example)
             if load is None:
                 raise LoadError(f"tower {name!r} does not come to its blocks on the example")
             skeleton = model.tower_spec(name).source.skeleton()

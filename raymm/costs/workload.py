@@ -8,20 +8,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map_only
 
-from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
-from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
-from raymm.actors.modules.message import MicrobatchContext
-from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.modules.message import MicrobatchContext, first_tensor
 from raymm.actors.probe.whole.cut import of_zeros
-from raymm.actors.probe.whole.towers import as_copied
-from raymm.actors.weights.model_part import PartSource
-from raymm.actors.weights.source import on_meta
+from raymm.actors.weights.model_part import PartSource, is_within
 from raymm.costs.load import Load, LoadError, default_tokens
+from raymm.costs.observed_load import FLAT_ROWS, IMAGE_DIMENSIONS, Observation, observe
 from raymm.data.sampling.batching import ItemTokens
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
@@ -32,8 +25,6 @@ from raymm.model.whole_model import WholeModel
 
 # Tokens of an item of an encoder that does not say and cannot be asked.
 ASSUMED_TOKENS = 256
-# Dimensions of patches of all items in one tensor, and of an image of pixels.
-FLAT_ROWS, IMAGE_DIMENSIONS = 2, 3
 # Of one sample; more is a mistake.
 MOST_TOKENS = 10**9
 
@@ -76,7 +67,9 @@ def microbatch_workload(
             sizes = ASSUMED_TOKENS, ASSUMED_TOKENS
         inside, handed_on = sizes
         index = items["sample_index"] if items else torch.arange(rows)
-        loads[name] = Load(len(index), inside)
+        loads[name] = (items and encoder_load(model, name, items, len(index))) or (
+            Load(len(index), inside)
+        )
         if isinstance(model.merge, Prepend):
             lengths = lengths + torch.bincount(index, minlength=rows) * handed_on
     labels = int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum())
@@ -86,10 +79,8 @@ def microbatch_workload(
 
 
 def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
-    """Of a whole model's microbatch. A tower has the tokens that were seen to enter its blocks on
-    the meta device, else those of its largest input's rows, or of an image of pixels what its
-    config says."""
-    ids, labels = microbatch[IDS], microbatch[LABELS]
+    """Of a whole model's microbatch. A tower has what it was seen to do, else the tokens of its
+    largest input's rows, or of an image of pixels what its config says."""
     loads, notes = {}, []
     for name in model.tower_names:
         own = [microbatch[e] for _, e in model.tower(name).arguments if e in microbatch]
@@ -98,7 +89,7 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
             loads[name] = Load(1, 1)
             notes.append(f"tower {name!r} has nothing to do: no sample of the microbatch has items")
             continue
-        if (seen := _seen_load(model, name, microbatch)) is not None:
+        if (seen := tower_load(model, name, microbatch)) is not None:
             loads[name] = seen
             continue
         if inputs.dim() == FLAT_ROWS:  # patches of all items, one after another
@@ -115,84 +106,87 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
             )
         count = inputs.shape[:-IMAGE_DIMENSIONS].numel() or 1
         loads[name] = Load(count, tokens)
-    learned = int((labels[:, 1:] != IGNORE_INDEX).sum())
-    rows, length = ids.shape
-    loads[LANGUAGE_MODEL] = Load(rows, length, min(learned, ids.numel()))
+    loads[LANGUAGE_MODEL] = _language_load(model, microbatch)
     return ModuleWorkloads(loads, tuple(notes))
 
 
-def _seen_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> Load | None:
-    """Of a tower that runs without values, or up to its blocks without weights; None of others."""
-    tower, source = model.tower(name), cast(PartSource, model.tower_spec(name).source)
-    inputs = tower.inputs(microbatch) or {}
-    shapes = tree_map_only(torch.Tensor, lambda value: value.to("meta"), inputs)
-    return _load_of(on_meta(source.skeleton()).to("meta"), {**shapes, **dict(tower.constants)}) or (
-        _load_of(of_zeros(source), {**inputs, **dict(tower.constants)}, leave=True)
-    )
-
-
-def small_tower_load(model: WholeModel, name: str) -> Load | None:
-    """Return what a tower has to do on the model's example, as seen on a small copy of it; None if
-    the copy does not come to its blocks.
+def tower_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> Load | None:
+    """Return what a tower has to do for a microbatch, as seen when it runs without values, or up to
+    its blocks; None if it does not come to them.
 
     Args:
         model: the description.
         name: of the tower.
+        microbatch: with items for it.
     """
     tower, source = model.tower(name), cast(PartSource, model.tower_spec(name).source)
-    inputs = tower.inputs(model.example) or {}
+    inputs = {**(tower.inputs(microbatch) or {}), **dict(tower.constants)}
+    model_part = of_zeros(source)
+    (seen,) = observe(model_part, inputs, model_part)
+    if not seen.tokens:
+        model_part = of_zeros(source)
+        (seen,) = observe(model_part, inputs, model_part, leave=True)
+    load = seen.load()
+    if load is not None and seen.output is not None:
+        tensors, _ = tower.form.like(seen.output).packed(seen.output)
+        load = replace(load, handed=sum(t.numel() for t in tensors) / load.total)
+    return load
 
-    def probe(copied: nn.Module) -> Load | None:
-        return _load_of(copied, {**as_copied(source, copied, inputs), **dict(tower.constants)})
 
-    return of_one_that_runs(source, probe)
-
-
-def _load_of(module: nn.Module, inputs: Mapping[str, Any], leave: bool = False) -> Load | None:
-    """What is seen of a tower; nothing if it does not come to its blocks.
+def encoder_load(
+    model: MultimodalModule, name: str, items: Mapping[str, Any], count: int
+) -> Load | None:
+    """Return what an encoder and its projector have to do for items, as seen when they run on the
+    first of them without values; None if they do not run so.
 
     Args:
-        module: it.
-        inputs: of it.
-        leave: at its first block.
+        model: the description.
+        name: of the encoder.
+        items: its inputs.
+        count: how many items there are.
     """
-    seen, products = _Entering(module, leave), _Products(module)
-    try:
-        with torch.no_grad():
-            module(**inputs)
-    except USER_CODE_RAISES:  # not every forward runs without data; then blocks may have run
-        pass
-    finally:
-        seen.close()
-        products.close()
-    if seen.tokens is None:
+    stage = skeleton_chain(model.encoder_spec(name))
+    assert stage.module is not None  # a whole chain has one
+    modules = [stage.module] if stage.projector is None else [stage.module, stage.projector]
+    first = {k: v[:1] for k, v in items.items() if k != "sample_index"}
+    observed, *projected = observe(
+        lambda **inputs: stage.run(inputs, {}, MicrobatchContext(1)), first, *modules
+    )
+    load = observed.load(count)
+    if load is None or load.handed is None:
         return None
-    return Load(seen.rows, seen.tokens, places=products.per_token(seen.rows * seen.tokens))
+    for seen in projected:
+        item_total = load.total // count
+        load = replace(load, projector_places=seen.places_per(item_total))
+        if seen.output is not None:
+            handed = first_tensor(seen.output).numel() / item_total
+            load = replace(load, projector_handed=handed)
+    return load
 
 
-class _Products:
-    """Notes for how many places linear layers and convolutions work."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._places: dict[str, int] = {}
-        self._handles = [
-            child.register_forward_hook(partial(self._note, name))
-            for name, child in module.named_modules()
-            if isinstance(child, nn.Linear | _ConvNd)
-        ]
-
-    def _note(self, name: str, module: nn.Module, _: Any, output: torch.Tensor) -> None:
-        channels = module.out_features if isinstance(module, nn.Linear) else module.out_channels
-        count = output.numel() // int(cast(int, channels))
-        self._places[name] = self._places.get(name, 0) + count
-
-    def per_token(self, tokens: int) -> tuple[tuple[str, float], ...]:
-        """By name, divided by a number of tokens."""
-        return tuple((name, count / tokens) for name, count in self._places.items())
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
+    """What the language model has to do for a microbatch of a whole model. Attention to features of
+    towers, and products with them, are as seen when the model runs without values."""
+    ids, labels = microbatch[IDS], microbatch[LABELS]
+    learned = int((labels[:, 1:] != IGNORE_INDEX).sum())
+    rows, length = ids.shape
+    load = Load(rows, length, min(learned, ids.numel()))
+    if not model.towers:
+        return load
+    whole = of_zeros(PartSource(model.source, (), True))
+    inputs = {name: value for name, value in microbatch.items() if name in model.example}
+    (seen,) = observe(partial(whole, use_cache=False), inputs, whole, masks=False)
+    own = {name for name, _ in model.language_spec().source.skeleton().named_parameters()}
+    return replace(
+        load,
+        places=tuple(
+            (name, each) for name, each in seen.places_per(load.total) if f"{name}.weight" in own
+        ),
+        attention=tuple(
+            (name, seen.attention[name].over(load.total)) for name in sorted(seen.cross)
+            if any(is_within(parameter, (name,)) for parameter in own)
+        ),
+    )
 
 
 def item_tokens(
@@ -296,7 +290,7 @@ def encoder_tokens(
     assert module is not None  # a whole chain has one
     if items:
         inputs = {k: v[:1].to("meta") for k, v in items.items() if k != "sample_index"}
-        seen = _Entering(module)
+        seen = Observation(module)
         try:
             with torch.no_grad():
                 handed_on = stage.run(inputs, {}, MicrobatchContext(1)).tensors[0].shape[1]
@@ -310,37 +304,3 @@ def encoder_tokens(
     except LoadError:
         return None
     return tokens, tokens
-
-
-class _Entering:
-    """Notes the length of the hidden state that enters a module's first block.
-
-    Args:
-        module: whose.
-        leave: its forward there.
-    """
-
-    def __init__(self, module: torch.nn.Module, leave: bool = False) -> None:
-        self.tokens: int | None = None
-        self.rows, self._leave = 1, leave
-        path = find_blocks(module)
-        first = module if path is None else next(iter(block_list(module, path)), module)
-        # Of its norms and biases: by them channels that come last are told from those before.
-        self._widths = {len(p) for p in first.parameters() if p.dim() == 1}
-        self._name = "hidden_states" if path is None else hidden_name(first)
-        self._handle = first.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    def _note(self, _: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs.get(self._name)
-        if isinstance(hidden, torch.Tensor) and hidden.dim() >= FLAT_ROWS and (
-            hidden.dim() == IMAGE_DIMENSIONS or hidden.shape[-1] in self._widths
-        ):
-            # (rows, tokens, width), tokens of all items one after another, or in rows and columns
-            # of an image; with channels before them, what is handed on says how many there are.
-            self.rows = 1 if hidden.dim() == FLAT_ROWS else hidden.shape[0]
-            self.tokens = hidden.shape[:-1].numel() // self.rows
-        if self._leave:
-            raise CutReached(cast(torch.Tensor, hidden))
-
-    def close(self) -> None:
-        self._handle.remove()

@@ -6,12 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
 from raymm.costs.layer_count import count_layers
+from raymm.costs.observed_load import observe
 from raymm.costs.workload import microbatch_workload
 from raymm.model.whole_model import from_pretrained
 
@@ -41,3 +44,74 @@ def test_a_towers_flops_are_those_of_its_forward(name):
         source.build().eval()(**(tower.inputs(microbatch) or {}), **dict(tower.constants))
     counted = sum(layer.matmul_flops + layer.attention_flops for layer in layers)
     assert counted == pytest.approx(counter.get_total_flops(), rel=TOLERANCE)
+
+
+def tiny_qwen(windows: bool) -> transformers.PreTrainedModel:
+    """A tower of images of their own sizes, with or without windows of attention."""
+    sizes = dict(depth=4, num_heads=4, patch_size=4, temporal_patch_size=2)
+    torch.manual_seed(0)
+    if windows:
+        config = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
+            **sizes, hidden_size=64, intermediate_size=160, out_hidden_size=96, window_size=32,
+            fullatt_block_indexes=[1],
+        )
+        from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as models
+
+        return models.Qwen2_5_VisionTransformerPretrainedModel(config)
+    config = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
+        **sizes, hidden_size=96, embed_dim=64, mlp_ratio=2
+    )
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as models
+
+    return models.Qwen2VisionTransformerPretrainedModel(config)
+
+
+GRIDS = st.lists(
+    st.tuples(st.integers(1, 2), st.sampled_from([4, 8, 14]), st.sampled_from([4, 10])),
+    min_size=1, max_size=3,
+)
+
+
+@settings(max_examples=4, deadline=None)
+@given(GRIDS, st.booleans())
+def test_a_tower_of_native_sizes_attends_within_items_and_windows(grids, windows):
+    module = tiny_qwen(windows).eval()
+    module.set_attn_implementation("eager")  # torch's counter does not know CPU's flash attention
+    patches = sum(t * h * w for t, h, w in grids)
+    inputs = {"hidden_states": torch.randn(patches, 96), "grid_thw": torch.tensor(grids)}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(**inputs)
+    (seen,) = observe(module, inputs, module)
+    load = seen.load()
+    layers = count_layers(module, load)
+    counted = sum(layer.matmul_flops + layer.attention_flops for layer in layers)
+    assert counted == counter.get_total_flops()
+    assert (load.total, layers[0].output_elements) == (patches, patches * 64)
+
+
+def test_cross_attention_counts_keys_of_the_other_modality():
+    """Of a language model that attends to features: FLOPs, and bytes of keys and values."""
+    name = "MllamaForConditionalGeneration"
+    model_class = getattr(transformers, name)
+    config, (microbatch, *_) = runnable(Family(KIND, model_class, model_class.config_class))
+    config.architectures = [name]
+    model = from_pretrained(config, microbatch)
+    load = microbatch_workload(model, microbatch).by_module["llm"]
+    source = model.language_spec().source
+    layers = count_layers(source.skeleton(), load, causal=True)
+    text = config.get_text_config()
+    width = text.hidden_size // text.num_attention_heads
+    crossed = text.cross_attention_layers[0]
+    keys = dict(load.attention)[
+        next(name for name, _ in load.attention if f".{crossed}." in name)
+    ].keys * load.total
+    tiles = microbatch["pixel_values"].shape[1:3].numel() * len(microbatch["pixel_values"])
+    patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1
+    assert keys == pytest.approx(tiles * patches)
+    layer = layers[crossed]
+    assert layer.key_value_elements == pytest.approx(
+        2 * keys * text.num_key_value_heads * width
+    )
+    # Every text token sees the patches that the mask of its row allows, at most all of its row.
+    most = load.tokens * keys * 4 * text.hidden_size
+    assert 0 < layer.attention_flops <= most * (1 + 1e-9)
