@@ -42,7 +42,9 @@ class UpdateRule:
             ``"*.bias"`` or ``"*norm*"``.
         momentum: Muon's.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
-            at ``total_steps``, after ``warmup_steps`` of linear warm-up. Later steps go on at that.
+            at ``total_steps``, after ``warmup_steps`` of linear warm-up from 0. Rates are those of
+            ``transformers.get_scheduler`` at every step. Steps after ``total_steps`` have the last
+            rate.
 
     Raises:
         ValueError: naming the field, its value and what is accepted.
@@ -98,15 +100,24 @@ class UpdateRule:
             )
 
     def factor(self, step: int) -> float:
-        """Learning rate of a step (from 0) as a fraction of ``lr``."""
+        """Return the learning rate of a step as a fraction of ``lr``.
+
+        Equal to ``transformers.get_scheduler`` for steps below ``total_steps``. The cosine of
+        ``transformers`` rises again after ``total_steps``; this one stays at its end.
+
+        Args:
+            step: number of the step, from 0. The first step of a warm-up has a rate of 0.
+        """
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            return step / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
         assert self.total_steps is not None  # a schedule has them, see _check_steps
         span = max(self.total_steps - self.warmup_steps, 1)
-        done = min((step - self.warmup_steps) / span, 1.0)
-        decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        if self.schedule == "linear":
+            decay = max(self.total_steps - step, 0) / span
+        else:
+            decay = 0.5 * (1 + math.cos(math.pi * min((step - self.warmup_steps) / span, 1.0)))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
 
     def rate(self, step: int) -> float:

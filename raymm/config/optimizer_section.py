@@ -14,7 +14,8 @@ class UpdateSection(Section):
     """Fields in which a module's updates differ from those of the whole model.
 
     Attributes:
-        warmup_steps: first steps, over which the learning rate rises linearly.
+        warmup_steps: first steps, over which the learning rate rises linearly from 0, as in
+            ``transformers.get_scheduler``: step ``n``, from 0, has ``n / warmup_steps`` of ``lr``.
         total_steps: where the schedule ends; by default ``run.steps``.
         min_lr_ratio: of ``lr``, where the schedule ends.
     """

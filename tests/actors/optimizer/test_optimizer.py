@@ -110,9 +110,9 @@ def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
     optimizer = RankOptimizer(0, {}, config, ParameterOwnership(), {}, torch.device("cpu"))
     rates = [update(optimizer).learning_rate for _ in range(5)]
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates == [0.0, 0.25, 0.5, 0.75, 1.0]
     optimizer.load_state_tensors({}, 1)
-    assert update(optimizer).learning_rate == 0.5
+    assert update(optimizer).learning_rate == 0.25
 
 
 def one_parameter(gradient, config: OptimizerConfig) -> RankOptimizer:
@@ -167,7 +167,7 @@ def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
     assert math.isnan(done.grad_norm) and done.not_finite == [] and done.learning_rate is None
     optimizer.observer.begin()
     optimizer.observer.loss(torch.tensor(1.0))
-    assert update(optimizer).learning_rate == 0.5  # the second step's rate
+    assert update(optimizer).learning_rate == 0.25  # the second step's rate
 
 
 def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
