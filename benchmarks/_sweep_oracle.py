@@ -395,7 +395,11 @@ def trained(
         id(child.weight) for name, child in process.named_modules()
         if isinstance(child, nn.Linear | Conv1D) and not name.endswith("lm_head")
     } - {id(c.weight) for c in process.modules() if isinstance(c, nn.Embedding)}
-    optimizers = dict(zip(named, _optimizers(named, option, matrices), strict=True))
+    nothing: Any = None  # Trainer's method reads nothing of its object
+    names = set(transformers.Trainer.get_decay_parameter_names(nothing, process))
+    decayed = {id(p) for name, p in process.named_parameters() if name in names}
+    made = _optimizers(named, option, matrices, decayed)
+    optimizers = dict(zip(named, made, strict=True))
     losses: list[float] = []
     for update in range(UPDATES):
         for module, mode in option.at.get(update, {}).items():
@@ -451,15 +455,25 @@ def _share(config: OptimizerConfig, update: int) -> float:
 
 
 def _optimizers(
-    named: Mapping[str, nn.Parameter], option: Option, matrices: set[int]
+    named: Mapping[str, nn.Parameter], option: Option, matrices: set[int], decayed: set[int]
 ) -> Iterator[torch.optim.Optimizer]:
-    """One per parameter."""
+    """One per parameter.
+
+    Args:
+        named: trained parameters.
+        option: of the cell.
+        matrices: ids of weights that Muon is for.
+        decayed: ids of parameters that ``transformers.Trainer`` decays.
+    """
     for name, parameter in named.items():
         config = option.config
         rule = {**vars(config), **config.modules.get(_module_of(name), {})}
         inner = name.partition(".")[2].partition(".")[2]
-        spared = any(fnmatchcase(inner, pattern) for pattern in rule["no_decay"])
-        decay = 0.0 if spared else rule["weight_decay"]
+        if rule["no_decay"] is None:
+            exempt = id(parameter) not in decayed
+        else:
+            exempt = any(fnmatchcase(inner, pattern) for pattern in rule["no_decay"])
+        decay = 0.0 if exempt else rule["weight_decay"]
         group = {"params": [parameter], "peak": rule["lr"]}
         common = dict(lr=rule["lr"], weight_decay=decay)
         if rule["name"] == "muon" and id(parameter) in matrices:

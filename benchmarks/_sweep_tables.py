@@ -296,6 +296,7 @@ OPTIONS: dict[str, Option] = {
     "accumulation": Option(batches=2),
     "linear schedule, no decay of norms": Option(
         dict(schedule="linear", total_steps=5, min_lr_ratio=0.1, no_decay=("*norm*", "*.bias"))),
+    "decay of everything": Option(dict(no_decay=())),
     "muon": Option(dict(name="muon"), words=("muon",)),
     "adamw_8bit": Option(dict(name="adamw_8bit"), words=("adamw_8bit",)),
     "muon and adamw_8bit by module": Option(

@@ -24,7 +24,11 @@ from raymm.actors.optimizer.gradient_reduction import GradientReduction, Reducti
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.optimizer.progress import Progress
-from raymm.actors.optimizer.updates import ParameterUpdates, matrices_of
+from raymm.actors.optimizer.updates import (
+    ParameterUpdates,
+    layer_norm_parameters,
+    matrices_of,
+)
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.kernels.collectives.waiting import waits_for_others
 from raymm.scheduler.plan.stage import StageId
@@ -116,9 +120,14 @@ class RankOptimizer:
         # 1 if the step must not be applied, else 0.
         self._refused = torch.zeros((), device=device)
         self._rate: float | None = None
-        own = {id(parameters[key]): id(plain) for key, plain in self.updated.items()}
-        matrices = {own[whole] for whole in matrices_of(modules) if whole in own}
-        self._updates = ParameterUpdates(self.updated, config, matrices, self.in_bf16)
+        updated = {id(parameters[key]): id(plain) for key, plain in self.updated.items()}
+        matrices, layer_norms = (
+            {updated[parameter] for parameter in ids if parameter in updated}
+            for ids in (matrices_of(modules), layer_norm_parameters(modules))
+        )
+        self._updates = ParameterUpdates(
+            self.updated, config, matrices, layer_norms, self.in_bf16
+        )
         self.averages = ParameterAverages(self.updated, self.in_bf16, config.ema)
         self._modules = modules
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -22,6 +23,8 @@ ALGORITHMS = (ADAMW, ADAMW_8BIT, MUON)
 FP32, MASTER, STOCHASTIC = "fp32", "bf16_master", "bf16_stochastic"
 PARAMETERS = (FP32, MASTER, STOCHASTIC)
 PROJECTOR = "_projector"
+# Lower-case names without weight decay in ``transformers.Trainer.get_decay_parameter_names``.
+_TRAINER_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,10 @@ class UpdateRule:
             a master, what an update gives is rounded at random.
         lr: peak learning rate.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        no_decay: parameters without weight decay, by patterns of their names within the module, as
-            ``"*.bias"`` or ``"*norm*"``.
+        no_decay: parameters without weight decay. None: those that ``transformers.Trainer``
+            exempts, which are biases, parameters of ``torch.nn.LayerNorm`` and parameters with a
+            norm in their names. Else exactly those whose names within the module match one of
+            these patterns, as ``"*.bias"`` or ``"*norm*"``; an empty list decays everything.
         momentum: Muon's.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
             at ``total_steps``, after ``warmup_steps`` of linear warm-up from 0. Rates are those of
@@ -56,7 +61,7 @@ class UpdateRule:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    no_decay: tuple[str, ...] = ()
+    no_decay: tuple[str, ...] | None = None
     momentum: float = 0.95
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
@@ -76,8 +81,14 @@ class UpdateRule:
             raise ValueError(f"betas is {self.betas!r}; accepted: two numbers, from 0 to below 1")
         for beta in self.betas:
             check_number("betas", beta, "two numbers, from 0 to below 1", lambda x: 0 <= x < 1)
-        if isinstance(self.no_decay, str) or not all(isinstance(p, str) for p in self.no_decay):
-            raise ValueError(f"no_decay is {self.no_decay!r}; accepted: a list of patterns")
+        if self.no_decay is not None and (
+            not isinstance(self.no_decay, tuple | list)
+            or not all(isinstance(p, str) for p in self.no_decay)
+        ):
+            raise ValueError(
+                f"no_decay is {self.no_decay!r}; accepted: a list of patterns, or none for "
+                "biases and norms"
+            )
         for name, accepted, fits in _RANGES:
             check_number(name, getattr(self, name), accepted, fits)
         self._check_steps()
@@ -124,14 +135,18 @@ class UpdateRule:
         """Learning rate of a step, from 0."""
         return self.lr * self.factor(step)
 
-    def decay_of(self, parameter: str) -> float:
-        """Weight decay of a parameter.
+    def decay(self, parameter: str, in_layer_norm: bool) -> float:
+        """Return the weight decay of a parameter.
 
         Args:
             parameter: its name within the module.
+            in_layer_norm: True if a ``torch.nn.LayerNorm`` holds it.
         """
-        spared = any(fnmatchcase(parameter, pattern) for pattern in self.no_decay)
-        return 0.0 if spared else self.weight_decay
+        if self.no_decay is None:
+            exempt = in_layer_norm or _TRAINER_NO_DECAY.search(parameter.lower()) is not None
+        else:
+            exempt = any(fnmatchcase(parameter, pattern) for pattern in self.no_decay)
+        return 0.0 if exempt else self.weight_decay
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,14 @@ class ParameterUpdates:
         parameters: plain tensors, by stage and name.
         config: says the rules.
         matrices: of these, ids of those that Muon is for.
+        layer_norms: of these, ids of those in a ``torch.nn.LayerNorm``.
         in_bf16: of these, by id, those that are kept in bf16.
     """
 
     def __init__(
         self, parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig,
-        matrices: Collection[int], in_bf16: Mapping[int, Bf16Parameter] = MappingProxyType({}),
+        matrices: Collection[int], layer_norms: Collection[int] = (),
+        in_bf16: Mapping[int, Bf16Parameter] = MappingProxyType({}),
     ) -> None:
         self.parameters, self._in_bf16 = parameters, in_bf16
         grouped: dict[tuple[str, UpdateRule, float], list[nn.Parameter]] = {}
@@ -81,7 +83,7 @@ class ParameterUpdates:
         for (stage, name), parameter in parameters.items():
             rule = config.rule_of(stage.module, name)
             other = rule.name == MUON and id(parameter) not in matrices
-            decay = rule.decay_of(name.partition(".")[2])
+            decay = rule.decay(name.partition(".")[2], id(parameter) in layer_norms)
             algorithm = ADAMW if other else rule.name
             grouped.setdefault((algorithm, rule, decay), []).append(self._updated(parameter))
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -198,3 +200,11 @@ def matrices_of(modules: Iterable[nn.Module]) -> set[int]:
             if head is not None:
                 ends |= {id(p) for p in head.parameters()}
     return linear - ends
+
+
+def layer_norm_parameters(modules: Iterable[nn.Module]) -> set[int]:
+    """Return ids of the parameters in ``torch.nn.LayerNorm`` layers."""
+    return {
+        id(parameter) for module in modules for child in module.modules()
+        if isinstance(child, nn.LayerNorm) for parameter in child.parameters()
+    }

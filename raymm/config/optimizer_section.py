@@ -26,7 +26,7 @@ class UpdateSection(Section):
     betas: Tuple[float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    no_decay: Tuple[Text] = ()
+    no_decay: Tuple[Text] | None = None
     momentum: float = 0.95
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0

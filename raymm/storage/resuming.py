@@ -13,6 +13,10 @@ from raymm.storage.manifest import CheckpointError, Manifest
 # Differences that an error or a line names of one field.
 SHOWN = 5
 _MISSING = object()
+_OTHER_DECAY = (
+    "weight decay would apply to other parameters; earlier versions decayed everything by "
+    "default, which is `no_decay: []` now"
+)
 _OWN_NAME = re.compile(r"^raymm(\.\w+)+:")
 
 
@@ -43,6 +47,8 @@ RULES = (
     Rule("optimizer.modules.*.name", False, "what is kept of parameters is another algorithm's"),
     Rule("optimizer.parameters", False, "weights would be rounded, or their masters lost"),
     Rule("optimizer.modules.*.parameters", False, "weights would be rounded, or masters lost"),
+    Rule("optimizer.no_decay*", False, _OTHER_DECAY),
+    Rule("optimizer.modules.*.no_decay*", False, _OTHER_DECAY),
     Rule("optimizer.*", True, "it holds from the next step on"),
     Rule("run.precision", True, "numbers are rounded otherwise"),
     Rule("run.seed", False, "weights that no checkpoint has, and dropout, would be others"),

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
+from tests.trainer_groups import trainer_groups
+
 Batch = Mapping[str, torch.Tensor]
 Sizes = list[tuple[int, int]]
 
@@ -70,13 +72,16 @@ class OneProcess:
 
     Args:
         model: is copied.
-        optimizer: arguments of AdamW.
+        weight_decay: of the parameters that a Trainer decays.
+        optimizer: further arguments of AdamW.
     """
 
-    def __init__(self, model: nn.Module, **optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, weight_decay: float, **optimizer: Any) -> None:
         self.model = copy.deepcopy(model).train()
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.trained.values(), **optimizer)
+        self.optimizer = torch.optim.AdamW(
+            trainer_groups(self.model, weight_decay), **optimizer
+        )
 
     def loss(self, microbatches: Sequence[Batch]) -> torch.Tensor:
         """The step's, with gradients of all parameters afterwards."""

@@ -20,6 +20,7 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_module import StepOutput
 from raymm.runtime.pipelined import MultimodalParallelModule
+from tests.trainer_groups import trainer_groups
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate;
 # the norm makes clipping bite in every step.
@@ -99,8 +100,8 @@ def check_training(
     trained = {n: p for n, p in oracle.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     optimizer = torch.optim.AdamW(
-        trained.values(), lr=config.lr, betas=config.betas, eps=config.eps,
-        weight_decay=config.weight_decay,
+        trainer_groups(oracle, config.weight_decay), lr=config.lr, betas=config.betas,
+        eps=config.eps,
     )
     for steps in updates:
         losses = [oracle.loss(step) for step in steps]

@@ -32,6 +32,7 @@ from tests.actors.multiplex_models import (
     imagebind_batch,
     unified_batch,
 )
+from tests.trainer_groups import trainer_groups
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
 # norm makes clipping bite.
@@ -71,8 +72,8 @@ def check(dag, plan, steps, unmoved=(), **options):
         assert gradient_problems(running.gradients(), due) == []
         running.zero_grad()
         optimizer = torch.optim.AdamW(
-            trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
-            weight_decay=OPTIMIZER.weight_decay,
+            trainer_groups(dag, OPTIMIZER.weight_decay), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas,
+            eps=OPTIMIZER.eps,
         )
         for number, step in enumerate(steps):
             optimizer.zero_grad()

@@ -23,6 +23,7 @@ from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import PlanError
+from tests.trainer_groups import trainer_groups
 
 BETA = 0.3
 # Prompt, chosen and rejected answer of pairs, by microbatch.
@@ -213,8 +214,7 @@ def test_a_model_that_is_all_trained(ray_cluster):
         return torch.stack([_score(module, prompt, answer) for prompt, answer in answers])
 
     optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay)
+        trainer_groups(trained, OPTIMIZER.weight_decay), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps)
     due = scores(reference).detach()
     step, pairs = [rows(own) for own in STEP], sum(map(len, STEP))
     with pytest.raises(ModelError, match="reference is None"):

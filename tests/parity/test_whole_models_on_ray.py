@@ -21,6 +21,7 @@ from raymm.model.whole_model import WholeModel, from_pretrained
 from raymm.runtime.specs import ParallelSpec
 from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
 from tests.actors.multiplex_models import gradient_problems
+from tests.trainer_groups import trainer_groups
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
 # norm makes clipping bite.
@@ -54,8 +55,8 @@ def check(model: WholeModel, plan, microbatches):
         assert gradient_problems(running.gradients(), due) == []
         running.zero_grad()
         optimizer = torch.optim.AdamW(
-            trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
-            weight_decay=OPTIMIZER.weight_decay,
+            trainer_groups(reference, OPTIMIZER.weight_decay), lr=OPTIMIZER.lr,
+            betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
         )
         for _ in range(STEPS):
             optimizer.zero_grad()

@@ -33,6 +33,7 @@ from raymm.model.whole_model import WholeModel, from_pretrained
 from raymm.runtime.specs import ParallelSpec
 from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
 from raymm.scheduler.program.program import Op
+from tests.trainer_groups import trainer_groups
 
 MODEL = "Qwen2_5_VLForConditionalGeneration"
 MICROBATCHES = 4
@@ -114,10 +115,11 @@ class OneProcess:
 
     def __init__(self, model: WholeModel) -> None:
         self._model = model
-        self._trained = dict(model.materialize().named_parameters())
+        module = model.materialize()
+        self._trained = dict(module.named_parameters())
         self._optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
-            weight_decay=OPTIMIZER.weight_decay,
+            trainer_groups(module, OPTIMIZER.weight_decay), lr=OPTIMIZER.lr,
+            betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
         )
 
     def step(self, batches: list[dict[str, torch.Tensor]]) -> float:

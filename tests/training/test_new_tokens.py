@@ -22,6 +22,7 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_whole
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import tiny
+from tests.trainer_groups import trainer_groups
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LR, STEPS = 1e-2, 3
@@ -138,8 +139,10 @@ def test_full_steps_equal_a_model_resized_by_transformers(tmp_path, rows, kind):
         assert torch.equal(before[name][:old], tensor[:old])
         torch.testing.assert_close(before[name], tensor, rtol=0, atol=1e-7)
     of_towers = ("vision_tower", "visual", "multi_modal_projector")
-    own = [p for n, p in model.named_parameters() if not any(part in n for part in of_towers)]
-    optimizer, due = optimizer_of(config, own), []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in of_towers))
+    groups = trainer_groups(model, config.optimizer.weight_decay)
+    optimizer, due = optimizer_of(config, groups), []
     for step in steps:
         optimizer.zero_grad()
         loss = loss_of(model.train(), step)

@@ -80,6 +80,9 @@ LLM = "model.language_model"
 REFUSED = {
     "seed": ({"run.seed": 4}, "run.seed", "run.seed is 4, was 3"),
     "order": ({"data.seed": 1}, "data.seed", "data.seed is 1, was 0"),
+    "decay of everything": (
+        {"optimizer.no_decay": []}, "optimizer.no_decay", "optimizer.no_decay is [], was None",
+    ),
     "no order": ({"data.shuffle": False}, "data.shuffle", "data.shuffle is False, was True"),
     "rotary base": (
         {f"{LLM}.config.rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},

@@ -20,6 +20,7 @@ from raymm.model.whole_model import WholeModel, from_pretrained
 from raymm.monitor.metrics import read_metrics
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
+from tests.trainer_groups import trainer_groups
 
 LR, STEPS = 1e-3, 3
 ANSWERS = ("Hello. A red circle.", "Hello.", "A blue square. Then", "A low tone.")
@@ -71,8 +72,7 @@ def losses_of_transformers(config):
         parameter.requires_grad_(name in trained)
     rule = config.optimizer.build(STEPS)
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=LR, betas=rule.betas, eps=rule.eps,
-        weight_decay=rule.weight_decay,
+        trainer_groups(model, rule.weight_decay), lr=LR, betas=rule.betas, eps=rule.eps
     )
     losses = []
     for step in local_steps(with_vocabulary(config.data, whole), steps=STEPS):

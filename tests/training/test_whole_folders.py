@@ -26,6 +26,7 @@ from raymm.storage.export import export_model
 from raymm.storage.loading import load_into_whole
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
+from tests.trainer_groups import trainer_groups
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LR, STEPS = 1e-3, 4
@@ -63,10 +64,10 @@ def losses_in_one_process(config):
     """What a loop over the model's own forward prints."""
     model = build_model(config)
     assert isinstance(model, WholeModel)
-    trained = [p for p in model.materialize().parameters() if p.requires_grad]
     rule = config.optimizer.build(STEPS)
     optimizer = torch.optim.AdamW(
-        trained, lr=LR, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay
+        trainer_groups(model.materialize(), rule.weight_decay), lr=LR, betas=rule.betas,
+        eps=rule.eps,
     )
     losses = []
     for step in local_steps(with_vocabulary(config.data, model), steps=STEPS):

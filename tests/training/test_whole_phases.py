@@ -17,6 +17,7 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_whole
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
+from tests.trainer_groups import trainer_groups
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 STEPS, LR = 6, 1e-3
@@ -62,7 +63,7 @@ def losses_in_one_process(config):
     named = dict(module.named_parameters())
     trained = {n for n in named if part_of(n) != "vision"}
     optimizer = torch.optim.AdamW(
-        named.values(), lr=LR, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay
+        trainer_groups(module, rule.weight_decay), lr=LR, betas=rule.betas, eps=rule.eps
     )
     losses = []
     for step in local_steps(with_vocabulary(config.data, model), steps=STEPS):

@@ -78,7 +78,7 @@ def step_of(group, config, router_counts, option):
 def test_a_step_is_that_of_one_process(processes, config, option):
     described = MultimodalModule({}, config)
     described.materialize()
-    oracle = OneProcess(described.language_model.module, lr=1e-3)
+    oracle = OneProcess(described.language_model.module, 0.01, lr=1e-3)
     microbatches = step(0, SIZES)
     loss = float(oracle.loss(microbatches))
     results = processes.run(

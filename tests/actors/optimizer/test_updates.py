@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 from raymm.actors.optimizer.optimizer_config import ALGORITHMS, OptimizerConfig
-from raymm.actors.optimizer.updates import ParameterUpdates, matrices_of
+from raymm.actors.optimizer.updates import (
+    ParameterUpdates,
+    layer_norm_parameters,
+    matrices_of,
+)
 from raymm.scheduler.plan.stage import StageId
 
 LLM, VISION = StageId("llm", 0), StageId("vision", 0)
@@ -25,7 +29,9 @@ def modules() -> dict[StageId, nn.Module]:
 def updates_of(config: OptimizerConfig, parts=None) -> ParameterUpdates:
     parts = parts or modules()
     parameters = {(s, n): p for s, part in parts.items() for n, p in part.named_parameters()}
-    return ParameterUpdates(parameters, config, matrices_of(parts.values()))
+    return ParameterUpdates(
+        parameters, config, matrices_of(parts.values()), layer_norm_parameters(parts.values())
+    )
 
 
 def with_gradients(parameters, step: int):
@@ -90,8 +96,11 @@ def test_muon_is_for_matrices_between_embedding_and_head():
         muon = torch.optim.Muon(
             [named[name] for name in matrices], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
         )
-        adamw = torch.optim.AdamW([p for n, p in named.items() if n not in matrices])
-        return [(muon, lambda step: 1e-2), (adamw, lambda step: 1e-2)]
+        exempt = [n for n in named if n.endswith("bias") or n == "llm/module.2.weight"]
+        others = [named[n] for n in named if n not in matrices + exempt]
+        adamw = torch.optim.AdamW(others, weight_decay=0.01)
+        plain = torch.optim.AdamW([named[n] for n in exempt], weight_decay=0.0)
+        return [(one, lambda step: 1e-2) for one in (muon, adamw, plain)]
 
     check(config, oracles)
 
