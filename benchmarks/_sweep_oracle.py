@@ -298,7 +298,7 @@ def _in_peft(plain: nn.Module, adapted: nn.Module, lora: LoraConfig) -> nn.Modul
     alpha: Any = lora.alpha  # peft declares an int
     config = peft.LoraConfig(
         r=lora.r, lora_alpha=alpha, lora_dropout=lora.dropout, use_dora=lora.dora,
-        target_modules=targets,
+        use_rslora=lora.use_rslora, target_modules=targets,
     )
     own = dict(adapted.named_parameters())
     model = peft.get_peft_model(plain, config)

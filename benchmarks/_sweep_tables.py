@@ -150,6 +150,7 @@ def _rope(kind: str) -> Feature:
 
 LORA = LoraConfig(r=4, alpha=8.0)
 DORA = LoraConfig(r=4, alpha=8.0, dora=True, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+RSLORA = replace(LORA, use_rslora=True)
 _FROZEN = dict(frozen=True)
 _MOE: dict[str, Any] = dict(
     num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.2,
@@ -227,6 +228,7 @@ FEATURES: dict[str, Feature] = {
         draws=True),
     "LoRA": Feature(modules=dict(vision=_FROZEN, llm=dict(lora=LORA))),
     "DoRA": Feature(modules=dict(vision=_FROZEN, llm=dict(lora=DORA))),
+    "rank-stabilised LoRA": Feature(modules=dict(vision=_FROZEN, llm=dict(lora=RSLORA))),
     "LoRA of all parts": Feature(modules=dict(
         vision=dict(lora=LoraConfig(r=3, targets=("q_proj", "fc1")),
                     projector_lora=LoraConfig(r=2, targets=("0", "2"))),

@@ -38,7 +38,7 @@ ADAPTER_NAMES = frozenset({LOW, HIGH, MAGNITUDE})
 
 class AdaptedLayer(nn.Module):
     """Mixed into a linear layer with ``weight`` W (out, in): W x + bias + s B A dropout(x), where
-    A is (r, in), B (out, r) and s ``alpha / r``.
+    A is (r, in), B (out, r) and s :attr:`LoraConfig.scaling`.
 
     With a magnitude m (DoRA), each row of W + s B A is scaled to the norm that m says; no gradient
     goes through the norms it has (DoRA §4.3), and dropout is of the adapted part only, as in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from raymm.errors import InputError
@@ -20,12 +21,15 @@ class LoraConfig:
 
     Attributes:
         r: rank.
-        alpha: what an adapter adds is scaled with ``alpha / r``.
+        alpha: what an adapter adds is scaled with ``alpha / r``, or with ``alpha / sqrt(r)`` if
+            ``use_rslora`` is true.
         dropout: probability with which an element of an adapter's input is left out in training.
         targets: ``"all-linear"``: all linear layers but a language model's head; another string:
             a regular expression of whole names; several: names, or what names end with after a
             dot, as ``q_proj`` (``target_modules`` of ``peft``).
         dora: train the norms of the weights' rows, too (DoRA).
+        use_rslora: scale with ``alpha / sqrt(r)``, so that higher ranks do not learn more slowly
+            (rank-stabilised LoRA, Kalajdzievski 2023; ``use_rslora`` of ``peft``).
         base: how weights under adapters are kept: None, as they are; ``"int8"``, in a byte per
             element, with a scale per output; ``"int4"``, in half a byte, with a scale per output
             and 32 inputs (:mod:`raymm.actors.adapters.quantised`).
@@ -39,6 +43,7 @@ class LoraConfig:
     dropout: float = 0.0
     targets: str | tuple[str, ...] = ALL_LINEAR
     dora: bool = False
+    use_rslora: bool = False
     base: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +58,10 @@ class LoraConfig:
                 f"targets is {self.targets!r}; accepted: {ALL_LINEAR!r}, a regular expression of "
                 "layers' whole names, or a tuple of names or their ends"
             )
+        if not isinstance(self.use_rslora, bool):
+            raise AdapterError(
+                f"use_rslora is {self.use_rslora!r}; accepted: true (alpha / sqrt(r)) or false"
+            )
         if self.base is not None and self.base not in BASES:
             raise AdapterError(
                 f"base is {self.base!r}; accepted: {', '.join(BASES)}, or none"
@@ -60,5 +69,5 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """``alpha / r``."""
-        return self.alpha / self.r
+        """Factor of what an adapter adds: ``alpha / r``, or ``alpha / sqrt(r)``."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)

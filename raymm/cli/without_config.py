@@ -52,7 +52,7 @@ def add_folder_arguments(command: argparse.ArgumentParser) -> None:
         help="folder of the run (default: runs/ and the model's name)")
     add("--lora", nargs="*", metavar="KEY=VALUE",
         help="train adapters of the language model: r=16 alpha=32 dropout=0 (the defaults), "
-        "targets, dora, base=int4")
+        "targets, dora, use_rslora, base=int4")
     add("--lr", type=float, help="learning rate (default: 1e-5, with --lora 1e-4)")
     add("--epochs", type=float, metavar="N", help="passes over the rows (default: 3)")
     add("--eval-fraction", type=float, metavar="F",

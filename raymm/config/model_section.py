@@ -27,6 +27,7 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Text | Tuple[Text] = ALL_LINEAR
     dora: bool = False
+    use_rslora: bool = False
     base: Literal["int8", "int4"] | None = None
 
     def build(self) -> LoraConfig:

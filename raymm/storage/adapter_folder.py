@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from raymm.actors.adapters.lora import MAGNITUDE, AdaptedLayer, is_adapter
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.weights.hub_folder import is_hub_id, split_id
 
 # How ``peft`` names a model's layers within its own.
@@ -28,6 +30,8 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
     layers = {name: m for name, m in module.named_modules() if isinstance(m, AdaptedLayer)}
     lora = next(iter(layers.values())).lora
     others = {name: layer.lora for name, layer in layers.items()}
+    # peft has one use_rslora for all layers, so alphas of layers with the other scaling change.
+    alphas = {name: _alpha(own, lora.use_rslora) for name, own in others.items()}
     revision = None
     if base is not None and is_hub_id(base):
         base, revision = split_id(base)
@@ -36,8 +40,8 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
         "base_model_name_or_path": base, "revision": revision, "inference_mode": True, "r": lora.r,
         "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(layers),
         "rank_pattern": {n: own.r for n, own in others.items() if own.r != lora.r},
-        "alpha_pattern": {n: own.alpha for n, own in others.items() if own.alpha != lora.alpha},
-        "use_dora": lora.dora, "bias": "none",
+        "alpha_pattern": {n: alpha for n, alpha in alphas.items() if alpha != lora.alpha},
+        "use_dora": lora.dora, "use_rslora": lora.use_rslora, "bias": "none",
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
     }
     tensors = {
@@ -48,3 +52,11 @@ def save_adapters(module: nn.Module, folder: Path, base: str | None, causal: boo
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _alpha(lora: LoraConfig, use_rslora: bool) -> float:
+    """Return the alpha with which peft scales an adapter as ``lora`` does, given its
+    ``use_rslora``."""
+    if lora.use_rslora == use_rslora:
+        return lora.alpha
+    return lora.scaling * (math.sqrt(lora.r) if use_rslora else lora.r)

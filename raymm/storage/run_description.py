@@ -91,9 +91,10 @@ def describe_run(
 def _of_whole(model: WholeModel) -> dict[str, Any]:
     fields: dict[str, Any] = {"model.packing": model.packing}
     for name, how in model.train.items():
-        own = vars(how).items() if isinstance(how, LoraConfig) else ()
-        fields |= {f"model.train.{name}.lora.{key}": value for key, value in own}
-        fields |= {} if own else {f"model.train.{name}": how}
+        if isinstance(how, LoraConfig):
+            fields |= _adapters(f"model.train.{name}.lora", how)
+        else:
+            fields[f"model.train.{name}"] = how
     skeleton = model.trained_skeleton()
     fields |= describe_source("model", model.source.origin, skeleton)
     return {**fields, "model.parameters": _parameters("model", skeleton)}
@@ -165,12 +166,21 @@ def describe_module(
     fields: dict[str, Any] = {}
     for name in ("lora", "projector_lora"):
         if (lora := getattr(part, name)) is not None:
-            fields |= {f"{where}.{name}.{key}": value for key, value in vars(lora).items()}
+            fields |= _adapters(f"{where}.{name}", lora)
     for name in ("preprocess", "postprocess_module", "postprocess_projector"):
         callback = getattr(part, f"{name}_callback")
         fields[f"{where}.{name}"] = _named(callback)
         fields |= _code(f"{where}.{name}", callback)
     return fields | describe_source(where, source.origin, skeleton)
+
+
+def _adapters(where: str, lora: LoraConfig) -> dict[str, Any]:
+    """Fields of adapters. Checkpoints of earlier versions have no ``use_rslora``, which is false
+    in their runs, so only true is a field."""
+    return {
+        f"{where}.{key}": value for key, value in vars(lora).items()
+        if key != "use_rslora" or value
+    }
 
 
 def describe_source(where: str, source: ModuleSource, skeleton: nn.Module) -> dict[str, Any]:

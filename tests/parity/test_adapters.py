@@ -20,6 +20,7 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 LORA = LoraConfig(r=4, alpha=8.0)
 DORA = LoraConfig(r=4, alpha=8.0, dora=True, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+RSLORA = LoraConfig(r=4, alpha=8.0, use_rslora=True)
 NARROW = LoraConfig(r=2, targets=r".*layers\.[12]\..*_proj|lm_head")
 
 
@@ -46,7 +47,7 @@ def in_peft(module: torch.nn.Module, lora: LoraConfig) -> torch.nn.Module:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     config = peft.LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
-        use_dora=lora.dora,
+        use_dora=lora.dora, use_rslora=lora.use_rslora,
     )
     model = peft.get_peft_model(plain_copy(module, merged=False), config)
     state = {
@@ -108,7 +109,8 @@ def test_pipeline_of_tensor_parallel_stages(ray_cluster, live):
         {"vision": ParallelSpec()}, ParallelSpec(pp=2, tp=2), 2))
 
 
-@pytest.mark.parametrize("lora", [DORA, NARROW], ids=["dora", "by a pattern"])
+@pytest.mark.parametrize(
+    "lora", [DORA, RSLORA, NARROW], ids=["dora", "rank-stabilised", "by a pattern"])
 def test_kinds_of_adapters(ray_cluster, lora):
     model = model_of(lora)
     check(model, MultimodalParallelSpec(

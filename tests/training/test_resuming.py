@@ -141,6 +141,14 @@ def test_what_may_not_change_is_refused_with_old_and_new(described, tmp_path, ca
     assert not error and any(says in line for line in said)
 
 
+def test_adapters_without_rslora_resume_from_earlier_versions(described, tmp_path):
+    """Their checkpoints have no field of that name."""
+    was = described({f"{LLM}.train": {"lora": {"r": 2}}})
+    assert "model.llm.lora.use_rslora" not in was and "model.llm.lora.r" in was
+    now = described({f"{LLM}.train": {"lora": {"r": 2, "use_rslora": True}}})
+    assert "use_rslora is True, was not there" in compared(tmp_path, was, now)[1]
+
+
 @pytest.mark.parametrize(("changes", "says"), [
     ({"run.steps": 20, "optimizer.total_steps": 20},
      ["run.steps is 20, was 12", "optimizer.total_steps is 20, was 12"]),
