@@ -16,7 +16,8 @@ def trainer_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any
     """Return all parameters of a module in two groups, with and without weight decay."""
     decayed = decayed_names(module)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in module.named_parameters():
+    # Oracles may give their parameters other names.
+    for name, parameter in nn.Module.named_parameters(module):
         groups[name in decayed].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},

@@ -36,7 +36,7 @@ def skeleton(name: str) -> nn.Module:
             for field in _LAYERS:
                 if isinstance(getattr(section, field, None), int):
                     setattr(section, field, 2)
-            if getattr(section, "layer_types", None):
+            if vars(section).get("layer_types"):
                 section.layer_types = section.layer_types[:2]
     with torch.device("meta"):
         return model_class._from_config(config)
@@ -65,7 +65,7 @@ def test_adapters_decay_as_in_a_trainer(dora):
     name = "GPT2LMHeadModel"
     mine = skeleton(name)
     adapt(mine, find_targets(mine, LoraConfig()), LoraConfig(r=2, dora=dora), 1)
-    config = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=dora)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=dora, fan_in_fan_out=True)
     theirs = peft.get_peft_model(skeleton(name), config)
     due = {
         name.removeprefix("base_model.model.").replace(".default.weight", "").replace(
