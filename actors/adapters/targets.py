@@ -15,18 +15,21 @@ _SHOWN = 6
 
 
 def find_targets(
-    module: nn.Module, config: LoraConfig, among: Callable[[str], bool] = lambda _: True
-) -> tuple[str, ...]:
+    module: nn.Module, config: LoraConfig, among: Callable[[str], bool] = lambda _: True,
+    part: str = "",
+) -> tuple[str, ...]:  # fmt: skip
     """Names of the linear layers that get adapters, in the module's order.
 
     Args:
         module: the whole module, or its skeleton, without adapters.
         config: says which.
         among: whether a layer, by its name, is of the part that gets some.
+        part: name of that part, for errors; empty for the whole module.
 
     Raises:
         AdapterError: something of ``targets`` is no layer, or one that is not linear.
     """
+    where = f"part {part!r} of " * bool(part) + type(module).__name__
     names = {name: child for name, child in module.named_modules() if name and among(name)}
     linear = [name for name, child in names.items() if is_adaptable(child)]
     if config.targets == ALL_LINEAR:
@@ -35,7 +38,7 @@ def find_targets(
         layers = [name for name in linear if names[name] is not head]
         if not layers:
             raise AdapterError(
-                f"targets is {ALL_LINEAR!r}, and {type(module).__name__} has no linear layer that "
+                f"targets is {ALL_LINEAR!r}, and {where} has no linear layer that "
                 "an adapter can be put into; train it otherwise"
             )
         return tuple(layers)
@@ -46,7 +49,7 @@ def find_targets(
         if not matched:
             shown = ", ".join(linear[:_SHOWN]) + (", ..." if len(linear) > _SHOWN else "")
             raise AdapterError(
-                f"targets has {pattern!r}, and no layer of {type(module).__name__} is named so; "
+                f"targets has {pattern!r}, and no layer of {where} is named so; "
                 f"accepted: {ALL_LINEAR!r}, or names of linear layers: {shown or 'it has none'}"
             )
         for name in matched:

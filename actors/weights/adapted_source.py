@@ -44,7 +44,7 @@ class AdaptedSource(ModuleSource):
     @classmethod
     def of(
         cls, base: ModuleSource, lora: LoraConfig, seed: int, places: tuple[str, ...] = (),
-        outside: bool = True, apart: tuple[str, ...] = (),
+        outside: bool = True, apart: tuple[str, ...] = (), part: str = "",
     ) -> AdaptedSource:  # fmt: skip
         """Adapters of a source's module.
 
@@ -53,12 +53,14 @@ class AdaptedSource(ModuleSource):
             lora: what they are.
             seed: of their initial values.
             places, outside, apart: as of the class.
+            part: name of the part, for errors.
 
         Raises:
             AdapterError: the module has no such layers.
         """
         adapted = cls(base, lora, seed, (), places, outside, apart)
-        return replace(adapted, targets=find_targets(base.skeleton(), lora, adapted._is_of))
+        targets = find_targets(base.skeleton(), lora, adapted._is_of, part)
+        return replace(adapted, targets=targets)
 
     def _is_of(self, name: str) -> bool:
         own = is_within(name, self.places) != self.outside

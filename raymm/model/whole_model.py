@@ -181,11 +181,12 @@ class WholeModel:
         projector = tuple(place for _, place in self._projector)
         for name, lora in self.adapters.items():
             if name == LANGUAGE:
-                source = AdaptedSource.of(source, lora, seed, (*towers, *projector))
+                outside = (*towers, *projector)
+                source = AdaptedSource.of(source, lora, seed, outside, part=name)
                 continue
             own = projector if name == PROJECTOR else self.tower(name).places
             apart = () if name == PROJECTOR else projector
-            source = AdaptedSource.of(source, lora, seed, own, False, apart)
+            source = AdaptedSource.of(source, lora, seed, own, False, apart, name)
         if len({lora.dora for lora in self.adapters.values()}) > 1:
             raise ModelError("train has adapters with dora and without; accepted: all alike")
         return source
