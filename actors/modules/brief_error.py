@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from raymm.errors import Error
+
 _MOST_CHARACTERS = 300  # of another library's error that are shown
 
 
 def brief(error: BaseException) -> str:
-    """Another library's error in a line."""
+    """Return an error in a line: a sentence of raymm, or another library's error with its class."""
     text = " ".join(str(error).split())
+    if text and isinstance(error, Error):
+        return text
     text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

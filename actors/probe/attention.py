@@ -123,6 +123,7 @@ def _carries_over(
         first, second = first[0], second[0]
     if not isinstance(first, torch.Tensor) or first.shape[:2] != hidden.shape[:2]:
         return False
+    first, second = first.float(), second.float()  # indices of tokens are integers
     return bool((first - second)[:, start:].norm() > _NOISE * first.norm())
 
 

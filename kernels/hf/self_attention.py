@@ -17,14 +17,15 @@ windows would be dropped silently.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -49,6 +50,7 @@ ATTEND_ARGUMENT = "raymm_attend"
 ``attend(query, key, value, masks, scale=, softcap=) -> output``."""
 _CACHED_MASKS = 64
 _SHARED = "_raymm_shared_tokens"
+_PREPROCESS = "_preprocess_mask_arguments"
 # What changes the scores and has no place in this attention: (argument, what it is).
 _UNSUPPORTED = (
     ("s_aux", "attention sinks"),
@@ -61,6 +63,28 @@ def register() -> None:
     """Make ``attn_implementation="raymm"`` known to transformers; may be called again."""
     AttentionInterface.register(NAME, raymm_attention_forward)
     AttentionMaskInterface.register(NAME, raymm_model_mask)
+    _return_finished_masks()
+
+
+def _return_finished_masks() -> None:
+    """Make transformers return a :class:`ModelMask` as it returns a mask of four dimensions.
+
+    Some models make the mask of their text model and pass it on, and the text model's forward
+    calls the same function with it once more (PaliGemma).
+    """
+    preprocess = getattr(masking_utils, _PREPROCESS, None)  # private to transformers
+    if preprocess is None or hasattr(preprocess, "__wrapped__"):
+        return
+    names = inspect.signature(preprocess)
+
+    @wraps(preprocess)
+    def preprocess_mask_arguments(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        mask = names.bind(*args, **kwargs).arguments["attention_mask"]
+        if isinstance(mask, ModelMask):
+            return True, mask, None, None, None, None, None
+        return preprocess(*args, **kwargs)
+
+    setattr(masking_utils, _PREPROCESS, preprocess_mask_arguments)
 
 
 def can_use(model: nn.Module) -> bool:
@@ -68,9 +92,21 @@ def can_use(model: nn.Module) -> bool:
     return bool(getattr(model, "_can_set_attn_implementation", lambda: False)())
 
 
+class MaskValuesError(MaskError, AttributeError):
+    """A layer that computes with its attention mask."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a layer computes with the values of its attention mask, and a mask of "
+            f"{NAME} attention has none"
+        )
+
+
 @dataclass(frozen=True)
 class ModelMask:
     """The mask that a model made for itself; masks are built when a layer asks for them.
+
+    Whatever else a model does with it, as with a tensor, raises :class:`MaskValuesError`.
 
     Attributes:
         build: returns the masks, one per sequence or one for all.
@@ -84,6 +120,18 @@ class ModelMask:
     def masks(self) -> tuple[AttentionMask, ...]:
         """One per sequence, or one for all."""
         return self.build()
+
+    def __getattr__(self, name: str) -> Any:
+        raise MaskValuesError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MaskValuesError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise MaskValuesError
 
 
 class SharedTokens:

@@ -12,6 +12,7 @@ from benchmarks._vlm_shares import outcome
 from benchmarks.vlm_layouts import CLASSES, LAYOUTS, PROCESSES
 
 QWEN2_5, QWEN3, EXPERTS, GEMMA3, AUDIO = CLASSES
+PALIGEMMA = "PaliGemmaForConditionalGeneration"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def ranks():
         (EXPERTS, "tp 2"),
         (GEMMA3, "packing, cp 2"),  # images are seen in both directions, windows
         (GEMMA3, "fsdp 2, tower frozen"),
+        (PALIGEMMA, "packing, cp 2"),  # makes the masks of its text model itself
         (AUDIO, "packing, fsdp 2, pp 2"),
     ],
 )
