@@ -1,7 +1,7 @@
 """The probe of what a module returns: is anything dropped that training would need?
 
-raymm takes one tensor of an encoder, and of a language model the cross entropy of its logits. What
-else they return is found by running a shrunk copy, as in :mod:`raymm.actors.probe.cut`.
+raymm takes one tensor of an encoder. What else an encoder returns is found by running a shrunk
+copy, as in :mod:`raymm.actors.probe.cut`.
 
 An encoder's further output counts as dropped if parameters are behind it that are not behind the
 tensor that is taken: they would have no effect, and never learn. Not so a summary, at most one
@@ -18,27 +18,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
-from raymm.actors.probe.cut import of_one_that_runs, small_language_model
+from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.history import check_history
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.stage_inputs import fields
-from raymm.actors.weights.source import ModuleSource, set_mode
+from raymm.actors.weights.source import set_mode
 from raymm.errors import USER_CODE_RAISES
 
 _SHOWN = 3
-_TOKENS = 12
-# Of a loss, relative: of sums in another order, and of ones that are computed in another way. The
-# second where the model returns nothing that it could have added.
-_ROUNDING, _TOLERANCE = 2e-6, 1e-4
 
 
 @plain_torch()
@@ -155,52 +149,3 @@ def _is_summary(value: torch.Tensor, picked: torch.Tensor) -> bool:
     if value.dim() == 0 or picked.dim() < 3 or len(value) != len(picked):
         return False
     return sum(size > 1 for size in value.shape[1:]) <= 1
-
-
-@plain_torch()
-def added_loss(source: ModuleSource) -> str | None:
-    """What a language model adds to the cross entropy of its logits, in words: the router loss of
-    a mixture of experts. None if it adds nothing, or has no loss of its own.
-
-    Raises:
-        ProbeError: if its logits depend on earlier forwards.
-    """
-    try:
-        model = small_language_model(source).train()
-    except NotRunError:  # it cannot be trained
-        return None
-    with contextlib.suppress(NotRunError):  # on a text of another length
-        check_history("llm", model, set_mode(source.skeleton()).training, _logits)
-    vocabulary = input_embeddings(model).weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (2, _TOKENS), generator=generator)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            output = model(input_ids=ids, labels=ids, use_cache=False)
-        loss, logits = output.loss, output.logits
-        own = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-        # Some classes take labels that are shifted already; they add nothing.
-        unshifted = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
-    except USER_CODE_RAISES:  # a model that takes no labels has no loss of its own
-        return None
-    if loss is None:
-        return None
-    parts = [
-        f"{name} {float(value):.4g}" for name, value in fields(output).items()
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in ("loss", "logits")
-    ]  # fmt: skip
-    limit = _ROUNDING if parts else _TOLERANCE
-    if any(abs(float(loss - other)) <= limit * float(other) for other in (own, unshifted)):
-        return None
-    return (
-        f"{type(model).__name__} adds {', '.join(parts) or 'something'} to its loss (in a trial "
-        f"{float(loss):.4g}, where the cross entropy of its logits is {float(own):.4g})"
-    )
-
-
-def _logits(model: nn.Module, other: bool) -> torch.Tensor:
-    """Those of one text, or of a longer one."""
-    embeddings = input_embeddings(model)
-    ids = torch.arange(2 * _TOKENS if other else _TOKENS)[None] % embeddings.weight.shape[0]
-    return model(inputs_embeds=embeddings(ids), use_cache=False).logits.float()

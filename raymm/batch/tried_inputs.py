@@ -14,7 +14,8 @@ import ray
 import torch
 
 from raymm.actors.probe.error import NotRunError, ProbeError
-from raymm.actors.probe.outputs import added_loss, check_outputs
+from raymm.actors.probe.experts.own_loss import check_language_loss
+from raymm.actors.probe.outputs import check_outputs
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
 from raymm.model.batch_rules import INDEX, BatchError
@@ -95,25 +96,16 @@ class TriedInputs:
 
 
 def check_loss(model: MultimodalModule) -> None:
-    """Whether the language model's loss is the cross entropy that it will be trained with.
+    """Check that the language model's loss is the cross entropy that it will be trained with.
 
     Raises:
-        ProbeError: it adds something that is no loss for the routers of a mixture of experts as
-            :class:`raymm.actors.experts.router_loss.RouterLoss` has it, and the model's
-            ``router_loss`` does not say that it is to be ignored; or its logits depend on earlier
-            forwards.
+        ProbeError: its class computes another loss, and the model's ``router_loss`` does not say
+            that it is to be ignored; or its logits depend on earlier forwards. The loss of a
+            mixture of experts for its routers is checked by ``model.mixture``.
     """
-    added = added_loss(model.language_model.source(ModuleKind.LANGUAGE_MODEL))
-    if model.router_loss == "ignore":
-        return
-    if model.mixture is not None and model.mixture.loss is not None:
-        return  # which was tried
-    if added:
-        raise ProbeError(
-            f"{added}, which stages of it cannot add up; switch it off in the model's config "
-            "(output_router_logits: false), or leave it out knowingly: model.router_loss: ignore "
-            "in a configuration, MultimodalModule(..., router_loss='ignore')"
-        )
+    mixture = model.mixture
+    ignore = model.router_loss == "ignore" or mixture is not None and mixture.loss is not None
+    check_language_loss(model.language_model.source(ModuleKind.LANGUAGE_MODEL), ignore)
 
 
 def _signature(meta: MicrobatchMeta, name: str) -> Signature:

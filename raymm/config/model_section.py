@@ -201,7 +201,8 @@ class ModelSection(Section):
             bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
         router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
             routers if its config has ``output_router_logits``; without it, that is added over all
-            tokens of a step, which takes a forward more per step (see own-model).
+            tokens of a step, which takes a forward more per step (see own-model). ``"ignore"``
+            also accepts a language model whose class computes another loss, which is not used.
         loss: another than the cross entropy of tokens.
     """
 

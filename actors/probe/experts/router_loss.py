@@ -1,33 +1,31 @@
-"""The probe of a model's own loss, and of what a mixture of experts adds to it for its routers.
+"""The probe of what a mixture of experts adds to its loss for its routers.
 
 A small copy runs with labels. Its loss must be the next-token cross entropy of its logits, plus,
 where its config asks for that (``output_router_logits``), what :class:`RouterLoss` computes from
 the outputs of its routers for one number of experts per token and one of the config's numbers as
-coefficient; else the model is refused. A language model without that switch is compared by
-:func:`raymm.actors.probe.outputs.added_loss`.
+coefficient; else the model is refused. Models without that switch are compared by
+:mod:`raymm.actors.probe.experts.own_loss`.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig
 
 from raymm.actors.experts.router_loss import Mixture, RouterLoss
 from raymm.actors.experts.routing import SWITCH, configs_of, experts, routers, switched_on
 from raymm.actors.modules.blocks import input_embeddings
-from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.cut import of_one_that_runs, small_language_model
 from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.experts.own_loss import check_own_loss, cross_entropy
 from raymm.actors.probe.plain_torch import plain_torch
-from raymm.actors.probe.whole.calls import run_model
 from raymm.actors.probe.whole.towers import as_copied
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES
@@ -36,6 +34,11 @@ _TOKENS, _PADDING = 12, 5
 _TOLERANCE = 1e-4  # of a loss that is computed in another order, relative
 _ROUNDING = 2e-6
 _OWN_ROUNDING = 1e-5  # of a loss to which nothing is known to be added, relative
+_SWITCH_OFF = "switch it off in the model's config (output_router_logits: false)"
+_IGNORE = (
+    ", or leave it out knowingly: model.router_loss: ignore in a configuration, "
+    "MultimodalModule(..., router_loss='ignore')"
+)
 
 
 @plain_torch()
@@ -60,7 +63,7 @@ def mixture_of(
     kinds = {type(config) for config in switched_on(skeleton)}
     if example is None:
         model = small_language_model(source)
-        loss = _fitted(model, _text(model), kinds)
+        loss = _fitted(model, _text(model), kinds, _SWITCH_OFF + _IGNORE)
     else:
         loss = of_one_that_runs(source, partial(_of_whole, source, example, kinds))
     return Mixture(loss) if is_mixture or loss is not None else None
@@ -71,77 +74,9 @@ def _of_whole(
 ) -> RouterLoss | None:
     inputs = as_copied(source, model, example)
     if kinds:
-        return _fitted(model, inputs, kinds)
-    _check_own_loss(model.train(), inputs)
+        return _fitted(model, inputs, kinds, _SWITCH_OFF)
+    check_own_loss(model.train(), inputs, "Switch off the other terms in its config")
     return None
-
-
-def _check_own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Check that the loss of a whole model is the cross entropy of its logits.
-
-    Args:
-        model: a small copy, in training mode.
-        inputs: of its forward.
-
-    Raises:
-        NotRunError: the model does not run on the inputs.
-        ProbeError: it computes another loss.
-    """
-    ids = inputs["input_ids"]
-    real = inputs.get("attention_mask")
-    labels = ids
-    if real is not None and real.shape == ids.shape:
-        labels = ids.where(real.bool(), IGNORE_INDEX)
-
-    def run(shown: Mapping[str, Any]) -> Any:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            return model(**copy.deepcopy(dict(shown)), use_cache=False)
-
-    try:
-        output = run({**inputs, "labels": labels})
-        loss = getattr(output, "loss", None)
-    except USER_CODE_RAISES:  # it takes no labels, or none that belong to its logits
-        run_model(model, inputs)
-        return
-    if loss is None or not (labels[:, 1:] != IGNORE_INDEX).any():
-        return
-    due = _cross_entropy(output.logits, labels)
-    if _agree(float(loss), due):
-        return
-
-    def explains(name: str) -> bool:
-        """Whether an input changes the loss alone."""
-        try:
-            other = run({**{n: v for n, v in inputs.items() if n != name}, "labels": labels})
-        except USER_CODE_RAISES:  # whatever a model may raise
-            return False
-        return torch.equal(other.logits, output.logits) and _agree(float(other.loss), due)
-
-    reads = [name for name in inputs if name != "input_ids" and explains(name)]
-    raise ProbeError(
-        f"The loss of {type(model).__name__} is not the next-token cross entropy of its logits, "
-        f"which raymm trains with: in a trial its own loss is {float(loss):.6g}, and the cross "
-        f"entropy is {due:.6g}. "
-        + (f"Only its own loss reads {', '.join(map(repr, reads))}; leave it out of the batch"
-           if reads else "Switch off the other terms in its config")
-    )
-
-
-def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the mean cross entropy of the next token.
-
-    Args:
-        logits: (rows, tokens, vocabulary).
-        labels: (rows, tokens) int64; ``IGNORE_INDEX`` where there is none.
-    """
-    return float(F.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX
-    ))  # fmt: skip
-
-
-def _agree(loss: float, due: float) -> bool:
-    return abs(loss - due) <= _OWN_ROUNDING * abs(due)
 
 
 def _text(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -154,13 +89,14 @@ def _text(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fitted(
-    model: nn.Module, inputs: Mapping[str, Any], kinds: Collection[type]
+    model: nn.Module, inputs: Mapping[str, Any], kinds: Collection[type], cure: str
 ) -> RouterLoss | None:
     """
     Args:
         model: a small copy, which is changed.
         inputs: of its forward.
         kinds: of configs, those that ask for the loss.
+        cure: for a model that adds something else.
 
     Raises:
         NotRunError: the model does not run on the inputs.
@@ -180,11 +116,13 @@ def _fitted(
             torch.manual_seed(0)
             output: Any = model(**inputs, labels=ids, use_cache=False)
     except USER_CODE_RAISES as error:  # whatever a module may raise
-        raise NotRunError(str(error)) from error
+        raise NotRunError(
+            f"{type(model).__name__} does not run with labels: {brief(error)}"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
-    loss, own = float(output.loss), _cross_entropy(output.logits, ids)
+    loss, own = float(output.loss), cross_entropy(output.logits, ids)
     added = getattr(output, "aux_loss", None)
     added = float(added) if isinstance(added, torch.Tensor) else loss - own
     if abs(added) <= _ROUNDING * loss and abs(loss - own) <= _OWN_ROUNDING * loss:
@@ -203,9 +141,7 @@ def _fitted(
         f"{type(model).__name__} adds aux_loss {added:.4g} to its loss (in a trial "
         f"{loss:.4g}, where the cross entropy of its logits is {own:.4g}), which is not "
         "the routers' loss of the Switch Transformer over all layers, nor a number of its config "
-        "times that; switch it off in the model's config (output_router_logits: false), or leave "
-        "it out knowingly: model.router_loss: ignore in a configuration, "
-        "MultimodalModule(..., router_loss='ignore')"
+        f"times that; {cure}"
     )
 
 

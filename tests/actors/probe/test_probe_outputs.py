@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from raymm.actors.probe.error import NotRunError, ProbeError
-from raymm.actors.probe.outputs import added_loss, check_outputs
+from raymm.actors.probe.outputs import check_outputs
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.weights.source import ConfigSource, LiveSource
 
@@ -103,12 +103,3 @@ def test_no_tensor_to_take_is_said_and_inputs_that_do_not_do_are_another_matter(
         check_outputs(encoder(Maps()), {"x": torch.randn(2, 3, 4)})
     with pytest.raises(NotRunError):
         check_outputs(encoder(Features()), {"x": torch.randn(2, 3, 5)})
-
-
-def test_models_that_shift_their_labels_or_not_add_nothing():
-    bart = hf.BartConfig(
-        d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32,
-    )
-    assert added_loss(ConfigSource(hf.BartForCausalLM, bart)) is None
-    llama = hf.LlamaConfig(**SMALL, vocab_size=32)
-    assert added_loss(ConfigSource(hf.LlamaForCausalLM, llama)) is None

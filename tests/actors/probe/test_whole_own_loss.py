@@ -77,6 +77,37 @@ def test_losses_that_are_the_cross_entropy_or_absent_are_accepted(llava):
         assert mixture_of(ConfigSource(model_class, config, seed=1), inputs) is None
 
 
+def test_a_forward_that_fails_with_labels_is_refused(llava):
+    class FailsWithLabels(transformers.LlavaForConditionalGeneration):
+        def forward(self, input_ids=None, labels=None, **more):
+            if labels is not None:
+                raise KeyError("weights")
+            return super().forward(input_ids, **more)
+
+    config, inputs = llava
+    says = "FailsWithLabels takes labels, but fails with labels .*weights"
+    with pytest.raises(ProbeError, match=says):
+        mixture_of(ConfigSource(FailsWithLabels, config, seed=1), inputs)
+
+
+def test_a_router_loss_of_another_kind_names_what_whole_models_accept():
+    """They have no ``router_loss``, so only their config can switch the loss off."""
+    config, inputs = inputs_of(transformers.Qwen3VLMoeForConditionalGeneration)
+    config.text_config.output_router_logits = True
+
+    class Another(transformers.Qwen3VLMoeForConditionalGeneration):
+        def forward(self, *args, labels=None, **more):
+            output = super().forward(*args, labels=labels, **more)
+            if labels is not None:
+                output.loss = output.loss + output.logits.square().mean()
+            return output
+
+    with pytest.raises(ProbeError, match="switch it off in the model's config") as error:
+        mixture_of(ConfigSource(Another, config, seed=1), inputs)
+    assert "output_router_logits: false" in str(error.value)
+    assert "router_loss" not in str(error.value)
+
+
 def test_an_input_that_only_the_own_loss_reads_is_named():
     model_class = transformers.GraniteDoclingForConditionalGeneration
     config, inputs = inputs_of(model_class)

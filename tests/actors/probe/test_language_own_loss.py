@@ -1,0 +1,86 @@
+"""A language model of a model of parts whose class computes another loss than the next-token cross
+entropy of its logits."""
+
+import pytest
+import torch.nn.functional as F
+import transformers as hf
+
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.weights.source import ConfigSource
+from raymm.batch.tried_inputs import check_loss
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+
+SIZES = dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+    num_key_value_heads=2, vocab_size=32,
+)  # fmt: skip
+
+
+def plain(logits, labels):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def smoothed(logits, labels):
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
+    )
+
+
+def not_shifted(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def slightly_more(logits, labels):
+    return plain(logits, labels) * (1 + 5e-5)
+
+
+def fails(logits, labels):
+    raise TypeError("weights are missing")
+
+
+def model_with(loss, **options) -> MultimodalModule:
+    class OwnLoss(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **more):
+            output = super().forward(input_ids, **more)
+            if labels is not None:
+                output.loss = loss(output.logits, labels)
+            return output
+
+    module = OwnLoss(hf.LlamaConfig(**SIZES))
+    return MultimodalModule({}, ModalityModule(module), **options)
+
+
+@pytest.mark.parametrize(("loss", "says"), [
+    (smoothed, "OwnLoss is not the next-token cross entropy"),
+    (not_shifted, "compares the logits of each token with the label of the same token"),
+    (slightly_more, "OwnLoss is not the next-token cross entropy"),
+    (fails, "OwnLoss takes labels, but fails .*weights are missing"),
+])  # fmt: skip
+def test_another_loss_is_refused_unless_it_is_ignored(loss, says):
+    with pytest.raises(ProbeError, match=says) as error:
+        check_loss(model_with(loss))
+    assert "MultimodalModule(..., router_loss='ignore')" in str(error.value)
+    check_loss(model_with(loss, router_loss="ignore"))
+
+
+def test_the_next_token_cross_entropy_and_no_loss_are_accepted():
+    check_loss(model_with(plain))
+    check_loss(model_with(lambda logits, labels: None))
+
+    class WithoutLabels(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, use_cache=None):
+            return super().forward(
+                input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
+            )
+
+    check_loss(MultimodalModule({}, ModalityModule(WithoutLabels(hf.LlamaConfig(**SIZES)))))
+
+
+def test_a_class_whose_labels_are_shifted_by_the_caller_is_refused():
+    bart = hf.BartConfig(
+        d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32,
+    )  # fmt: skip
+    source = ConfigSource(hf.BartForCausalLM, bart)
+    with pytest.raises(ProbeError, match="The loss of BartForCausalLM .*label of the same token"):
+        check_loss(MultimodalModule({}, ModalityModule(source)))
