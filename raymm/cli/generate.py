@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ def run_generate(args: argparse.Namespace) -> int:
         ConfigError: options that cannot be.
         GenerationError: the model cannot write text under its plan.
         CheckpointError, ClusterError, ProbeError: as of a run that goes on.
-        SampleError: an item that cannot be read.
+        SampleError: a prompt or an item that cannot be used.
     """
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
@@ -72,6 +72,9 @@ def run_generate(args: argparse.Namespace) -> int:
     phases = Phases(model, config.at, config.run.steps)
     phases.enter_before(checkpoint)  # what trains then is what a checkpoint has
     optimizer = config.optimizer.build(config.run.steps)
+    # A prompt is a user's turn, also of a run on pairs of answers.
+    data = with_vocabulary(config.data, model).model_copy(update={"preferences": False})
+    builder, prompts = _prompts(data, args.prompt, items)
     with connected():
         device = pick_device(config.run.device, config.resources.for_device)
         resources = config.resources.for_device(device)
@@ -86,10 +89,6 @@ def run_generate(args: argparse.Namespace) -> int:
             timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,
         ) as parallel:
             restore(parallel, checkpoint.folder)
-            data = with_vocabulary(config.data, model)
-            # A prompt is a user's turn, also of a run on pairs of answers.
-            data = data.model_copy(update={"preferences": False})
-            builder, prompts = _prompts(data, args.prompt, items)
             rules = WritingRules.of(model, builder.tokenizer, builder.answer_ends)
             if rules.note is not None:
                 print(rules.note)
@@ -140,25 +139,27 @@ def _names_of(kind: str, modality: ModalityDataConfig) -> set[str]:
 
 def _prompts(
     data: Any, texts: Sequence[str], items: dict[str, tuple[Any, ...]]
-) -> tuple[Any, Iterator[Any]]:
-    """What makes samples, and a prompt of each text: a user's turn, as the data have it, before an
-    answer, which is left out."""
+) -> tuple[Any, list[Any]]:
+    """Return what makes samples, and a prompt of each text: a user's turn, as the data have it,
+    before an answer, which is left out.
+
+    Raises:
+        SampleError: a prompt or an item that cannot be used.
+    """
     from raymm.data import Sample
     from raymm.data.loading.processed import step_builder
     from raymm.evaluation.text_evaluation import last_answer, prompt_before
 
     builder: Any = step_builder(data, None)  # type: ignore[arg-type]  # it reads no samples
-
-    def prompts() -> Iterator[Any]:
-        for number, text in enumerate(texts):
-            content = text if data.processor is None else _with_places(text, items)
-            messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "."}]
-            encoded = builder.encode(Sample(number, f"prompt {number}", messages, None, items))
-            parts, meta = builder.alone(encoded)
-            start, _ = last_answer(parts["text"]["labels"][0])
-            yield prompt_before(start, parts, meta)
-
-    return builder, prompts()
+    prompts = []
+    for number, text in enumerate(texts):
+        content = text if data.processor is None else _with_places(text, items)
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "."}]
+        encoded = builder.encode(Sample(number, f"prompt {number}", messages, None, items))
+        parts, meta = builder.alone(encoded)
+        start, _ = last_answer(parts["text"]["labels"][0])
+        prompts.append(prompt_before(start, parts, meta))
+    return builder, prompts
 
 
 def _with_places(text: str, items: dict[str, tuple[Any, ...]]) -> list[dict[str, str]]:
