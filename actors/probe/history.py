@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from raymm.actors.modules.rotary import RotaryState
 from raymm.actors.probe.error import NotRunError, ProbeError
@@ -82,6 +82,13 @@ def check_history(
         f"which change {shown or 'something outside its modules'}. The result would depend on the "
         "layout, on evaluation and on recomputation. Accepted are modules that compute from their "
         "inputs, parameters and persistent buffers; freeze the module if this is in training only"
+    )
+
+
+def other_values(inputs: Any) -> Any:
+    """Return inputs of the same shapes with other numbers; ids and masks stay."""
+    return tree_map_only(
+        torch.Tensor, lambda value: 2 * value + 1 if value.is_floating_point() else value, inputs
     )
 
 

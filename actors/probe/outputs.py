@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
-from raymm.actors.probe.history import check_history
+from raymm.actors.probe.history import check_history, other_values
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.stage_inputs import fields
@@ -93,16 +92,32 @@ def _check(
     return example
 
 
+def check_node_history(spec: EncoderSpec, example: Mapping[str, Any] | None = None) -> None:
+    """Check that a module of a graph computes the same whatever it has computed before. A module
+    whose inputs cannot be guessed is not tried.
+
+    Args:
+        spec: of the module.
+        example: its inputs; guessed if None.
+
+    Raises:
+        ProbeError: if a forward depends on earlier forwards.
+    """
+    def probe(model: nn.Module) -> None:
+        try:
+            inputs = module_inputs(spec, chain_example(spec, model, example))
+        except (ProbeError, *USER_CODE_RAISES) as error:  # whatever a callback may raise
+            raise NotRunError(str(error)) from error
+        _check_history(spec, model, inputs)
+
+    with contextlib.suppress(NotRunError):
+        of_one_that_runs(spec.source, probe)
+
+
 def _check_history(spec: EncoderSpec, model: nn.Module, inputs: Mapping[str, Any]) -> None:
     def run(stage: nn.Module, other: bool) -> torch.Tensor:
         shown = copy.deepcopy(dict(inputs))
-        if other:
-            shown = tree_map_only(
-                torch.Tensor,
-                lambda value: 2 * value + 1 if value.is_floating_point() else value,
-                shown,
-            )
-        output = stage(**shown)
+        output = stage(**(other_values(shown) if other else shown))
         tensors = [value.flatten().float() for _, value in _tensors(fields(output), "")]
         return torch.cat(tensors) if tensors else torch.zeros(0)
 

@@ -18,6 +18,7 @@ from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_with
 from raymm.actors.probe.experts.parallel import probe_experts
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.node import probe_node, read_of
+from raymm.actors.probe.outputs import check_node_history
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.recompute.recomputed_layers import recompute_layers
@@ -160,6 +161,7 @@ def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
         first = plan.replicas(node.name)[0][0]
         spec, example = dag.stage_spec(node.name), dag.nodes[node.name].modality.example_inputs
         spec = replace(spec, ports=plan.graph.ports_of(node.name))
+        check_node_history(spec, example)
         spec = probe_node(spec, _cuts(plan, node), example, plan.graph.backward)
         if first.fsdp > 1 and any(read.every for read in dag.nodes[node.name].parsed_inputs()):
             raise PlanError(

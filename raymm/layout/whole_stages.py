@@ -11,6 +11,7 @@ from typing import Any
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
+from raymm.actors.probe.whole.history import check_whole_history
 from raymm.actors.probe.whole.shares import (
     leaves_out_blocks,
     probe_item_tokens,
@@ -63,6 +64,7 @@ def whole_stage_builders(
     for node in plan.graph.nodes:
         first = plan.replicas(node.name)[0][0]
         is_cut = first.layers[1] < node.num_blocks
+        check_whole_history(model.spec(node.name), *_tried_with(model, node.name))
         spec: Any = cut_module(model, node.name) if is_cut else model.spec(node.name)
         spec, builders.shard_specs[node.name] = _shared(model, plan, spec)
         if node.name == LANGUAGE_MODEL:
