@@ -1,0 +1,172 @@
+"""Texts of rows that hold a model's own tokens literally, such as ``<|image_pad|>``.
+
+Each row is refused by a sentence that names the row and the token, or becomes a microbatch that the
+model's forward takes. None of them passes the checks and fails in the forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.vlm.kinds import KINDS
+from raymm.cli.generate import _prompts
+from raymm.config.whole_model import example_batch
+from raymm.data import DataConfig, ModalityDataConfig, Sample, SampleError, local_steps
+from raymm.data.conversations.text import TextEncoder, load_tokenizer
+from raymm.data.samples.sample import Preference
+from raymm.model.whole_model import WholeModel, from_pretrained
+from tests.tiny_folders import modalities, tiny
+
+
+def turn(role, *content):
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": role, "content": parts}
+
+
+# By form, the texts of a row around a token; the row has one item, or none.
+FORMS = {
+    "user": lambda t, item: [turn("user", item, f"what is {t} here"), turn("assistant", "red")],
+    "user, only it": lambda t, item: [turn("user", item, t), turn("assistant", "red")],
+    "user, after the item": lambda t, item: [
+        turn("user", "what", item, f"{t} here"), turn("assistant", "red")],
+    "assistant": lambda t, item: [turn("user", item, "what"), turn("assistant", f"red {t}")],
+    "system": lambda t, item: [
+        turn("system", f"see {t}"), turn("user", item, "what"), turn("assistant", "red")],
+    "tool result": lambda t, item: [
+        turn("user", item, "what"), turn("assistant", "red"), turn("tool", f"is {t}"),
+        turn("assistant", "red")],
+    "later turn": lambda t, item: [
+        turn("user", item, "what"), turn("assistant", "red"), turn("user", f"and {t}?"),
+        turn("assistant", "red")],
+    "no item": lambda t, item: [turn("user", f"what is {t} here"), turn("assistant", "red")],
+}  # fmt: skip
+TEXTS = {
+    "text": lambda t: {"text": f"what is {t} here"},
+    "prompt and completion": lambda t: {"prompt": f"what is {t} here", "completion": " red"},
+    "completion": lambda t: {"prompt": "what is here", "completion": f" red {t}"},
+}
+
+
+def tokens(kind: str) -> list[str]:
+    spec = KINDS[kind]
+    every = dict.fromkeys((*spec.tokens, *spec.named.values()))
+    # Of the many tokens of parts of a picture, one.
+    return [t for t in every if not t.startswith("<row_") or t == "<row_1_col_1>"]
+
+
+@functools.cache
+def item_of(kind: str) -> tuple[str, object]:
+    """Return the column and the value of a row's only item."""
+    rows = Path(tiny(kind)[1]).read_text().splitlines()
+    (column,) = (modality["column"] for modality in modalities(kind).values())
+    return next(
+        (column, items) for items in (json.loads(row).get(column) for row in rows)
+        if items and len(items) == 1
+    )
+
+
+def config(kind: str, file: Path, has_items: bool = True) -> DataConfig:
+    return DataConfig(
+        train=str(file), processor=tiny(kind)[0], modalities=modalities(kind) if has_items else {},
+        batch_size=1, microbatches=1, shuffle=False,
+        media_folders=[str(Path(tiny(kind)[1]).parent)],
+    )
+
+
+@functools.cache
+def model(kind: str) -> WholeModel:
+    folder, file = tiny(kind)
+    whole = from_pretrained(folder, example_batch(config(kind, Path(file))))
+    whole.materialize()
+    return whole
+
+
+def outcome(kind: str, folder: Path, row: dict, token: str) -> str:
+    """Return ``"refused"``, ``"accepted"``, or what is wrong with a row's outcome."""
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps({"id": "the-row", **row}) + "\n")
+    try:
+        (step,) = local_steps(config(kind, file, item_of(kind)[0] in row), steps=1)
+    except SampleError as error:
+        named = "the-row" in str(error) and token in str(error)
+        return "refused" if named else f"refused without its token: {error}"
+    (microbatch,) = step.microbatches
+    whole = model(kind)
+    whole.check(microbatch)
+    try:
+        with torch.no_grad():
+            loss = float(whole.loss([dict(microbatch)]))
+    except Exception as error:  # noqa: BLE001
+        return f"accepted, and the forward fails: {error}"
+    return "accepted" if math.isfinite(loss) else f"accepted, with a loss of {loss}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_row_passes_the_checks_and_fails_in_the_forward(kind, tmp_path):
+    column, items = item_of(kind)
+    (part,) = modalities(kind)
+    parent = Path(tiny(kind)[1]).parent
+    items = [str(parent / item) for item in items]
+    outcomes = {}
+    for token in tokens(kind):
+        for name, form in FORMS.items():
+            media = {} if name == "no item" else {column: items}
+            row = {"messages": form(token, {"type": part}), **media}
+            outcomes[token, name] = outcome(kind, tmp_path, row, token)
+        for name, text in TEXTS.items():
+            outcomes[token, name] = outcome(kind, tmp_path, text(token), token)
+    wrong = {key: what for key, what in outcomes.items() if what not in ("refused", "accepted")}
+    assert not wrong
+    assert "refused" in outcomes.values()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
+def test_prompts_are_refused_before_a_model_starts(kind, tmp_path):
+    data = config(kind, Path(tiny(kind)[1]))
+    for token in ("<|image_pad|>", "<image_soft_token>", "<|AUDIO|>"):
+        if token not in tokens(kind):
+            continue
+        with pytest.raises(SampleError, match="prompt 0") as error:
+            _prompts(data, [f"what is {token}"], {})
+        assert token in str(error.value)
+
+
+MARK = "<image>"
+ASKED, RED = [turn("user", "what")], [turn("assistant", "red")]
+MARKED = {
+    "text": Sample(0, "the-row", None, f"what is {MARK} here", {}),
+    "user": Sample(0, "the-row", [turn("user", f"is {MARK}"), *RED], None, {}),
+    "assistant": Sample(0, "the-row", [*ASKED, turn("assistant", MARK)], None, {}),
+    "system": Sample(0, "the-row", [turn("system", MARK), *ASKED, *RED], None, {}),
+    "tool result": Sample(0, "the-row", [*ASKED, *RED, turn("tool", MARK), *RED], None, {}),
+    "prompt of a pair": Preference([turn("user", MARK)], RED, [turn("assistant", "blue")]),
+    "chosen": Preference(ASKED, [turn("assistant", MARK)], RED),
+    "rejected": Preference(ASKED, RED, [turn("assistant", MARK)]),
+    "prompt of a pair of texts": Preference(f"what {MARK}", " red", " blue"),
+    "rejected text": Preference("what", " red", f" {MARK}"),
+}
+
+
+@pytest.mark.parametrize("repeat", [None, 4])
+@pytest.mark.parametrize("name", MARKED)
+def test_a_model_by_parts_refuses_placeholders_without_items(name, repeat):
+    tokenizer = load_tokenizer(tiny("llava_onevision")[0])
+    modality = ModalityDataConfig(
+        column="images", processor="package:function", placeholder=MARK, placeholder_tokens=repeat
+    )
+    encoder = TextEncoder(tokenizer, 256, {"vision": modality})
+    row = MARKED[name]
+    with pytest.raises(SampleError) as error:
+        if isinstance(row, Preference):
+            chosen = row.answers[0]
+            texts = (None, chosen) if isinstance(chosen, str) else (chosen, None)
+            encoder.encode_answers(Sample(0, "the-row", *texts, {}, preference=row))
+        else:
+            encoder.encode(row)
+    assert "the-row" in str(error.value) and MARK in str(error.value)
