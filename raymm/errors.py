@@ -1,5 +1,5 @@
-"""The errors that raymm raises. This file imports nothing, so that every room may raise and catch
-them.
+"""The errors that raymm raises. This file imports nothing of raymm, so that every room may raise
+and catch them.
 
 Commands end with 2 for an :class:`InputError`, with 1 for a :class:`RunError`, or 70 for one that
 repeats; any other error, an :class:`InternalError` that nobody caught among them, is a defect, and
@@ -9,10 +9,33 @@ its own where somebody catches just that kind; for all others the message says e
 
 from __future__ import annotations
 
+from enum import Enum
+
 # What a function of the user's may raise, and a library that it calls. sys.exit() in one must not
 # end the program as if all had gone well, nor a data worker as if it had died; a signal is no such
 # thing: it raises KeyboardInterrupt.
 USER_CODE_RAISES = (Exception, SystemExit)
+
+
+class FailureKind(Enum):
+    """Kind of what a process raised: the first two may pass by themselves, so a run retries.
+
+    :mod:`raymm.actors.faults.failure_kind` judges.
+    """
+
+    RESOURCE = "resource"
+    """The process found no memory, thread, file descriptor or disk space, or its disk failed."""
+    CONNECTION = "connection"
+    """A server or a network did not answer, or ended a connection."""
+    DEFECT = "defect"
+    """A programming error in raymm's own code."""
+    USER = "user"
+    """Everything else: the code, model or data of the run."""
+
+    @property
+    def passes(self) -> bool:
+        """True if the same work may succeed a little later."""
+        return self in (FailureKind.RESOURCE, FailureKind.CONNECTION)
 
 
 class Error(Exception):
@@ -35,7 +58,15 @@ class RunError(Error):
 
 
 class RunFailedError(RunError, RuntimeError):
-    """Something that a run needs is gone: no setting was wrong, and it can be started again."""
+    """Something that a run needs is gone: no setting was wrong, and it can be started again.
+
+    Attributes:
+        kind: of what a process raised; None if no process raised an error.
+    """
+
+    def __init__(self, text: str, kind: FailureKind | None = None) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class RankFailedError(RunFailedError):
@@ -43,9 +74,11 @@ class RankFailedError(RunFailedError):
 
 
 class RankRaisedError(RankFailedError):
-    """What a rank runs raised an error, and not because another rank was lost."""
+    """Code that a rank runs raised an error, and not because another rank was lost."""
 
-    repeats = True
+    def __init__(self, text: str, kind: FailureKind = FailureKind.USER) -> None:
+        super().__init__(text, kind)
+        self.repeats = not kind.passes
 
 
 class ClusterLostError(RunFailedError):

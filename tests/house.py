@@ -138,8 +138,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         "actors/modules", "actors/weights", "raymm/data/video", "raymm/data/samples",
     ),
     "raymm/data/sampling": (
-        "scheduler", "raymm/data/video", "raymm/data/remote", "raymm/data/samples",
-        "raymm/data/readers", "raymm/data/conversations",
+        "scheduler", "actors/faults", "raymm/data/video", "raymm/data/remote",
+        "raymm/data/samples", "raymm/data/readers", "raymm/data/conversations",
     ),
     "raymm/draw": ("scheduler",),
     "raymm/model": ("kernels", "scheduler", "actors"),

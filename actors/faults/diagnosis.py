@@ -9,10 +9,11 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from raymm.actors.faults.failure import SHOWN_RANKS, accusation, first_line
+from raymm.actors.faults.failure_kind import failure_kind
 from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry, look_from_outside
 from raymm.actors.faults.stacks import Address
-from raymm.errors import RankFailedError, RankRaisedError, RunFailedError
+from raymm.errors import FailureKind, RankFailedError, RankRaisedError, RunFailedError
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,27 @@ class Failure:
 
     Attributes:
         message: names who is to blame.
-        kind: of the error that is to be raised.
+        kind: class of the error, unless a rank's code raised.
         lost: ranks whose processes are gone, or of no use any more; None: processes in their places
             would not help.
         texts: tracebacks and stacks, by file name.
+        raised: kind of what a rank's code raised; None if no rank's code raised.
     """
 
     message: str
     kind: Callable[[str], RunFailedError] = RankFailedError
     lost: frozenset[int] | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
+    raised: FailureKind | None = None
 
     @property
     def own(self) -> bool:
-        """Whether what a rank runs raised, and all processes are there."""
-        return self.kind is RankRaisedError and self.lost == frozenset()
+        """True if a rank's code raised and all processes are alive."""
+        return self.raised is not None and self.lost == frozenset()
+
+    def error(self, message: str) -> RunFailedError:
+        """Return the error to raise, with a text that may be longer than :attr:`message`."""
+        return self.kind(message) if self.raised is None else RankRaisedError(message, self.raised)
 
 
 def death(
@@ -54,7 +61,7 @@ def death(
     stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
     texts = {**stacks, f"rank-{rank}.txt": str(error)}
     if error.actor_init_failed:
-        return Failure(said, RankRaisedError, None, texts)
+        return Failure(said, lost=None, texts=texts, raised=FailureKind.USER)
     return Failure(said, RankFailedError, frozenset({rank}), texts)
 
 
@@ -67,13 +74,16 @@ def raised(rank: int, error: RayTaskError, names: Sequence[str]) -> Failure:
         names: of all ranks.
     """
     cause = cause_of(error)
+    kind = failure_kind(cause)
     reason = f"{type(cause).__name__}: {cause}"
     if not isinstance(cause, ValueError):
+        if kind is FailureKind.DEFECT:
+            reason += "\nraymm's own code raised this error; please report it with its traceback"
         reason += f"\n{error}"  # nobody expected it: show where it came from
     message, texts = f"{names[rank]} failed: {reason}", {f"rank-{rank}.txt": str(error)}
     if isinstance(cause, torch.AcceleratorError):  # a device that fails, another one may not
         return Failure(message, RankFailedError, frozenset({rank}), texts)
-    return Failure(message, RankRaisedError, frozenset(), texts)
+    return Failure(message, lost=frozenset(), texts=texts, raised=kind)
 
 
 def cause_of(error: RayTaskError) -> BaseException:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
+from raymm.actors.faults.failure_kind import carry_kind
 from raymm.actors.faults.lost_processes import reporting_lost_processes
 from raymm.kernels.collectives.waiting import is_waiting
 
@@ -94,7 +95,8 @@ class Whereabouts:
                     raise RuntimeError(
                         f"sys.exit({end.code!r}) was called in {self._doing()}"
                     ) from end
-        except BaseException:
+        except BaseException as error:
+            carry_kind(error)
             self._gave_up = f"{self._doing()} after {time.monotonic() - self._now[1]:.1f} s"
             raise
         finally:

@@ -78,7 +78,7 @@ class ObservedRanks(ABC):
         if self._ended is not None:
             raise RuntimeError(f"the processes have ended: {self._ended}; nothing can run any more")
         if self._interrupted is not None:
-            raise self._interrupted.kind(self._interrupted.message)
+            raise self._interrupted.error(self._interrupted.message)
 
     @property
     def interrupted(self) -> Failure | None:
@@ -288,7 +288,7 @@ class ObservedRanks(ABC):
         else:
             self._ended = failure.message.partition("\n")[0]
             self.shutdown()
-        raise failure.kind(message) from error
+        raise failure.error(message) from error
 
     def _can_renew(self, failure: Failure) -> bool:
         renews = failure.own or (self.keeps_survivors and failure.lost is not None)

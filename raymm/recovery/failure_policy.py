@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 HOUR_S = 3600.0
+# Seconds to wait before each retry of a step that found no resource or no connection.
+RETRY_WAITS_S = (1.0, 5.0, 25.0)
 
 
 class Cause(Enum):
@@ -25,9 +27,15 @@ class Cause(Enum):
     ERROR = "error"
     """Code that ranks run raised."""
     RESOURCES = "resources"
-    """It raised, as there was no memory, or a file or a connection failed."""
+    """A process found no memory, thread, file descriptor or disk space."""
+    CONNECTION = "connection"
+    """A process could not reach a server, or lost a connection to one."""
     CLUSTER = "cluster"
     """There is no cluster any more to start processes on."""
+
+
+# Causes that may pass by themselves.
+_PASSING = (Cause.RESOURCES, Cause.CONNECTION)
 
 
 class Action(Enum):
@@ -79,10 +87,15 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why, in words that continue a sentence."""
+    """What to do, and why, in words that continue a sentence.
+
+    Attributes:
+        wait_s: seconds to wait before it is done.
+    """
 
     action: Action
     why: str
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,25 +118,51 @@ class FailurePolicy:
             interruptions: of the run so far, oldest first; the last one is to be decided on.
         """
         *before, last = interruptions
-        if last.cause is Cause.ERROR or (last.cause is Cause.RESOURCES and not last.in_place):
+        if last.cause is Cause.ERROR:
             return Decision(Action.END_FOR_GOOD, "what the run's code raises, it would raise again")
         if last.cause is Cause.CLUSTER:
             return Decision(Action.END, "there is no cluster to go on in")
         if last.cause is Cause.RESIZE:
             return Decision(Action.GO_ON, "the cluster has changed")
-        passing = last.cause is Cause.PREEMPTION
-        if not passing and last.what in [each.what for each in before]:
+        if last.cause in _PASSING:
+            return self._retry(interruptions)
+        preempted = last.cause is Cause.PREEMPTION
+        if not preempted and last.what in [each.what for each in before]:
             return Decision(
                 Action.END_FOR_GOOD, f"the same has happened {last.where} before, and would again"
             )
+        return self._within_budget(interruptions)
+
+    def _retry(self, interruptions: Sequence[Interruption]) -> Decision:
+        """Decide on a shortage, or a lost connection: wait longer each time that it happens in the
+        same step, and end the run when no wait has helped."""
+        last = interruptions[-1]
+        times = sum(each.cause in _PASSING and each.step == last.step for each in interruptions)
+        if times > len(RETRY_WAITS_S):
+            waits = ", ".join(f"{seconds:g}" for seconds in RETRY_WAITS_S)
+            return Decision(
+                Action.END, f"retries after {waits} s did not help {last.where}; first end what "
+                "takes the resource, or repair the connection",
+            )
+        wait = RETRY_WAITS_S[times - 1]
+        decision = self._within_budget(interruptions)
+        if decision.action is Action.END:
+            return decision
+        return replace(decision, why=f"{decision.why}, after a wait of {wait:g} s", wait_s=wait)
+
+    def _within_budget(self, interruptions: Sequence[Interruption]) -> Decision:
+        last = interruptions[-1]
         if last.in_place:
             return self._recovery(interruptions)
+        preempted = last.cause is Cause.PREEMPTION
         field, most = (
-            ("run.max_preemptions", self.max_preemptions) if passing
+            ("run.max_preemptions", self.max_preemptions) if preempted
             else ("run.max_failures", self.max_failures)
         )
-        count = sum(each.cause is last.cause and not each.in_place for each in interruptions)
-        return _within(Action.GO_ON, last.cause.value, count, most, field)
+        counted = (last.cause,) if preempted else (Cause.FAILURE, *_PASSING)
+        count = sum(each.cause in counted and not each.in_place for each in interruptions)
+        name = last.cause.value if preempted else Cause.FAILURE.value
+        return _within(Action.GO_ON, name, count, most, field)
 
     def recoveries_left(self, interruptions: Sequence[Interruption], at: float) -> float:
         """How many recoveries in the same processes the budget still has.

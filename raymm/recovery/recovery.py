@@ -24,6 +24,7 @@ class Recovery:
         controller: of the run; decides.
         every: steps between snapshots; None: there are none, and no recovery.
         say: prints a line.
+        pause: waits for some seconds, or until the run is asked to end.
 
     Attributes:
         count: recoveries so far.
@@ -32,9 +33,10 @@ class Recovery:
 
     def __init__(
         self, parallel: Any, controller: RunController, every: int | None,
-        say: Callable[[str], None],
+        say: Callable[[str], None], pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._parallel, self._controller, self._say = parallel, controller, say
+        self._pause = pause
         self._every = every if isinstance(parallel, PlannedModule) else None
         self._snapshots = Snapshots(parallel.group)
         self.count, self.lost_node = 0, False
@@ -104,6 +106,7 @@ class Recovery:
             _let_go(error)
             self.count += 1
             self._say(f"{first_line(error)}: {decision.why}, so the run goes on in place")
+            self._pause(decision.wait_s)
             try:
                 snapshot = self._back()
             except RunFailedError as another:

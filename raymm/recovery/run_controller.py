@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from raymm.errors import (
     ClusterLostError,
+    FailureKind,
     NodeLostError,
     NodePreemptedError,
-    RankRaisedError,
     RunFailedError,
 )
 from raymm.recovery.failure_policy import Cause, Decision, FailurePolicy, Interruption
@@ -18,8 +18,7 @@ from raymm.recovery.run_state import RunState, checked
 
 # In errors: what is another time and again, of processes and addresses.
 _PASSING = re.compile(r", process \d+ on [^)]*|[0-9a-f]{8,}|\d{3,}|since \d+\.\d s")
-# What code raises that may well not raise it again.
-_RESOURCES = re.compile(r" failed: (MemoryError|OutOfMemoryError|OSError)\b")
+_CAUSES = {FailureKind.RESOURCE: Cause.RESOURCES, FailureKind.CONNECTION: Cause.CONNECTION}
 
 
 class RunController:
@@ -115,8 +114,8 @@ def cause_of(error: RunFailedError, announced: bool = False) -> Cause:
         error: the error.
         announced: whether a node was to end.
     """
-    if isinstance(error, RankRaisedError) and _RESOURCES.search(first_line(error)):
-        return Cause.RESOURCES
+    if error.kind in _CAUSES:
+        return _CAUSES[error.kind]
     if error.repeats:
         return Cause.ERROR
     if isinstance(error, ClusterLostError) and not isinstance(error, NodeLostError):

@@ -128,7 +128,8 @@ class Attempt:
                 self.model, execution.processes, self.device, self.run.precision, progress.line
             )
             recovery = Recovery(
-                parallel, self.controller, self.run.snapshot_every, progress.line
+                parallel, self.controller, self.run.snapshot_every, progress.line,
+                self.stop.pause,
             )
 
             def recovered(step: int, error: RunFailedError) -> None:

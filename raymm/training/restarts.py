@@ -87,6 +87,7 @@ class Restarts:
             if decision.action is not Action.GO_ON:
                 return self._end(ended, decision.why, decision.action is Action.END_FOR_GOOD)
             self._say(f"{text}: {decision.why}, so the run goes on with other processes")
+            self._stop.pause(decision.wait_s)
             _wait_for_death(ended)
             self._stop.withdraw()
             self._count += 1

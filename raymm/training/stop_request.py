@@ -20,6 +20,8 @@ from raymm.recovery.failure_policy import Cause
 # How long after a signal the same one is taken for the very same wish: `timeout`, `make` and
 # terminals send it to a process and to its process group.
 SAME_SIGNAL_S = 1.0
+# Seconds between two looks in a pause.
+_LOOK_S = 0.1
 # `ray job stop` kills after so long (ray/dashboard/modules/job/job_supervisor.py). It reads the
 # variable in the job's own environment, or in that of the cluster's nodes.
 JOB_STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
@@ -117,6 +119,12 @@ class StopRequest:
         """
         if self.reason is not None and self.reason.cause is None:
             raise KeyboardInterrupt
+
+    def pause(self, seconds: float) -> None:
+        """Wait for some seconds, or until the run is asked to end."""
+        deadline = time.monotonic() + seconds
+        while self.reason is None and (rest := deadline - time.monotonic()) > 0:
+            time.sleep(min(rest, _LOOK_S))
 
     def withdraw(self) -> None:
         """Another attempt begins: whoever wanted the one before to leave has what it wanted."""

@@ -21,6 +21,18 @@ PROMISES = {
         "A folder that has other files in it is renamed":
             "tests/storage/test_links.py::test_a_run_on_another_disk_keeps_what_is_beside_it",
     },
+    "docs/clusters.md": {
+        "retries the step after 1, 5 and 25 seconds":
+            "tests/training/test_failure_policy.py::"
+            "test_retries_of_a_shortage_wait_longer_until_a_step_is_done",
+        "by the type of the error and of what it was raised from":
+            "tests/actors/faults/test_failure_kind.py::test_kinds_of_real_faults",
+        "in one step ends the run with code 1":
+            "tests/training/test_recovery.py::"
+            "test_a_shortage_that_lasts_ends_the_run_after_its_retries",
+        "resource is never skipped, whatever `data.on_error` is":
+            "tests/training/test_recovery.py::test_shortages_that_pass_change_no_loss",
+    },
     "docs/security.md": {
         "it removes the link and keeps the link's target":
             "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",

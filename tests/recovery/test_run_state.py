@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.errors import ClusterLostError, NodePreemptedError, RankFailedError, RankRaisedError
+from raymm.data import DataWorkerError
+from raymm.errors import (
+    ClusterLostError,
+    FailureKind,
+    NodePreemptedError,
+    RankFailedError,
+    RankRaisedError,
+)
 from raymm.recovery.failure_policy import Action, Cause, FailurePolicy
 from raymm.recovery.run_controller import RunController, cause_of
 from raymm.recovery.run_state import TRANSITIONS, RunState, TransitionError, checked
@@ -35,8 +42,12 @@ def test_what_the_table_does_not_have_is_refused(before, after) -> None:
 @pytest.mark.parametrize(("error", "cause"), [
     (RankFailedError("rank 0 died"), Cause.FAILURE),
     (RankRaisedError("rank 0 failed: KeyError: 'a'"), Cause.ERROR),
-    (RankRaisedError("rank 0 failed: MemoryError: no memory"), Cause.RESOURCES),
-    (RankRaisedError("rank 0 failed: KeyError: a MemoryError"), Cause.ERROR),
+    (RankRaisedError("rank 0 failed: MemoryError: no memory"), Cause.ERROR),
+    (RankRaisedError("rank 0 failed", FailureKind.RESOURCE), Cause.RESOURCES),
+    (RankRaisedError("rank 0 failed", FailureKind.CONNECTION), Cause.CONNECTION),
+    (RankRaisedError("rank 0 failed", FailureKind.DEFECT), Cause.ERROR),
+    (DataWorkerError("worker 0 failed", FailureKind.RESOURCE), Cause.RESOURCES),
+    (DataWorkerError("worker 0 died"), Cause.FAILURE),
     (ClusterLostError("gone"), Cause.CLUSTER),
     (NodePreemptedError("gone"), Cause.PREEMPTION),
 ])

@@ -1,12 +1,16 @@
 """Callbacks that kill processes of their own run, and an encoder callback that raises."""
 
 import os
+import resource
 import signal
 import threading
+from pathlib import Path
 
 import ray
 import ray._private.state
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 from ray.util.placement_group import placement_group, remove_placement_group
+from run_processors import image
 
 from raymm import Callback
 
@@ -77,3 +81,53 @@ def has_no_memory_in_ranks(inputs):
     if in_worker and not any(tensor.is_meta for tensor in inputs.values()):
         raise MemoryError("no memory for this image")
     return inputs
+
+
+# Keys of the cluster: which faults have been made.
+THREADS, FILES = b"raymm tests: no thread", b"raymm tests: no file"
+_calls = 0
+
+
+def make_faults_again():
+    """Forget which faults were made: the next run has them."""
+    for key in (THREADS, FILES):
+        _internal_kv_del(key)
+
+
+def _is_due(key, first_call):
+    """Whether this process is to make a fault that no other has made, from its n-th call on."""
+    global _calls
+    _calls += 1
+    return _calls >= first_call and not _internal_kv_put(key, b"made", overwrite=False)
+
+
+def lacks_a_thread_once(inputs):
+    """Of an encoder: once in a run, its process cannot start a thread."""
+    in_worker = ray.get_runtime_context().get_actor_id() is not None
+    if not in_worker or any(tensor.is_meta for tensor in inputs.values()):
+        return inputs
+    if _is_due(THREADS, first_call=6):
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        before = threading.stack_size(2**30)
+        resource.setrlimit(
+            resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, limits[1])
+        )
+        try:
+            threading.Thread(target=int).start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+            threading.stack_size(before)
+    return inputs
+
+
+def image_without_files_once(path):
+    """``run_processors.image``; once in a run, its process may open no more files."""
+    if ray.get_runtime_context().get_actor_id() is None or not _is_due(FILES, first_call=9):
+        return image(path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        return image(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -3,11 +3,13 @@
 import random
 
 import pytest
+from killing_callbacks import make_faults_again
 from tiny_run import STEPS, curve, heldout_rows
 from watching_callbacks import CALLS
 
-from raymm.cli.main import EXIT_REPEATS
+from raymm.cli.main import EXIT_RUN_FAILED
 from raymm.monitor.metrics import read_metrics
+from raymm.recovery import failure_policy
 
 KILL = "killing_callbacks:KillRanks"
 KILL_WORKER = "killing_callbacks:KillDataWorker"
@@ -45,16 +47,36 @@ def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
     assert [kind for kind, _ in calls if kind in ("start", "end")] == ["start", "end"]
 
 
-def test_the_same_failure_of_the_same_step_ends_the_run_with_both(
-    make_config, raymm, ray_cluster
+def test_a_shortage_that_lasts_ends_the_run_after_its_retries(
+    make_config, raymm, ray_cluster, monkeypatch
 ):
-    """It may be of the moment, so it is tried again, once."""
+    """Started again, the run may find what it lacked."""
+    monkeypatch.setattr(failure_policy, "RETRY_WAITS_S", (0.0, 0.1, 0.2))
     code, text = raymm("train", make_config({
         "model.encoders.vision.preprocess": "killing_callbacks:has_no_memory_in_ranks",
         "run.snapshot_every": 1,
     }))
-    assert code == EXIT_REPEATS, text
-    assert text.count("so the run goes on in place") == 1, text
-    assert "the same has happened in step 1 before, and would again" in text
+    assert code == EXIT_RUN_FAILED, text
+    assert text.count("so the run goes on in place") == 3, text
+    assert "retries after 0, 0.1, 0.2 s did not help in step 1" in text
+    assert "The same command would end like this again" not in text
     first = text.index("Interrupted before: 1, in step 1: rank 0 (stages vision.0, llm.0) failed")
     assert "MemoryError: no memory for this image" in text[first:] and first > text.index("failed:")
+
+
+def test_shortages_that_pass_change_no_loss(finished, make_config, raymm, tmp_path):
+    """A rank that cannot start a thread, and a data worker that may open no file, once each. The
+    sample whose file was not opened is not left out."""
+    make_faults_again()
+    run = tmp_path / "short"
+    code, text = raymm("train", make_config({
+        "run.storage_path": str(run), "run.max_failures": 0, "run.snapshot_every": 1,
+        "model.encoders.vision.preprocess": "killing_callbacks:lacks_a_thread_once",
+        "data.modalities.vision.processor": "killing_callbacks:image_without_files_once",
+        "data.on_error": "skip",
+    }))
+    assert code == 0, text
+    assert "RuntimeError: can't start new thread: recovery" in text, text
+    assert "Too many open files" in text and "skipped" not in text, text
+    assert text.count("after a wait of 1 s, so the run goes on in place") == 2, text
+    assert curve(run) == curve(finished.path)

@@ -4,13 +4,14 @@ import random
 import signal
 
 import pytest
-from killing_callbacks import kill_actor
+from killing_callbacks import kill_actor, make_faults_again
 from scraping import scrape
 from tiny_run import STEPS, curve
 from watching_callbacks import CALLS
 
 from raymm.cli.main import EXIT_REPEATS, EXIT_RUN_FAILED, EXIT_USER_ERROR
 from raymm.monitor.metrics import read_metrics
+from raymm.recovery import failure_policy
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 from raymm.training import attempt
@@ -124,3 +125,16 @@ def test_what_code_raises_ends_it_at_once(make_config, raymm, ray_cluster):
     assert code == EXIT_REPEATS
     assert "KeyError" in text and "no such column" in text
     assert "goes on" not in text and "what the run's code raises, it would raise again" in text
+
+
+def test_without_snapshots_a_shortage_starts_other_processes(
+    finished, make_config, raymm, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(failure_policy, "RETRY_WAITS_S", (0.1, 0.2, 0.3))
+    make_faults_again()
+    code, text = raymm("train", make_config({
+        "model.encoders.vision.preprocess": "killing_callbacks:lacks_a_thread_once",
+    }))
+    assert code == 0, text
+    assert "after a wait of 0.1 s, so the run goes on with other processes" in text
+    assert curve(tmp_path / "run") == curve(finished.path)

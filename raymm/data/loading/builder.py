@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from raymm.actors.faults.failure_kind import failure_kind
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.template import ChatTemplate
 from raymm.data.conversations.text import (
@@ -43,7 +44,7 @@ from raymm.data.samples.processors import (
 from raymm.data.samples.sample import Sample
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
 from raymm.data.video.container import VideoError, decoder
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, FailureKind
 from raymm.packages import PackageError
 
 _REASONS_SHOWN = 3
@@ -67,7 +68,14 @@ class Skipped:
 
     @classmethod
     def of(cls, error: SampleError, source: str) -> "Skipped":
-        """Return the record of an unusable sample of a source."""
+        """Return the record of an unusable sample of a source.
+
+        Raises:
+            SampleError: as given; the process lacked a resource, which is no fault of the sample.
+                Skipping the sample would change the data of the run.
+        """
+        if failure_kind(error) is FailureKind.RESOURCE:
+            raise error
         return cls(error.sample_id, error.path, error.reason, error.column, source)
 
 

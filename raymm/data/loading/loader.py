@@ -10,8 +10,10 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from raymm.actors.faults.diagnosis import cause_of
+from raymm.actors.faults.failure_kind import failure_kind
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
 from raymm.actors.faults.inquiry import (
@@ -234,8 +236,7 @@ class StepLoader:
             ray.cancel(ref)
             raise self._late(number, who, what, str(late)) from None
         except RayError as error:
-            verb = "died while loading" if isinstance(error, RayActorError) else "failed to load"
-            failure = DataWorkerError(f"{who} {verb} {what}")
+            failure = _load_failure(who, what, error)
             failure.add_note(str(error))  # Ray's account: process, node, likely causes
             raise failure from None
         if isinstance(result, NoneUsableError) and self._is_pass:
@@ -306,6 +307,22 @@ class StepLoader:
             f"{who} (process {place['pid']} on {place['host']}) {late}: it {doing}\n"
             f"stacks: {keep({f'data-worker-{number}.txt': look.stacks})}"
         )
+
+
+def _load_failure(worker: str, step: str, error: RayError) -> DataWorkerError:
+    """Return the error of a worker that did not load a step.
+
+    Args:
+        worker, step: in words.
+        error: that Ray raised.
+    """
+    if isinstance(error, RayActorError):
+        return DataWorkerError(f"{worker} died while loading {step}")
+    if not isinstance(error, RayTaskError):
+        return DataWorkerError(f"{worker} failed to load {step}")
+    cause = cause_of(error)
+    reason = f"{type(cause).__name__}: {cause}"
+    return DataWorkerError(f"{worker} failed to load {step}: {reason}", failure_kind(cause))
 
 
 def _plan(

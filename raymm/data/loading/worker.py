@@ -16,6 +16,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
+from raymm.actors.faults.failure_kind import failure_kind
 from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.modules.message import SOURCES
@@ -27,7 +28,7 @@ from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import DataError
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, FailureKind
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class DataWorker(ObservedActor):
 
         Returns:
             The step, then the parts of one microbatch after the other, None for what it lacks.
-            An error comes in the step's place, because Ray would wrap one that is raised.
+            An error comes in the step's place, because Ray would wrap one that is raised. Errors
+            that may pass by themselves are raised: another attempt may succeed.
         """
         names = part_names(self._builder.config)
         parts: list[StoredTensors | None] = [None] * (groups * len(names))
@@ -102,11 +104,13 @@ class DataWorker(ObservedActor):
                     parts[number * len(names) + names.index(name)] = StoredTensors(part)
             return StoredStep(built.meta, built.skipped), *parts
         except DataError as error:
+            if failure_kind(error) is FailureKind.RESOURCE:
+                raise
             error.__cause__ = error.__context__ = None  # may not be picklable
             return error, *parts
-        except MemoryError:  # another process may have some: Ray says who had none
-            raise
         except USER_CODE_RAISES as error:
+            if failure_kind(error).passes:
+                raise
             failure = DataError(f"a data worker failed: {type(error).__name__}: {error}")
             failure.add_note(traceback.format_exc())
             return failure, *parts

@@ -24,7 +24,7 @@ class NoneUsableError(DataError):
         self.skipped = list(skipped)
 
     def __reduce__(self):
-        return NoneUsableError, (str(self), self.skipped)
+        return NoneUsableError, (str(self), self.skipped), vars(self)
 
 
 class SampleError(DataError):
@@ -55,7 +55,8 @@ class SampleError(DataError):
         super().__init__(f"sample {sample_id!r}{where}: {reason}")
 
     def __reduce__(self):
-        return SampleError, (self.sample_id, self.path, self.reason, self.column, self.place)
+        values = self.sample_id, self.path, self.reason, self.column, self.place
+        return SampleError, values, vars(self)
 
 
 class RowError(InternalError, ValueError):

@@ -84,7 +84,7 @@ def check_media(
     except FileNotFoundError:
         raise RowError("the file does not exist") from None
     except OSError as error:
-        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from None
+        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from error
     if not size:
         raise RowError("the file is empty")
     if size > limits.max_item_bytes:
@@ -97,9 +97,9 @@ def check_media(
     except (RowError, RemoteError, PackageError):
         raise
     except VideoError as error:
-        raise RowError(str(error)) from None
+        raise RowError(str(error)) from error
     except Exception as error:  # a decoder raises whatever its format library raises
-        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from None
+        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from error
     _check(header, limits)
     return header
 

@@ -25,6 +25,7 @@ from raymm.data.samples.sample import Sample
 from raymm.data.sampling.scan_cache import load_scan, save_scan, scan_key
 from raymm.data.sampling.scan_result import SampleScan
 from raymm.data.video.frames import FrameSampling
+from raymm.errors import FailureKind
 
 # Samples a worker takes at a time, and so the granularity of progress.
 _CHUNK = 256
@@ -108,6 +109,10 @@ class _Scanner:
             try:
                 tokens, items = self._sizes(self.dataset[index])
             except SampleError as error:
+                from raymm.actors.faults.failure_kind import failure_kind  # imports torch
+
+                if failure_kind(error) is FailureKind.RESOURCE:
+                    raise  # of this process, and not of the sample
                 error.__cause__ = error.__context__ = None  # may not be picklable
                 part.unusable.append((index, error))
                 tokens, items = 0, {name: [] for name in names}
