@@ -33,6 +33,7 @@ from needs import (  # noqa: F401 (hooks)
     pytest_runtest_protocol,
 )
 from s3_server import running_s3, s3  # noqa: F401 (fixtures)
+from small_disk import small_disk  # noqa: F401 (fixture)
 
 # What a property test draws is the same in every run, so that what passes once passes always;
 # `make explore` draws others, and more of them. A deadline would be an assertion on wall time, and

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raymm.config.evaluate_section import EvaluateSection
-from raymm.files.run_files import write_whole
+from raymm.files.run_files import RunFileError, write_whole
 
 BEST = "best.json"
 PREFIX = "heldout_"  # of a metric in a row
@@ -73,7 +74,8 @@ class BestEvaluation:
             "step": step, "metric": self._asked.best, "value": values[step],
             "start": values.get(0),
         }
-        write_whole(self._folder / BEST, json.dumps(best) + "\n")
+        with suppress(RunFileError):  # a full disk; it is written again after the next evaluation
+            write_whole(self._folder / BEST, json.dumps(best) + "\n")
         return step
 
     @property

@@ -136,10 +136,14 @@ class TextEvaluation:
             else measured(name, function, pairs)
             for name, function in self._functions.items()
         }
-        page = write_table(self._folder, step, texts, self._shown, metrics)
+        try:
+            page = write_table(self._folder, step, texts, self._shown, metrics)
+            table = str(page.relative_to(self._folder))
+        except OSError as error:  # the numbers count, also while the disk is full
+            table = f"not written: {error}"
         return {
             "step": step, **{PREFIX + name: value for name, value in metrics.items()},
-            TEXTS: len(texts), "table": str(page.relative_to(self._folder)),
+            TEXTS: len(texts), "table": table,
         }
 
     def _prompts(self, samples: list[_Asked], skipped: list[Skipped]) -> Iterator[Prompt]:

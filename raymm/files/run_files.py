@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def append(path: Path, text: str, durable: bool = False) -> None:
-    """Add to the end of a file.
+    """Add to the end of a file, all of the text or nothing.
 
     Args:
         path: of the file; it is made.
@@ -53,11 +53,17 @@ def append(path: Path, text: str, durable: bool = False) -> None:
     Raises:
         RunFileError: it cannot be written.
     """
-    with writing(path), open(path, "a", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
+    with writing(path), open(path, "ab", buffering=0) as file:
+        size, rest = os.fstat(file.fileno()).st_size, memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            if durable:
+                os.fsync(file.fileno())
+        except OSError:  # a disk that is full may have taken the beginning of the text
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), size)
+            raise
 
 
 def remove_partial(folder: Path) -> list[Path]:

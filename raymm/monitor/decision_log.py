@@ -44,10 +44,14 @@ class DecisionLog:
         return [Decision(row["epoch"], row["step"], row["costs"]) for row in rows]
 
     def add(self, row: dict[str, Any], decision: Decision | None) -> None:
-        """Append a look; on disk when this returns."""
+        """Append a look; on disk when this returns.
+
+        Raises:
+            RunFileError: the look cannot be written, so the decision must not be acted on.
+        """
         row = {**row, "sizes": self._digest, "decision": decision and decision._asdict()}
-        self.rows.append(row)
         append(self._path, _lines([row]), durable=True)
+        self.rows.append(row)
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from raymm.costs.profile_files import save_table
 from raymm.data import MicrobatchMeta
+from raymm.files.run_files import RunFileError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.rebalancing import WARM_UP_STEPS
 from raymm.scheduler.costs.layer_costs import ProfileError
@@ -77,7 +78,11 @@ class DriftObserver:
         except ProfileError as error:
             self._say(f"{text}; measure with `raymm profile` and plan anew ({error})")
             return
-        file = save_table(table, self._folder / FILE)
+        try:
+            file = save_table(table, self._folder / FILE)
+        except RunFileError as error:
+            self._say(f"{text}; {error}")
+            return
         self._say(f"{text}; `raymm plan CONFIG --profile {file}` plans with measured costs")
 
 

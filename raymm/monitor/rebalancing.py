@@ -17,6 +17,7 @@ import numpy as np
 
 from raymm.data import Decision, RebalanceConfig, RebalancedSampler
 from raymm.data.sampling.group_sampler import Groups
+from raymm.files.run_files import RunFileError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.decision_log import DecisionLog
 from raymm.scheduler.minibatch.cost_fit import CostFit
@@ -102,7 +103,10 @@ class Rebalancing:
         if groups is not None and complete and step - self._first > WARM_UP_STEPS:
             row = self._learn(groups, microbatches, timeline)
         if step % self._config.every == 0 and step > self._log.last_step:
-            self._look(step)
+            try:
+                self._look(step)
+            except RunFileError as error:
+                self._say(f"{error}. Microbatches stay as they are until the next look")
         return {"costs": row} if row else {}
 
     def _learn(

@@ -123,7 +123,7 @@ class Attempt:
             ))
             samples = None
             if self.run.log_samples:
-                samples = SampleLog(folder / SAMPLES, parallel.steps_taken)
+                samples = SampleLog(folder / SAMPLES, parallel.steps_taken, progress.line)
             throughput = Throughput(
                 self.model, execution.processes, self.device, self.run.precision, progress.line
             )
@@ -173,7 +173,7 @@ class Attempt:
         return self._result(metrics, folder, observer.write(metrics.rows))
 
     def _metrics(self, folder: Path, steps_taken: int) -> MetricsLog:
-        metrics = MetricsLog(folder / METRICS, steps_taken)
+        metrics = MetricsLog(folder / METRICS, steps_taken, self._say)
         corrupt = () if self.checkpoint is None else self.checkpoint.corrupt
         if corrupt or self.changed:
             metrics.add({

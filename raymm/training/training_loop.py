@@ -118,6 +118,7 @@ class TrainingLoop:
         Raises:
             NotFiniteError: too many steps in a row that could not be applied, or a checkpoint that
                 would not be finite.
+            RunFileError: a log or a checkpoint cannot be written at the end.
         """
         with self._stop.deferred():
             steps = self._run.steps
@@ -128,7 +129,11 @@ class TrainingLoop:
             try:
                 self._enter(RunState.RUNNING)
                 self._take_all_steps(source, state)
-                return self._stopped()
+                stopped = self._stopped()
+                for log in (self._metrics, self._samples):
+                    if log is not None:
+                        log.finish()
+                return stopped
             except Exception:
                 self._checkpoints.settle()
                 raise

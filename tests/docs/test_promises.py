@@ -18,6 +18,11 @@ PROMISES = {
             "test_links_and_other_files_within_a_step_keep_their_targets",
         "A symbolic link is removed and its target is kept.":
             "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
+        "that cannot be written stay in memory and are written, in order, with the first later row":
+            "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
+        "the run goes on and saves when the next one is due":
+            "tests/training/test_full_disk.py::"
+            "test_a_full_disk_costs_checkpoints_but_no_step_and_no_row",
         "A folder that has other files in it is renamed":
             "tests/storage/test_links.py::test_a_run_on_another_disk_keeps_what_is_beside_it",
     },

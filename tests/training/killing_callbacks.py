@@ -11,6 +11,7 @@ import ray._private.state
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 from ray.util.placement_group import placement_group, remove_placement_group
 from run_processors import image
+from small_disk import SmallDisk
 
 from raymm import Callback
 
@@ -65,6 +66,19 @@ class KillDataWorker(KillRanks):
     """The same of the data worker."""
 
     actor = "DataWorker"
+
+
+class FillDisk(Callback):
+    """Fills the disk of a run's folder after a step, and frees it after a later one."""
+
+    def __init__(self, folder: str, after: int, until: int) -> None:
+        self.disk, self.after, self.until = SmallDisk(Path(folder)), after, until
+
+    def on_step(self, row):
+        if row["step"] == self.after:
+            self.disk.fill()
+        elif row["step"] == self.until:
+            self.disk.empty()
 
 
 def raises_in_ranks(inputs):

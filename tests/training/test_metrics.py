@@ -1,11 +1,13 @@
 """The metrics file over restarts, and the report of a run."""
 
 import json
+import resource
 
 import pytest
 
 from raymm.files.config_error import ConfigError
-from raymm.monitor.metrics import MetricsLog, read_metrics
+from raymm.files.run_files import RunFileError
+from raymm.monitor.metrics import MetricsLog, SampleLog, read_metrics
 from raymm.monitor.report import COST_STEPS, RunReport
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -50,6 +52,61 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
     assert read_metrics(path) == [{"step": 1, "loss": 0.5}]
     MetricsLog(path, resume_step=2).add({"step": 3, "loss": 0.25})
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
+
+
+def test_rows_stay_in_memory_while_the_disk_is_full(small_disk):
+    path, said = small_disk.path / "metrics.jsonl", []
+    log = MetricsLog(path, say=said.append)
+    samples = SampleLog(small_disk.path / "samples.jsonl")
+    log.add(rows(1)[0])
+    small_disk.fill()
+    for row in rows(2, 3):
+        log.add({**row, "long": "x" * 5000})
+        samples.add(row["step"], [["a"]], [])
+    assert read_metrics(path) == rows(1) and len(log.rows) == 3
+    with pytest.raises(RunFileError, match="metrics.jsonl: No space left"):
+        log.finish()
+    log.rewind(2)  # step 3 happens again
+    small_disk.empty()
+    log.add(rows(3)[0])
+    log.finish()
+    samples.finish()
+    assert log.rows == read_metrics(path) and [row["step"] for row in log.rows] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(small_disk.path / "samples.jsonl")] == [2, 3]
+    assert len(said) == 2
+    assert said[0].endswith("The run continues; rows are in memory until it can be written")
+    assert said[1].endswith("can be written again, and has all rows")
+
+
+def test_rows_stay_in_memory_while_the_disk_is_read_only(small_disk):
+    path = small_disk.path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for row in rows(1, 2):
+        log.add(row)
+    small_disk.set_writable(False)
+    log.rewind(1)
+    log.add(rows(2)[0])
+    log.add(rows(3)[0])
+    assert read_metrics(path) == rows(1, 2)
+    small_disk.set_writable(True)
+    log.finish()
+    assert read_metrics(path) == rows(1, 2, 3)
+
+
+def test_a_row_that_is_written_in_part_is_taken_back(tmp_path):
+    """A limit on sizes of files stands for a disk with room for the beginning of a row."""
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.add(rows(1)[0])
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    try:
+        log.add(rows(2)[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    log.add(rows(3)[0])
+    assert read_metrics(path) == rows(1, 2, 3)
 
 
 @pytest.mark.parametrize("line", [

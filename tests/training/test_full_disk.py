@@ -1,0 +1,43 @@
+"""A run continues while the disk of its folder is full."""
+
+import pytest
+from tiny_run import STEPS, curve
+
+from raymm.data import Decision
+from raymm.files.run_files import RunFileError
+from raymm.monitor.decision_log import DecisionLog
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
+
+
+def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
+    finished, make_config, raymm, small_disk
+):
+    """Two checkpoints are due meanwhile; those that come later are written."""
+    run = small_disk.path / "run"
+    code, text = raymm("train", make_config({
+        "run.storage_path": str(run), "run.log_samples": True, "run.callbacks": [
+            {"killing_callbacks:FillDisk": {
+                "folder": str(small_disk.path), "after": 3, "until": 7,
+            }},
+        ],
+    }))
+    assert code == 0, text
+    assert "jsonl: No space left on device. The run continues" in text, text
+    assert "jsonl can be written again, and has all rows" in text
+    assert "the run goes on, and saves when the next checkpoint is due" in text.lower()
+    assert curve(run) == curve(finished.path)
+    steps = [row["step"] for row in read_metrics(run / "samples.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
+    assert CheckpointStore(run).latest().name == f"step-{STEPS:08d}"
+
+
+def test_a_decision_that_cannot_be_written_is_not_in_the_log(small_disk):
+    log = DecisionLog(small_disk.path / "rebalancing.jsonl", "digest")
+    small_disk.fill()
+    with pytest.raises(RunFileError, match="No space left"):
+        log.add({"step": 1}, Decision(0, 1, {}))
+    assert log.decisions == [] and log.last_step == 0
+    small_disk.empty()
+    log.add({"step": 2}, Decision(0, 2, {}))
+    assert DecisionLog(small_disk.path / "rebalancing.jsonl", "digest").last_step == 2
