@@ -91,7 +91,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/recompute": ("kernels", "scheduler", "actors/quota", "actors/modules"),
     "actors/adapters": ("actors/modules",),
     "actors/experts": ("kernels", "actors/modules"),
-    "actors/weights": ("actors/modules", "actors/adapters"),
+    "actors/weights": ("actors/storage", "actors/modules", "actors/adapters"),
     "actors/sharding": (
         "kernels", "scheduler", "actors/modules", "actors/adapters", "actors/experts",
         "actors/weights",

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from raymm.actors.storage.plain_file import read_plain
+
 # What a file is called until it is whole: ``.{name}`` and this.
 PARTIAL = ".raymm-partial"
 
@@ -68,7 +70,7 @@ class StorageFolder(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A file's bytes."""
+        """Return the bytes of a file; on a disk, of a regular file of limited size."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
@@ -154,7 +156,7 @@ class LocalFolder(StorageFolder):
             sync_folder(folder)
 
     def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+        return read_plain(self._path / name)
 
     def replace(self, name: str, data: bytes) -> None:
         replace_file(self._path / name, data)

@@ -8,7 +8,7 @@ device, of which only the files' headers are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
+from raymm.actors.storage.plain_file import is_plain_name, read_plain
 from raymm.errors import InternalError
 
 # Names that an error or a note has of a kind.
@@ -142,7 +143,9 @@ def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     Raises:
         WeightsError: it has none, or lacks some.
     """
-    whole = folder / (getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_NAME)
+    name = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_NAME
+    _check_plain("transformers_weights of config.json", [name])
+    whole = folder / name
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if whole.is_file() and whole.suffix == ".safetensors":
         more = (folder / name for name in type(config).extra_files)
@@ -150,19 +153,34 @@ def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     if whole.is_file():
         index = whole
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        files = [folder / name for name in names]
-    except OSError:
+        names = set(json.loads(read_plain(index))["weight_map"].values())
+    except FileNotFoundError:
         raise WeightsError(
             f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; expected one"
         ) from None
+    except OSError as error:
+        raise WeightsError(f"cannot read {index}: {error.strerror or error}") from None
     except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
         raise WeightsError(
             f"{index} is no index of weights; expected JSON with a weight_map of names to files"
         ) from None
+    _check_plain(index.name, names)
+    files = [folder / name for name in sorted(names)]
     if absent := [file.name for file in files if not file.is_file()]:
         raise WeightsError(f"{index.name} names files that it lacks: {_few(absent)}")
     return files
+
+
+def _check_plain(source: str, names: Iterable[Any]) -> None:
+    """
+    Raises:
+        WeightsError: a name is not that of a file in the model's folder.
+    """
+    if outside := sorted(repr(name) for name in names if not is_plain_name(name)):
+        raise WeightsError(
+            f"{source} names {_few(outside)}; accepted: names of files in the folder, without "
+            "another folder"
+        )
 
 
 def header_tensors(file: Path) -> dict[str, torch.Tensor]:

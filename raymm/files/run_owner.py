@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+from raymm.actors.storage.plain_file import open_plain
 from raymm.errors import RunError
 from raymm.files.config_error import ConfigError
 from raymm.files.run_files import RunFileError
@@ -37,6 +38,8 @@ GONE_AFTER_S = 60.0
 # Seconds between two looks for a sign of life.
 LOOK_S = 0.5
 
+# Bytes that are read of a file that names an owner.
+_MOST_BYTES = 2**16
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _TYPES = {
     "host": str, "pid": int, "started": int | None, "boot": str | None, "namespace": int | None,
@@ -383,8 +386,8 @@ def _write_new(path: Path, owner: Owner) -> None:
 def _read(path: Path) -> Owner | None:
     """The owner that a file names; None if there is no file."""
     try:
-        with open(path, "rb") as file:
-            text, inode = file.read(), os.fstat(file.fileno()).st_ino
+        with open_plain(path) as file:
+            text, inode = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         return None
     return Owner.from_bytes(text, inode)
@@ -394,7 +397,7 @@ def _beat_of(path: Path) -> float | None:
     """When a file's owner gave its last sign of life, by the file system's clock. Opened anew:
     NFS then asks the server."""
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None

@@ -43,6 +43,7 @@ from raymm.storage.step_folders import (
     folder_name,
     has_manifest,
     is_torn,
+    listed_names,
     partial_files,
     remove_torn,
     set_aside,
@@ -173,6 +174,8 @@ class CheckpointStore:
         with writing(self._root):
             folders = step_folders(self._root)
         for folder in folders:
+            if listed_names(folder) is None:  # :meth:`newest` reports it
+                continue
             with writing(folder):
                 if is_torn(folder):
                     aside = remove_torn(folder)

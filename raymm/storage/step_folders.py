@@ -50,12 +50,20 @@ def step_folders(root: StorageFolder) -> list[StorageFolder]:
     return [root / name for name in sorted(steps, key=steps.__getitem__)]
 
 
+def listed_names(folder: StorageFolder) -> list[str] | None:
+    """Return the names in a folder; None if they cannot be read: permissions, a failing disk, a
+    link in a circle."""
+    try:
+        return folder.names()
+    except OSError:
+        return None
+
+
 def is_torn(folder: StorageFolder) -> bool:
     """Return True for what a save that was never committed has left. A folder that has lost its
     manifest otherwise, or that cannot be listed, is a damaged checkpoint."""
-    try:
-        names = folder.names()
-    except OSError:
+    names = listed_names(folder)
+    if names is None:
         return False
     marked = TORN in names or all(n.startswith(".") and n.endswith(PARTIAL) for n in names)
     return MANIFEST not in names and marked
@@ -63,10 +71,7 @@ def is_torn(folder: StorageFolder) -> bool:
 
 def has_manifest(folder: StorageFolder) -> bool:
     """Return True if a step's folder can be listed and has a manifest, whatever is in it."""
-    try:
-        return MANIFEST in folder.names()
-    except OSError:
-        return False
+    return MANIFEST in (listed_names(folder) or ())
 
 
 def partial_files(folder: StorageFolder) -> list[str]:

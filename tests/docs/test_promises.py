@@ -39,6 +39,16 @@ PROMISES = {
             "tests/training/test_recovery.py::test_shortages_that_pass_change_no_loss",
     },
     "docs/security.md": {
+        "is read only if it is a regular file, and up to a size":
+            "tests/actors/storage/test_plain_file.py::test_only_regular_files_are_read",
+        "is reported, and never waited for":
+            "tests/storage/test_odd_checkpoints.py::"
+            "test_an_odd_checkpoint_is_one_line_and_the_others_are_used",
+        "cannot be listed is reported in one line; the others are used":
+            "tests/storage/test_odd_checkpoints.py::test_a_folder_that_may_not_be_listed_is_reported",
+        "name that leads to another folder is refused":
+            "tests/actors/weights/test_stored_weights.py::"
+            "test_an_index_names_files_of_its_folder_only",
         "it removes the link and keeps the link's target":
             "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
     },

@@ -2,6 +2,7 @@
 where that was asked for."""
 
 import json
+import os
 import re
 import warnings
 
@@ -178,6 +179,45 @@ def test_sharded_folders_and_what_may_be_wrong_with_their_files(tmp_path):
     index.unlink()
     with pytest.raises(SourceError, match=r"neither model\.safetensors nor"):
         source.check()
+
+
+OUTSIDE = ["../model.safetensors", "/tmp/model.safetensors", "sub/model.safetensors", "..", ".", ""]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "a/../model.safetensors", "a\0b", "./a.safetensors"])
+def test_an_index_names_files_of_its_folder_only(tmp_path, name):
+    """Also where the file is there, and has the weights."""
+    folder = tmp_path / "model"
+    hf.LlamaForCausalLM(config("llama")).save_pretrained(folder)
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (folder / "a.safetensors").touch()
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": name, "b": "a.safetensors"}})
+    )
+    source = PretrainedSource(str(folder), language_model=True)
+    with pytest.raises(SourceError, match="index.json names .*; accepted: names of files in the"):
+        source.check()
+
+
+def test_a_configuration_names_no_weights_elsewhere(tmp_path):
+    folder = tmp_path / "model"
+    hf.LlamaForCausalLM(config("llama")).save_pretrained(folder)
+    (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
+    (folder / "a.safetensors").touch()
+    values = json.loads((folder / "config.json").read_text())
+    values["transformers_weights"] = "../other.safetensors"
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(SourceError, match="transformers_weights of config.json names '../other"):
+        PretrainedSource(str(folder), language_model=True).check()
+
+
+@pytest.mark.timeout(60)
+def test_an_index_that_is_a_pipe_is_refused(tmp_path):
+    hf.LlamaForCausalLM(config("llama")).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(SourceError, match="index.json: it is no regular file"):
+        PretrainedSource(str(tmp_path), language_model=True).check()
 
 
 def test_the_weights_of_a_factory_are_looked_at_before_anything_is_built(tmp_path):
