@@ -64,20 +64,23 @@ class Batches:
             "source_label_tokens": {names[number]: n for number, (_, n) in losses.items()},
         }
 
-    def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
+    def train(
+        self, state: Any, steps: int, parallel: ParallelModule, before: int = 0
+    ) -> Iterator[Batch]:
         """Training data from a position on.
 
         Args:
             state: the position; None for the beginning.
             steps: how many there may be.
             parallel: what the batches are for.
+            before: steps taken there, for errors.
         """
         if isinstance(self._data, DataConfig):
             with StepLoader(
                 self._data, "train", start_state=state, steps=steps,
                 sampler=self._training.sampler, dataset=self._training.dataset,
                 check=self._check, places=self._places, features=self._features,
-                check_cluster=parallel.group.check_cluster,
+                check_cluster=parallel.group.check_cluster, steps_before=before,
             ) as loader:
                 for step in loader:
                     yield Batch(

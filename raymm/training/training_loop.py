@@ -28,6 +28,7 @@ from raymm.recovery.replayed_batches import ReplayedBatches
 from raymm.recovery.run_state import RunState
 from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStep
+from raymm.scheduler.schedule.compiled.machine_code import compiling_behind
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.execution import StepObserver
 from raymm.training.result import steps_not_applied
@@ -120,10 +121,12 @@ class TrainingLoop:
                 would not be finite.
             RunFileError: a log or a checkpoint cannot be written at the end.
         """
-        with self._stop.deferred():
+        with self._stop.deferred(), compiling_behind():
             steps = self._run.steps
             source = ReplayedBatches(
-                lambda position, step: self._batches.train(position, steps - step, self._parallel),
+                lambda position, step: self._batches.train(
+                    position, steps - step, self._parallel, step
+                ),
                 self._first, state, self._recovery.enabled,
             )
             try:

@@ -1,6 +1,7 @@
 """Processor functions that the tests name in their configuration."""
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -44,6 +45,24 @@ def stopped(path: str) -> dict[str, torch.Tensor]:
 def fatal(path: str) -> dict[str, torch.Tensor]:
     """Kills its process, as the kernel does when memory runs out."""
     os.kill(os.getpid(), 9)
+
+
+def fatal_of_one(path: str) -> dict[str, torch.Tensor]:
+    """``image``; the file ``i8.png`` kills the process that reads it."""
+    if Path(path).name == "i8.png":
+        os.kill(os.getpid(), 9)
+    return image(path)
+
+
+def without_files(path: str) -> dict[str, torch.Tensor]:
+    """``image`` in a process that may open no more files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        open(path)  # noqa: SIM115
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return image(path)
 
 
 def from_bytes(data: bytes) -> dict[str, torch.Tensor]:

@@ -121,16 +121,10 @@ def lacks_a_thread_once(inputs):
     if not in_worker or any(tensor.is_meta for tensor in inputs.values()):
         return inputs
     if _is_due(THREADS, first_call=6):
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        before = threading.stack_size(2**30)
-        resource.setrlimit(
-            resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, limits[1])
-        )
+        before = threading.stack_size(2**47)  # more than there are addresses
         try:
             threading.Thread(target=int).start()
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
             threading.stack_size(before)
     return inputs
 
@@ -142,6 +136,6 @@ def image_without_files_once(path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
-        return image(path)
+        open(path)  # noqa: SIM115
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

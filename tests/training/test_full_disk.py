@@ -13,12 +13,13 @@ from raymm.storage.checkpoint import CheckpointStore
 def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
     finished, make_config, raymm, small_disk
 ):
-    """Two checkpoints are due meanwhile; those that come later are written."""
+    """A checkpoint is due meanwhile; those that come later are written."""
     run = small_disk.path / "run"
     code, text = raymm("train", make_config({
-        "run.storage_path": str(run), "run.log_samples": True, "run.callbacks": [
+        "run.storage_path": str(run), "run.log_samples": True, "run.checkpoint_every": 4,
+        "run.callbacks": [
             {"killing_callbacks:FillDisk": {
-                "folder": str(small_disk.path), "after": 3, "until": 7,
+                "folder": str(small_disk.path), "after": 1, "until": 7,
             }},
         ],
     }))

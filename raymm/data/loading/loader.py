@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raymm.actors.faults.diagnosis import cause_of
+from raymm.actors.faults.failure import first_line
 from raymm.actors.faults.failure_kind import failure_kind
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
@@ -29,6 +30,7 @@ from raymm.data.loading.builder import (
     Skipped,
     check_tools,
     most_groups,
+    none_usable,
 )
 from raymm.data.loading.feature_lookup import FeatureLookup
 from raymm.data.loading.processed import measure_of, step_builder
@@ -37,9 +39,12 @@ from raymm.data.loading.worker import StoredStep, part_names, start_worker
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError, DataWorkerError, NoneUsableError
+from raymm.data.samples.errors import DataError, DataWorkerError, NoneUsableError, SampleError
 from raymm.data.sampling.batching import Sampler, training_sampler
 from raymm.data.sampling.sampler import EpochSampler, State, flat
+
+# Steps, by data file and samples, of which a worker has died in this process.
+_died: set[tuple[str, tuple[int, ...]]] = set()
 
 
 @dataclass(frozen=True)
@@ -86,15 +91,23 @@ def local_steps(
     """
     dataset = open_split(config, split)
     builder = step_builder(config, dataset)
-    plan = _plan(config, dataset, split, start_state, steps, sampler)
-    for number, (indices, state_after) in enumerate(plan):
-        try:
-            built = builder.build(indices, shuffled)
-        except NoneUsableError as error:
-            if split == "train":
-                raise
-            built = BuiltStep([], [], list(error.skipped))
-        yield Step(number, built.microbatches, built.meta, state_after, built.skipped)
+    left_out = _LeftOut(len(dataset))
+
+    def built_steps() -> Iterator[Step]:
+        number = 0
+        for indices, state_after in _plan(config, dataset, split, start_state, sampler):
+            try:
+                built = builder.build(indices, shuffled)
+            except NoneUsableError as error:
+                if split == "train":
+                    left_out.add(error.skipped)
+                    continue
+                built = BuiltStep([], [], list(error.skipped))
+            skipped = left_out.take(built.skipped)
+            yield Step(number, built.microbatches, built.meta, state_after, skipped)
+            number += 1
+
+    return islice(built_steps(), steps)
 
 
 class StepLoader:
@@ -105,6 +118,9 @@ class StepLoader:
     worker ``i % num_workers`` and steps come out in order, so the stream is that of
     ``local_steps`` whatever the number of workers. At most ``prefetch_steps`` steps beyond the
     last one handed out are being built or waiting. Also a context manager.
+
+    A step of the training data of which no sample is usable (``on_error: skip``) is passed over:
+    its samples are among those that the next step reports as skipped.
 
     Args:
         config: the data configuration.
@@ -122,11 +138,14 @@ class StepLoader:
         features: looks for features of items that were kept (``StepBuilder``).
         check_cluster: called every second of a wait for a step; what it raises ends the wait. Of a
             worker that was to start on a node that is lost Ray itself tells some 15 s later.
+        steps_before: steps of the run that were taken before; errors count on from there.
 
     Raises:
         DataError: here, before any actor starts, for a missing file, malformed row, unknown
             processor or a state that does not fit; from ``next()`` for an unusable sample
             (``SampleError``), or a worker that is not started within ``worker_timeout``.
+            Also from ``next()`` for a sample that ended two workers, and if no sample was usable
+            among as many as the data have.
         DataWorkerError: from ``next()``: a worker died, or did not load a step in that time.
     """
 
@@ -144,6 +163,7 @@ class StepLoader:
         places: Sequence[Any] = (),
         features: FeatureLookup | None = None,
         check_cluster: Callable[[], None] = lambda: None,
+        steps_before: int = 0,
     ):
         unknown = [name for name in shuffled if name not in config.modalities]
         if unknown:
@@ -153,14 +173,17 @@ class StepLoader:
         self.config, self.path, self.num_samples = config, dataset.path, len(dataset)
         self.names = dataset.names
         self._is_pass = split != "train"
-        self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
+        self._plan = enumerate(_plan(config, dataset, split, start_state, sampler))
+        self._dataset, self._left_out = dataset, _LeftOut(len(dataset))
+        self._most, self._before, self._taken = steps, steps_before, 0
         stored = ray.put(dataset)
         self._names, self._check_cluster = part_names(config), check_cluster
         checks = [] if check is None else [ray.put(check)]
-        self._workers = [
-            start_worker(config, stored, shuffled, checks, place, features)
+        self._start = [
+            partial(start_worker, config, stored, shuffled, checks, place, features)
             for place, _ in zip_longest(places, range(config.num_workers))
         ]
+        self._workers = [start() for start in self._start]
         # Asked for first, as one that does not answer any more cannot be asked.
         self._described = [worker.describe.remote() for worker in self._workers]
         self._places: dict[int, dict | None] = {}
@@ -171,16 +194,21 @@ class StepLoader:
         return self
 
     def __next__(self) -> Step:
+        while True:
+            self._fill()
+            if not self._pending:
+                self.close()
+                raise StopIteration
+            index, indices, state_after, (ref, *parts) = self._pending.popleft()
+            stored = self._wait(index, indices, ref)
+            if stored.meta or self._is_pass:
+                break
+            self._left_out.add(stored.skipped)
+        number, self._taken = self._taken, self._taken + 1
         self._fill()
-        if not self._pending:
-            self.close()
-            raise StopIteration
-        index, indices, state_after, (ref, *parts) = self._pending.popleft()
-        stored = self._wait(index, indices, ref)
-        self._fill()
-        microbatches = self._microbatches(stored.meta, parts)
         return Step(
-            index, microbatches, stored.meta, state_after, stored.skipped, self._worker(index)
+            number, self._microbatches(stored.meta, parts), stored.meta, state_after,
+            self._left_out.take(stored.skipped), self._worker(index),
         )
 
     def close(self) -> None:
@@ -204,7 +232,10 @@ class StepLoader:
         return self._workers[index % self.config.num_workers]
 
     def _fill(self) -> None:
-        room = self.config.prefetch_steps - len(self._pending)
+        most = self.config.prefetch_steps
+        if self._most is not None:
+            most = min(most, self._most - self._taken)
+        room = most - len(self._pending)
         for index, (indices, state_after) in islice(self._plan, max(room, 0)):
             groups = most_groups(self.config, indices)
             load = self._worker(index).load.options(num_returns=1 + groups * len(self._names))
@@ -229,21 +260,65 @@ class StepLoader:
     def _wait(self, index: int, indices: Sequence, ref: ray.ObjectRef) -> StoredStep:
         number = index % self.config.num_workers
         who = f"data worker {number} of {self.config.num_workers}"
-        what = f"step {index}, samples {flat(indices)} (counted from 0) of {self.path}"
+        step = self._before + self._taken + 1
+        what = f"step {step}, samples {flat(indices)} (counted from 0) of {self.path}"
         try:
             result = self._result(number, ref)
         except GetTimeoutError as late:
             ray.cancel(ref)
-            raise self._late(number, who, what, str(late)) from None
+            error = self._late(number, who, what, str(late))
+            self._end_workers()
+            raise error from None
         except RayError as error:
+            if isinstance(error, RayActorError):
+                self._check_cluster()
+                self._look_for_culprit(number, flat(indices))
+            self._end_workers()
             failure = _load_failure(who, what, error)
             failure.add_note(str(error))  # Ray's account: process, node, likely causes
             raise failure from None
-        if isinstance(result, NoneUsableError) and self._is_pass:
+        if isinstance(result, NoneUsableError):
             return StoredStep([], list(result.skipped))
         if isinstance(result, DataError):
             raise result
         return result
+
+    def _end_workers(self) -> None:
+        """End all workers: others are to have their places. Steps that they have built stay."""
+        for worker in self._workers:
+            ray.kill(worker, no_restart=True)
+
+    def _look_for_culprit(self, number: int, indices: Sequence[int]) -> None:
+        """Load the samples of a step one at a time, if two workers have died of the step.
+
+        Args:
+            number: of the worker.
+            indices: of the samples.
+
+        Raises:
+            SampleError: names a sample of which a third worker has died.
+        """
+        key = (str(self.path), tuple(indices))
+        if key not in _died:
+            _died.add(key)
+            return
+        for index in indices:
+            worker = self._workers[number] = self._start[number]()
+            self._described[number] = worker.describe.remote()
+            self._places.pop(number, None)
+            ref, *_ = worker.load.options(num_returns=1 + len(self._names)).remote([index], 1)
+            try:
+                self._result(number, ref)
+            except RayActorError as error:
+                self._check_cluster()
+                sample = self._dataset[index]
+                raise SampleError(
+                    sample.id, None, "every data worker that loads it dies, also when it is the "
+                    f"only sample ({first_line(error)}). Remove it, or find out what its items do "
+                    "to the library that decodes them", None, sample.place or None,
+                ) from None
+            except (RayError, GetTimeoutError):
+                continue
 
     def _result(self, number: int, ref: ray.ObjectRef) -> Any:
         """What a worker has loaded; it is looked after meanwhile.
@@ -309,6 +384,32 @@ class StepLoader:
         )
 
 
+class _LeftOut:
+    """Samples of steps that had no usable one, until a step that has some reports them.
+
+    Args:
+        most: samples of the data.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._skipped: list[Skipped] = []
+
+    def add(self, skipped: Sequence[Skipped]) -> None:
+        """
+        Raises:
+            NoneUsableError: there are as many as the data have.
+        """
+        self._skipped += skipped
+        if len(self._skipped) >= self._most:
+            raise none_usable(self._skipped, "the last")
+
+    def take(self, skipped: Sequence[Skipped]) -> list[Skipped]:
+        """Return them, with those of the step that reports them."""
+        taken, self._skipped = [*self._skipped, *skipped], []
+        return taken
+
+
 def _load_failure(worker: str, step: str, error: RayError) -> DataWorkerError:
     """Return the error of a worker that did not load a step.
 
@@ -330,14 +431,13 @@ def _plan(
     dataset: Dataset,
     split: str,
     start_state: State | None,
-    steps: int | None,
     sampler: Sampler | None,
 ) -> Iterator[tuple[list[int] | list[list[int]], State]]:
     if split == "train":
         if sampler is None:
             sampler = training_sampler(config, dataset, measure=measure_of(config))
         sampler.check(start_state)
-        return islice(sampler.batches(start_state), steps)
+        return sampler.batches(start_state)
     in_order = EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
     in_order.check(start_state)
-    return islice(in_order.one_pass(start_state), steps)
+    return in_order.one_pass(start_state)

@@ -1,6 +1,7 @@
 """The Ray path, against the local one."""
 
 import gc
+import json
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ from raymm.data import (
     join_parts,
     local_steps,
 )
-from raymm.errors import NodeLostError
+from raymm.errors import FailureKind, NodeLostError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -134,7 +135,6 @@ def test_skipping_is_the_same_with_workers(make_config, tmp_path):
 
 
 def test_a_pass_goes_on_after_a_step_without_a_usable_sample(make_config, tmp_path):
-    """Training does not: it would be a step of nothing."""
     config = make_config(on_error="skip", batch_size=1, microbatches=1, shuffle=False)
     config = config.model_copy(update={"heldout": config.train})
     for name in ("i1.png", "a7.wav"):
@@ -145,16 +145,67 @@ def test_a_pass_goes_on_after_a_step_without_a_usable_sample(make_config, tmp_pa
             assert_same(step, want)
     empty = [step.skipped[0].id for step in reference if not step.microbatches]
     assert empty == ["s1", "s7"] and len(reference) > 2
-    with (
-        StepLoader(config, steps=3) as loader,
-        pytest.raises(DataError, match="none of the step's 1 samples is usable: 's1'"),
-    ):
-        list(loader)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_training_passes_over_steps_without_a_usable_sample(make_config, tmp_path, workers):
+    """They are no steps: the next one reports their samples, and a resumed run meets them again."""
+    config = make_config(
+        on_error="skip", batch_size=1, microbatches=1, shuffle=False, num_workers=workers,
+    )
+    for name in ("i1.png", "a7.wav", "i8.png"):
+        (tmp_path / name).write_bytes(b"broken")
+    reference = list(local_steps(config, steps=8))
+    assert [[s.id for s in step.skipped] for step in reference] == [
+        [], ["s1"], [], [], [], [], ["s7", "s8"], [],
+    ]
+    assert [step.index for step in reference] == list(range(8))
+    assert all(step.microbatches for step in reference)
+    with StepLoader(config, steps=8) as loader:
+        for step, want in zip(loader, reference, strict=True):
+            assert_same(step, want)
+    with StepLoader(config, steps=3, start_state=reference[0].state_after) as loader:
+        assert [step.meta for step in loader] == [step.meta for step in reference[1:4]]
+
+
+def test_data_without_a_usable_sample_end_the_run(make_config, tmp_path):
+    config = make_config(count=4, on_error="skip", batch_size=2, microbatches=1)
+    for file in (*tmp_path.glob("i*.png"), *tmp_path.glob("a*.wav")):
+        file.write_bytes(b"broken")
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    media = [line for line in lines if json.loads(line)["images"] or json.loads(line)["audio"]]
+    (tmp_path / "train.jsonl").write_text("".join(f"{line}\n" for line in media))
+    message = rf"none of the last {-(-len(media) // 2) * 2} samples is usable"
+    with pytest.raises(DataError, match=message):
+        next(local_steps(config))
+    with StepLoader(config) as loader, pytest.raises(DataError, match=message):
+        next(loader)
+
+
+def test_a_sample_that_kills_workers_is_named_alone(make_config):
+    """The first death may have other reasons; after the second, samples are loaded one by one."""
+    config = make_config(image="fatal_of_one", shuffle=False)
+    for error in (DataWorkerError, SampleError):
+        with StepLoader(config, steps_before=4) as loader, pytest.raises(error) as caught:
+            list(loader)
+        text = str(caught.value)
+        if error is DataWorkerError:
+            assert "died while loading step 6, samples [6, 7, 8, 9, 10, 11]" in text
+    assert text.startswith("sample 's8'") and "every data worker that loads it dies" in text
+    assert isinstance(caught.value, DataError)  # the run ends, and is not to be started again
+
+
+def test_a_shortage_in_a_worker_is_no_fault_of_its_samples(make_config):
+    config = make_config(image="without_files", on_error="skip", num_workers=1)
+    with StepLoader(config) as loader, pytest.raises(DataWorkerError) as caught:
+        next(loader)
+    assert caught.value.kind is FailureKind.RESOURCE
+    assert "failed to load step 1" in str(caught.value) and "Too many open" in str(caught.value)
 
 
 def test_a_dead_worker_is_named(make_config):
     config = make_config(image="fatal", num_workers=2, shuffle=False)
-    message = r"data worker 0 of 2 died while loading step 0, samples \[0, 1, 2, 3, 4, 5\]"
+    message = r"data worker 0 of 2 died while loading step 1, samples \[0, 1, 2, 3, 4, 5\]"
     with StepLoader(config) as loader, pytest.raises(DataWorkerError, match=message) as caught:
         next(loader)
     assert "\n" not in str(caught.value) and caught.value.__notes__
