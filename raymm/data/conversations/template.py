@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from raymm.data.conversations.spans import AmbiguousError, aligned, learned_spans
+from raymm.data.conversations.template_limits import limited_rendering
 from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.rows import LEARNED_ROLE
@@ -125,18 +126,19 @@ class ChatTemplate:
         source = self.source(tools)
         messages = [{k: v for k, v in m.items() if k != LOSS} for m in messages]
         options = self._options if options is None else options
-        if not _GENERATION.search(source):
-            # Some processors change the template or the messages for some kinds of items.
-            text = self._owner.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False,
-                **options,
+        with limited_rendering():
+            if not _GENERATION.search(source):
+                # Some processors change the template or the messages for some kinds of items.
+                text = self._owner.apply_chat_template(
+                    messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False,
+                    **options,
+                )
+                return text, []
+            texts, blocks = render_jinja_template(
+                conversations=[messages], tools=tools or None, chat_template=source,
+                add_generation_prompt=prompt, return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **options},
             )
-            return text, []
-        texts, blocks = render_jinja_template(
-            conversations=[messages], tools=tools or None, chat_template=source,
-            add_generation_prompt=prompt, return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **options},
-        )
         return texts[0], [(int(start), int(stop)) for start, stop in blocks[0]]
 
     def takes(self, role: str) -> tuple[bool, bool]:

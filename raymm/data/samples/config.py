@@ -224,8 +224,8 @@ class DataConfig(Section):
             source; ``[/]`` for anywhere on this machine. URLs (``https://HOST/FOLDER``,
             ``s3://BUCKET``) allow rows to name files by URL, below these.
         max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes,
-            max_video_seconds, max_video_frames: limits of an item, checked before it is decoded
-            or read: see
+            max_video_seconds, max_video_frames, max_text_characters: limits of an item, and of the
+            text of a row, checked before it is decoded, read or tokenized: see
             :class:`raymm.data.samples.limits.Limits`.
         worker_cpus: CPUs that each data worker reserves in Ray (a fraction is fine).
         worker_timeout: seconds to wait for a step before the run ends with an error.
@@ -266,6 +266,7 @@ class DataConfig(Section):
     max_row_group_bytes: Size = Limits.max_row_group_bytes
     max_video_seconds: Size = Limits.max_video_seconds
     max_video_frames: Size = Limits.max_video_frames
+    max_text_characters: Size = Limits.max_text_characters
     worker_cpus: float = Field(default=0.1, ge=0, le=MOST_COUNT)
     worker_timeout: Seconds = 300.0
     trust_remote_code: bool = False
@@ -415,6 +416,7 @@ class DataConfig(Section):
             self.max_row_group_bytes,
             self.max_video_seconds,
             self.max_video_frames,
+            self.max_text_characters,
         )
 
     def sampling(self, modality: str) -> FrameSampling | None:

@@ -1,4 +1,4 @@
-"""How large a media item may be, checked before anything of that size is in memory.
+"""How large a media item and the text of a row may be, checked before they are decoded.
 
 A picture of one colour with 200 million pixels is a file of 200 kB, and an hour of silence in
 eight channels one of 1 MB: what a file becomes is told by its header, not by its size.
@@ -25,6 +25,7 @@ class Limits:
         max_row_group_bytes: of the columns that are read of one Parquet row group, in memory.
         max_video_seconds, max_video_frames: of a video file, by its header. Default: 4 hours, and a
             million frames; ``max_image_pixels`` is of each.
+        max_text_characters: of all texts of one row together.
     """
 
     max_image_pixels: int = 89_478_485
@@ -33,3 +34,4 @@ class Limits:
     max_row_group_bytes: int = 2**30
     max_video_seconds: int = 4 * 3600
     max_video_frames: int = 1_000_000
+    max_text_characters: int = 2**24

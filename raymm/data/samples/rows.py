@@ -39,7 +39,7 @@ class RowRules:
         ignore_columns: columns that are not used on purpose; then any other unused column is
             refused. None to accept all.
         frames: modalities whose items are lists of frames.
-        limits: of items.
+        limits: of items and texts.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -107,6 +107,7 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
     media_rules = MediaRules(folders, rules.limits, place, rules.frames, rules.parts)
     parts = PartMedia(media_rules, column)
     text = _without_media(convert_row(values, form), parts, column)
+    _check_characters(text, rules.limits.max_text_characters, column)
     media = {modality: tuple(items) for modality, items in parts.items.items()}
     for modality, name in rules.columns.items():
         items = items_of(row.get(name), name, media_rules, modality in rules.frames)
@@ -141,3 +142,26 @@ def _without_media(text: RowText, parts: PartMedia, column: str) -> RowText:
     if before != {modality: len(items) for modality, items in parts.items.items()}:
         raise RowError("an answer has media; accepted: media in the prompt", column)
     return replace(text, messages=pair.answers[0], preference=pair)
+
+
+def _check_characters(text: RowText, most: int, column: str) -> None:
+    """
+    Raises:
+        RowError: the texts of the row are too long to be tokenized.
+    """
+    pair = text.preference
+    parts = text.text, text.messages, text.tools, pair and pair.rejected
+    if (characters := _characters(parts)) > most:
+        raise RowError(
+            f"its text has {characters:,} characters, above data.max_text_characters ({most:,})",
+            column,
+        )
+
+
+def _characters(value: object) -> int:
+    """Count the characters of all texts in nested lists and objects."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0

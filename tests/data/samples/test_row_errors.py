@@ -10,6 +10,7 @@ from raymm.data import DataError, JsonDataset, Sample, SampleError
 from raymm.data.conversations.text import TextEncoder, check_vocabulary
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
+from raymm.data.samples.limits import Limits
 from raymm.data.samples.row_media import MediaRules, items_of
 from raymm.data.samples.rows import RowRules, parse_row
 
@@ -29,6 +30,19 @@ def test_messages_of_other_formats(row, parts):
     with pytest.raises(RowError) as caught:
         parse_row(row, RowRules(), MediaFolders(Path("/data")))
     assert not [part for part in parts if part not in str(caught.value)], str(caught.value)
+
+
+@pytest.mark.parametrize("row", [
+    {"text": "x" * 11}, {"prompt": "x" * 6, "completion": "y" * 5},
+    {"messages": [{"role": "user", "content": "x" * 9}, {"role": "assistant", "content": "y"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 9}]}]},
+    {"prompt": "x", "chosen": "y", "rejected": "z" * 9},
+])
+def test_a_row_with_too_much_text_is_refused(row):
+    rules = RowRules(limits=Limits(max_text_characters=10))
+    with pytest.raises(RowError, match=r"above data.max_text_characters \(10\)"):
+        parse_row(row, rules, MediaFolders(Path("/data")))
+    parse_row(row, RowRules(), MediaFolders(Path("/data")))
 
 
 @pytest.mark.parametrize("item", [str, lambda value: {"path": value}, lambda value: [value]])

@@ -1,0 +1,111 @@
+"""A chat template does a limited amount of work, and writes the same as without a limit."""
+
+import contextlib
+
+import pytest
+from jinja2 import UndefinedError
+from transformers.utils import chat_template_utils
+
+from raymm.data.conversations import template_limits
+from raymm.data.conversations.template import ChatTemplate
+from raymm.data.conversations.template_limits import (
+    MOST_PASSES,
+    TemplateLimitError,
+    limited_rendering,
+)
+from tests.data.conversations.test_trl_labels import (
+    FOLDER,
+    SUFFIX,
+    TEMPLATES,
+    byte_tokenizer,
+    said,
+    user,
+)
+
+ENDLESS = {
+    "nested loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "a condition": (
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}"
+    ),
+    "recursion": (
+        "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}"
+        "{% endfor %}"
+    ),
+    "macros": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "the messages": "{% for a in messages %}" * 9 + "{% endfor %}" * 9,
+}
+USUAL = {
+    "a loop": (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ m.content }};{% endfor %}"
+    ),
+    "a condition": (
+        "{% for m in messages if m.role == 'user' %}{{ loop.last }}{{ m.content }}{% else %}none"
+        "{% endfor %}"
+    ),
+    "a macro": (
+        "{% macro f(m, end='.') %}{{ m.role }}{{ caller() if caller }}{{ end }}{% endmacro %}"
+        "{% for m in messages %}{{ f(m) }}{% call f(m, '!') %}x{% endcall %}{% endfor %}"
+    ),
+    "breaks": (
+        "{% for m in messages %}{% if loop.index0 == 2 %}{% break %}{% endif %}{{ m.content }}"
+        "{{ loop.nextitem.role }}{% endfor %}"
+    ),
+    "unpacking": "{% for k, v in messages[0]|dictsort %}{{ k }}={{ v }} {% endfor %}",
+    "blocks": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
+    ),
+}
+MESSAGES = [user("a"), said("b"), user("c"), said("d")]
+
+
+def rendered(source, messages=MESSAGES):
+    return ChatTemplate(byte_tokenizer(source)).render(messages)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ENDLESS)
+def test_endless_templates_are_refused(name, monkeypatch):
+    monkeypatch.setattr(template_limits, "MOST_PASSES", 20_000)
+    with pytest.raises(TemplateLimitError, match="more than 20,000 times for one sample"):
+        rendered(ENDLESS[name], MESSAGES * 5)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_limits_change_nothing_that_is_written(name, monkeypatch):
+    limited = rendered(USUAL[name])
+    monkeypatch.setattr(template_limits, "_install", lambda: None)
+    monkeypatch.setattr(
+        chat_template_utils, "ImmutableSandboxedEnvironment",
+        chat_template_utils.ImmutableSandboxedEnvironment.__mro__[1],
+    )
+    chat_template_utils._compile_jinja_template.cache_clear()
+    try:
+        assert rendered(USUAL[name]) == limited
+    finally:
+        chat_template_utils._compile_jinja_template.cache_clear()
+
+
+def test_every_rendering_has_the_whole_budget(monkeypatch):
+    monkeypatch.setattr(template_limits, "MOST_PASSES", 4)
+    for _ in range(3):
+        assert rendered("{% for m in messages %}{{ m.content }}{% endfor %}")[0] == "abcd"
+    assert MOST_PASSES >= 1_000_000
+
+
+def test_a_template_outside_of_a_limited_block_has_no_limit(monkeypatch):
+    monkeypatch.setattr(template_limits, "MOST_PASSES", 1)
+    with limited_rendering():
+        pass
+    compiled = chat_template_utils._compile_jinja_template("{% for a in range(9) %}x{% endfor %}")
+    assert compiled.render() == "x" * 9
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_real_templates_stay_far_below_the_limit(name, monkeypatch):
+    monkeypatch.setattr(template_limits, "MOST_PASSES", 1000)
+    with contextlib.suppress(UndefinedError):  # contents are lists of parts there
+        rendered((FOLDER / f"{name}{SUFFIX}").read_text(), MESSAGES * 5)
