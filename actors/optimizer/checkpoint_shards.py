@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from raymm.actors.storage.folder import StorageFolder
+from raymm.actors.storage.folder import FILE_MODE, StorageFolder
 from raymm.actors.storage.location import storage_folder
 from raymm.errors import InternalError
 
@@ -93,6 +93,7 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
     try:
         save_file(host, path)
         with open(path, "rb") as file, ThreadPoolExecutor(1) as disk:
+            os.fchmod(file.fileno(), FILE_MODE)  # safetensors makes it for its owner alone
             synced = disk.submit(os.fsync, file.fileno())
             written = _checksum_of_source(file, host)  # while the disk writes
             synced.result()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
+import stat
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from raymm.actors.storage.plain_file import read_plain
 
+# Permissions of files that libraries create for their owner alone: those of all other files.
+_UMASK = os.umask(0o077)
+os.umask(_UMASK)
+FILE_MODE = 0o666 & ~_UMASK
 # What a file is called until it is whole: ``.{name}`` and this.
 PARTIAL = ".raymm-partial"
 
@@ -186,19 +192,34 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there is still there.
     """
-    temporary = path.with_name(f".{path.name}{PARTIAL}")
-    if temporary.is_symlink():  # writing through it would change a file elsewhere
-        temporary.unlink()
-    with open(temporary, "wb", opener=_open_no_link) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        _write_and_replace(path, data)
+    except FileNotFoundError:
+        # Another run that begins in the folder may have removed the temporary file as a leftover.
+        _write_and_replace(path, data)
     sync_folder(path.parent)
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+def _write_and_replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    with open(temporary, "xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def set_file_modes(folder: Path) -> None:
+    """Give the files below a folder that was just written the permissions of other new files. Links
+    and files that have other names, too, stay as they are: those are of other folders."""
+    for path in folder.rglob("*"):
+        state = path.lstat()
+        if stat.S_ISREG(state.st_mode) and state.st_nlink == 1:
+            path.chmod(FILE_MODE)
 
 
 def sync_folder(folder: Path) -> None:

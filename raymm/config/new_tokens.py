@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from raymm.actors.modules.blocks import input_embeddings, method_of
-from raymm.actors.storage.folder import PARTIAL
+from raymm.actors.storage.folder import PARTIAL, set_file_modes
 from raymm.actors.storage.location import is_bucket
 from raymm.actors.weights.hub_folder import is_hub_id
 from raymm.actors.weights.pretrained_source import PretrainedSource
@@ -148,7 +148,13 @@ def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
         own = {**record, "ids": [rows.start, rows.stop]}
         (temporary / RECORD).write_text(json.dumps(own, indent=2) + "\n")
         _check_read(temporary, trust, old, rows)
-        temporary.rename(target)
+        set_file_modes(temporary)
+        try:
+            temporary.rename(target)
+        except OSError:  # the same command, started twice, has written it meanwhile
+            if not target.is_dir():
+                raise
+            _check_same(target, record)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,17 +85,32 @@ class Output:
         """
         new_folders: list[Path] = []
         try:
-            self._make_folders(new_folders)
-            for file in self.files:
-                self._try_file(file)
-            if not self.files:
-                _touch(self.path / f".{os.getpid()}{PARTIAL}")
-        except OSError as error:
-            raise self._refused(error) from None
+            self._try_all(new_folders)
         finally:
             for folder in reversed(new_folders):
                 with contextlib.suppress(OSError):  # another process has put something there
                     folder.rmdir()
+
+    def _try_all(self, new_folders: list[Path]) -> None:
+        """Make the folder and try its files, again where another process has just removed the
+        folder, which it had made to try it.
+
+        Args:
+            new_folders: gets the folders that are made.
+        """
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._make_folders(new_folders)
+                for file in self.files:
+                    self._try_file(file)
+                if not self.files:
+                    _touch(self.path / f".{secrets.token_hex(8)}{PARTIAL}")
+                return
+            except FileNotFoundError as error:
+                if not tries_left:
+                    raise self._refused(error) from None
+            except OSError as error:
+                raise self._refused(error) from None
 
     def _make_folders(self, new_folders: list[Path]) -> None:
         missing, path = [], self.path.absolute()
@@ -102,8 +118,13 @@ class Output:
             missing.append(path)
             path = path.parent
         for folder in reversed(missing):
-            folder.mkdir()
-            new_folders.append(folder)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                if not folder.is_dir():
+                    raise
+            else:
+                new_folders.append(folder)
 
     def _try_file(self, file: str) -> None:
         target = self.path / file
@@ -112,7 +133,7 @@ class Output:
         if not self.new and target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(target))
         # Files have a longer name until they are whole.
-        _touch(target.with_name(f".{file}.{os.getpid()}{PARTIAL}"))
+        _touch(target.with_name(f".{file}.{secrets.token_hex(8)}{PARTIAL}"))
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
@@ -121,9 +142,15 @@ class Output:
         Raises:
             ConfigError: naming the field, the place and what is in the way.
         """
-        self.check()
+        new_folders: list[Path] = []
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._try_all(new_folders)
+        except ConfigError:
+            for folder in reversed(new_folders):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
+        try:
             yield self.path
         except OSError as error:
             raise self._refused(error) from None
@@ -135,6 +162,8 @@ class Output:
         return _refusal(self.field, self.name, self.expected, reason)
 
 
+# Another process that begins in the same folder may remove it so many times.
+_TRIES = 5
 _FOLDER = "a folder that can be written"
 _FILE = "a file that can be written"
 _NEW_FOLDER = "a new folder, where one can be made"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from raymm.actors.adapters.lora import has_adapters, is_adapter, plain_copy
 from raymm.actors.optimizer.finite import not_finite
-from raymm.actors.storage.folder import PARTIAL
+from raymm.actors.storage.folder import PARTIAL, set_file_modes
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.text import load_tokenizer
@@ -104,6 +104,7 @@ def export_model(
                 if tokenizer is not None:
                     loaded = load_tokenizer(tokenizer, trust_remote_code)
                     loaded.save_pretrained(temporary / "language_model")
+            set_file_modes(temporary)
             temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -59,7 +59,7 @@ class RunFolder:
         name = str(self.path) if self._is_mirrored else self._location
         with Output.folder("run.storage_path", name).writing():
             pass
-        token = f".{os.getpid()}{PARTIAL}"
+        token = f".{secrets.token_hex(8)}{PARTIAL}"
         try:
             self.storage.replace(token, b"")
             self.storage.unlink(token)

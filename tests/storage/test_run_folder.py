@@ -1,15 +1,22 @@
 """Where a run works: in its folder, or in one of this machine that is mirrored into a bucket."""
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from raymm.actors.optimizer.checkpoint_shards import write_shard
 from raymm.actors.rank.rank_group import RankPlace
 from raymm.actors.storage import bucket, seen
+from raymm.actors.storage.folder import FILE_MODE, replace_file, set_file_modes
 from raymm.actors.storage.seen import problem_seeing
 from raymm.files import bucket_owner
 from raymm.files.config_error import ConfigError
-from raymm.files.run_files import RunFileError
+from raymm.files.run_files import RunFileError, remove_partial
+from raymm.files.run_owner import RunOwnedError
 from raymm.storage.run_folder import RunFolder
 
 
@@ -105,3 +112,56 @@ def test_names_that_lead_out_of_the_folder_are_left_where_they_are(s3, tmp_path,
     monkeypatch.setattr(kind, "read", lambda self, n: b"1" if n in names else read(self, n))
     with folder.owned(print):
         assert list(tmp_path.rglob("*.txt")) == [folder.path / "in.txt"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_starts_at_the_same_time_have_one_owner_and_name_it(tmp_path, depth):
+    """Whoever comes second is told who owns the folder, and nothing of files that exist."""
+    racers = 4
+    for number in range(15):
+        path = tmp_path / str(number) / "/".join("abc"[:depth])
+        ready, ended = threading.Barrier(racers), threading.Barrier(racers)
+
+        def start(path=path, ready=ready, ended=ended):
+            folder = RunFolder(str(path))
+            ready.wait()
+            try:
+                folder.check()
+                with folder.owned(lambda line: None):
+                    replace_file(path / "config.yaml", b"1")
+                    for file in remove_partial(path):
+                        assert file.name.endswith(".raymm-partial")
+                    ended.wait()
+                    return "owner"
+            except RunOwnedError as error:
+                ended.wait()
+                return str(error)
+            except BaseException:
+                ended.abort()
+                raise
+
+        with ThreadPoolExecutor(racers) as pool:
+            said = [future.result() for future in [pool.submit(start) for _ in range(racers)]]
+        assert said.count("owner") == 1
+        assert all(f"process {os.getpid()} on" in text for text in said if text != "owner")
+
+
+def test_files_of_a_checkpoint_can_be_read_by_whom_the_umask_lets(tmp_path):
+    """safetensors makes its files for their owner alone."""
+    write_shard(tmp_path / "model-rank0.safetensors", {"x": torch.ones(2)})
+    replace_file(tmp_path / "manifest.json", b"{}")
+    (tmp_path / "plain").touch()
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
+
+
+def test_files_with_other_names_keep_their_modes(tmp_path):
+    (own := tmp_path / "folder" / "own").parent.mkdir()
+    (other := tmp_path / "other").touch()
+    own.touch()
+    own.chmod(0o600)
+    other.chmod(0o600)
+    (tmp_path / "folder" / "linked").hardlink_to(other)
+    (tmp_path / "folder" / "link").symlink_to(other)
+    set_file_modes(tmp_path / "folder")
+    assert other.stat().st_mode & 0o777 == 0o600
+    assert own.stat().st_mode & 0o777 == FILE_MODE
