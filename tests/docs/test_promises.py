@@ -39,6 +39,15 @@ PROMISES = {
             "tests/training/test_recovery.py::test_shortages_that_pass_change_no_loss",
     },
     "docs/security.md": {
+        "more than a million times for one sample is refused with that sample":
+            "tests/data/conversations/test_template_limits.py::test_endless_templates_are_refused",
+        "is refused before it is tokenized":
+            "tests/data/samples/test_row_errors.py::test_a_row_with_too_much_text_is_refused",
+        "which raymm switches on unless `RAY_AUTH_MODE` is set":
+            "tests/runtime/test_cluster.py::test_an_embedded_ray_wants_a_token",
+        "have the permissions that the `umask` of the process leaves":
+            "tests/storage/test_run_folder.py::"
+            "test_files_of_a_checkpoint_can_be_read_by_whom_the_umask_lets",
         "is read only if it is a regular file, and up to a size":
             "tests/actors/storage/test_plain_file.py::test_only_regular_files_are_read",
         "is reported, and never waited for":

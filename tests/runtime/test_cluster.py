@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from raymm.actors.placement.placement import ClusterError
 from raymm.runtime import cluster
+from raymm.runtime.embedded import embedded_ray
 
 
 @pytest.fixture
@@ -67,6 +72,33 @@ def test_a_cluster_that_wants_a_token_says_so(monkeypatch, no_session, mode, cur
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(ClusterError, match=cure):
             cluster.connect()
+
+
+def test_an_embedded_ray_wants_a_token(ray_cluster, monkeypatch):
+    """Also of the tests' cluster: a process that has none is sent away."""
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    client = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+    for mode in ("token", "disabled"):
+        child = subprocess.run(
+            [sys.executable, "-c", client, ray_cluster.get_runtime_context().gcs_address],
+            env={
+                **os.environ, "RAY_AUTH_MODE": mode, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+                "RAY_gcs_rpc_server_connect_timeout_s": "1",
+            },
+            capture_output=True, text=True, timeout=100,
+        )
+        assert (child.returncode == 0) == (mode == "token"), child.stderr
+
+
+def test_the_mode_of_authentication_is_the_users_if_it_is_set(monkeypatch):
+    initialized = []
+    monkeypatch.setattr(embedded_ray, "Config", SimpleNamespace(initialize=initialized.append))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    embedded_ray._require_token()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled" and not initialized
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    embedded_ray._require_token()
+    assert os.environ["RAY_AUTH_MODE"] == "token" and initialized == [""]
 
 
 def test_cuda_without_gpus_names_cpu(monkeypatch):

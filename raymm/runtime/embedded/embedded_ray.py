@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray._private import node, ray_constants, services
+from ray._raylet import Config
 
 from raymm.actors.placement.placement import ClusterError
 from raymm.runtime.embedded import cluster_guardian
@@ -21,6 +22,7 @@ from raymm.runtime.embedded.forked_workers import forked_workers, start_servers
 
 # Ray gives its servers some seconds to come up, which a busy machine may not have the first time.
 ATTEMPTS = 2
+AUTH_MODE = "RAY_AUTH_MODE"
 _guardian: subprocess.Popen | None = None
 
 
@@ -35,6 +37,7 @@ def start_embedded_ray(**options: Any) -> None:
     Raises:
         ClusterError: Ray does not come up; says what was waited for and where its logs are.
     """
+    _require_token()
     _start_guardian()
     start_servers()
     for attempts_left in reversed(range(ATTEMPTS)):
@@ -50,6 +53,14 @@ def start_embedded_ray(**options: Any) -> None:
             cluster_guardian.end_session(os.getpid())
             if not attempts_left:
                 raise ClusterError(_did_not_come_up(error)) from error
+
+
+def _require_token() -> None:
+    """Have Ray's servers accept processes with this user's token only, unless ``RAY_AUTH_MODE``
+    says otherwise. Other users of the machine can reach the loopback interface, too."""
+    if AUTH_MODE not in os.environ:
+        os.environ[AUTH_MODE] = "token"
+        Config.initialize("")  # what this process has read of the environment before
 
 
 def _start_guardian() -> None:
