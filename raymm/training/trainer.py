@@ -50,6 +50,7 @@ from raymm.training.attempt import Attempt
 from raymm.training.elastic import ElasticPlans
 from raymm.training.execution import Execution
 from raymm.training.kept_features import KeptFeatures
+from raymm.training.last_words import last_words
 from raymm.training.phases import Phases
 from raymm.training.restarts import Attempted, Restarts, what_is_left
 from raymm.training.result import Result, last_step, steps_not_applied
@@ -191,7 +192,8 @@ class Trainer:
 
     def _fit_or_stop(self) -> Result:
         try:
-            return self._own_and_fit()
+            with last_words(self._folder):
+                return self._own_and_fit()
         except SystemExit as end:  # what ray.init(), while it runs, makes of SIGTERM
             if end.code != signal.SIGTERM:
                 raise

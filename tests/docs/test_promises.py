@@ -27,6 +27,9 @@ PROMISES = {
             "tests/storage/test_links.py::test_a_run_on_another_disk_keeps_what_is_beside_it",
     },
     "docs/clusters.md": {
+        "has a sentence on the standard error, too, which a second process prints":
+            "tests/training/test_last_words.py::"
+            "test_only_a_process_that_cannot_speak_is_spoken_for",
         "retries the step after 1, 5 and 25 seconds":
             "tests/training/test_failure_policy.py::"
             "test_retries_of_a_shortage_wait_longer_until_a_step_is_done",
