@@ -10,7 +10,7 @@ Legend: ``E`` experts, ``R`` rows (tokens of all samples), ``k`` experts per tok
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -84,9 +84,12 @@ class Routing:
     Args:
         module: the part; is given hooks.
         mixture: what the whole model is; None for no mixture of experts.
+        without: names of submodules whose experts see other tokens than those that count.
     """
 
-    def __init__(self, module: nn.Module, mixture: Mixture | None) -> None:
+    def __init__(
+        self, module: nn.Module, mixture: Mixture | None, without: Collection[str] = ()
+    ) -> None:
         self._loss = None if mixture is None else mixture.loss
         self._module = module
         self._configs = switched_on(module)
@@ -97,13 +100,19 @@ class Routing:
         self._hooks: list[Any] = []
         if mixture is None:
             return
+        inside = tuple(f"{place}." for place in without)
         for name, of_layer in experts(module).items():
+            if f"{name}.".startswith(inside):
+                continue
             self._hooks.append(of_layer.register_forward_pre_hook(
                 self._counting(name, expert_count(of_layer)), with_kwargs=True
             ))  # fmt: skip
         if self._loss is not None:
             for router in routers(module):
-                self._hooks.append(router.module.register_forward_hook(self._noting(router.index)))
+                if not f"{router.name}.".startswith(inside):
+                    self._hooks.append(
+                        router.module.register_forward_hook(self._noting(router.index))
+                    )
 
     def detach(self) -> None:
         """Leave the module as it was."""

@@ -404,7 +404,8 @@ class WholeModel:
         module = self.materialize()
         model = cast(Callable[..., Any], module)
         total = torch.zeros(())
-        routing, sums = Routing(module, self.mixture), []
+        towers = [place for tower in self.towers for place in tower.places]
+        routing, sums = Routing(module, self.mixture, towers), []
         try:
             for batch in microbatches:
                 inputs = {name: value for name, value in batch.items() if name != LABELS}

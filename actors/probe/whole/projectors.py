@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,115 @@ from torch.utils._pytree import tree_leaves, tree_map
 from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.whole.calls import Called, Inputs, run_model
+from raymm.actors.stages.features import Form
 from raymm.actors.weights.model_part import is_within
 from raymm.errors import USER_CODE_RAISES
 
 
+@dataclass(frozen=True)
+class Inflow:
+    """Tensors that a submodule reads in a call for features.
+
+    Attributes:
+        items: True if they follow from the arguments of the call.
+        parameters: names of the parameters that they follow from, without those of the submodule.
+    """
+
+    items: bool = False
+    parameters: frozenset[str] = frozenset()
+
+
+def encoder_of(model: nn.Module, called: Called, modules: Collection[str]) -> str:
+    """Return the name of a tower's encoder among the submodules that its call runs.
+
+    A submodule that reads what another one makes of the call's arguments follows that one. The
+    encoder is the submodule with the most parameters among those that follow no other, and among
+    those with blocks that follow no other with blocks (which may read embedded patches).
+
+    Args:
+        model: whole; left as it is.
+        called: the call that the tower is.
+        modules: names of the outermost submodules that run.
+    """
+    inflow = inflows(model, called, modules)
+    blocks = {name for name in modules if _block_lists(model.get_submodule(name))}
+    sizes = {
+        name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in modules
+    }
+
+    def first(names: Collection[str]) -> list[str]:
+        """Return those that no other of them comes before."""
+        return [
+            name for name in names if not any(
+                is_within(parameter, names) for parameter in inflow[name].parameters
+            )
+        ]
+
+    items = [name for name in modules if inflow[name].items]
+    chosen = [*first([name for name in items if name in blocks]), *first(items)]
+    return max(chosen or modules, key=lambda name: (sizes[name], name))
+
+
+def inflows(model: nn.Module, called: Called, modules: Collection[str]) -> dict[str, Inflow]:
+    """Return what submodules read in a call; nothing of all of them if it does not run by itself.
+
+    Args:
+        model: whole; left as it is.
+        called: the call.
+        modules: names of submodules.
+    """
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    arguments = tree_map(_as_leaf, called.arguments)
+    sums: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            sums[name] += [t.sum() for t in _with_gradient((args, kwargs))]
+        return hook
+
+    for name in modules:
+        model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
+    try:
+        called.call.of(model)(**arguments)
+    except USER_CODE_RAISES:  # whatever a model may raise; called by itself it may lack something
+        return dict.fromkeys(modules, Inflow())
+    named, leaves = dict(model.named_parameters()), _with_gradient(arguments)
+    flows: dict[str, Inflow] = {}
+    for name, parts in sums.items():
+        reached = [False] * (len(leaves) + len(named))
+        for part in parts:
+            gradients = torch.autograd.grad(
+                part, [*leaves, *named.values()], allow_unused=True, retain_graph=True
+            )
+            reached = [
+                before or gradient is not None
+                for before, gradient in zip(reached, gradients, strict=True)
+            ]
+        parameters = [
+            parameter for parameter, is_read in zip(named, reached[len(leaves) :], strict=True)
+            if is_read
+        ]
+        flows[name] = Inflow(
+            any(reached[: len(leaves)]),
+            frozenset(n for n in parameters if not is_within(n, (name,))),
+        )
+    return flows
+
+
+def _as_leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().clone().requires_grad_()
+    return value
+
+
+def _with_gradient(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
 def projector_within(
-    model: nn.Module, called: Called, places: Collection[str], root: str
+    model: nn.Module, called: Called, places: Collection[str], root: str, form: Form
 ) -> tuple[str, ...]:
     """Return what of a tower is its projector.
 
@@ -33,12 +137,13 @@ def projector_within(
         called: the call that the tower is.
         places: names of the submodules and parameters of the tower.
         root: name of the encoder itself among them.
+        form: of what is read of the features.
 
     Returns:
-        Names of submodules and parameters: what is next to the encoder, else what the encoder has
-        behind its blocks.
+        Names of submodules and parameters: what is next to the encoder and follows it, else what
+        the encoder has behind its blocks.
     """
-    adjacent = tuple(place for place in places if not is_within(place, (root,)))
+    adjacent = _following(model, called, places, root)
     if any(is_within(name, adjacent) for name, _ in model.named_parameters()):
         return adjacent
     model = copy.deepcopy(model)
@@ -47,9 +152,9 @@ def projector_within(
         for block in blocks:
             block.register_forward_hook(_cut_off)
         output = called.call.of(model)(**called.arguments)
+        outputs = [t for t in form.like(output).packed(output)[0] if t.requires_grad]
     except USER_CODE_RAISES:  # whatever a model may raise; called by itself it may lack something
         return ()
-    outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not blocks or not outputs:
         return ()
     named = {
@@ -63,13 +168,29 @@ def projector_within(
     return _largest(behind, named)
 
 
+def _following(
+    model: nn.Module, called: Called, places: Collection[str], root: str
+) -> tuple[str, ...]:
+    """Return the submodules and parameters next to an encoder that are neither other encoders nor
+    what encoders read."""
+    others = [place for place in places if not is_within(place, (root,))]
+    modules = dict(model.named_modules())
+    inflow = inflows(model, called, [place for place in (root, *others) if place in modules])
+    encoders = [root] + [
+        place for place in others if place in inflow and inflow[place].items
+        and not any(is_within(parameter, places) for parameter in inflow[place].parameters)
+    ]
+    read = {parameter for name in encoders for parameter in inflow[name].parameters}
+    return tuple(
+        place for place in others if place not in encoders
+        and not any(is_within(parameter, (place,)) for parameter in read)
+    )
+
+
 def _first_blocks(model: nn.Module, called: Called, encoder: nn.Module) -> Sequence[nn.Module]:
     """Return the encoder's blocks: of its lists of layers that are alike and have several linear
     layers each, the one that runs first."""
-    lists = [
-        list(child) for child in encoder.modules()
-        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) and _are_alike(child)
-    ]
+    lists = _block_lists(encoder)
     first: list[Sequence[nn.Module]] = []
     hooks = [
         entries[0].register_forward_pre_hook(lambda *_, entries=entries: first.append(entries))
@@ -81,6 +202,13 @@ def _first_blocks(model: nn.Module, called: Called, encoder: nn.Module) -> Seque
         for hook in hooks:
             hook.remove()
     return first[0] if first else ()
+
+
+def _block_lists(encoder: nn.Module) -> list[list[nn.Module]]:
+    return [
+        list(child) for child in encoder.modules()
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) and _are_alike(child)
+    ]
 
 
 def _are_alike(entries: nn.ModuleList | nn.Sequential) -> bool:

@@ -30,7 +30,11 @@ from raymm.actors.probe.whole.calls import (
     run_model,
     tower_calls,
 )
-from raymm.actors.probe.whole.projectors import projector_behind, projector_within
+from raymm.actors.probe.whole.projectors import (
+    encoder_of,
+    projector_behind,
+    projector_within,
+)
 from raymm.actors.stages.features import Form, beside_fields
 from raymm.actors.weights.model_part import Call, UpToCall, is_within
 from raymm.actors.weights.source import ModuleSource
@@ -109,6 +113,7 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
             "on the example: its towers cannot be found"
         )
     towers: dict[str, Tower] = {}
+    calls: dict[str, Called] = {}
     for called in seen:
         name = _NAMES.get(called.modality, called.modality)
         if name in towers:
@@ -117,10 +122,17 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
                 f"{towers[name].call} for one microbatch; a tower is called once: give images and "
                 "videos in batches of their own"
             )
-        tower = _tower(observed_model, name, called, inputs)
-        projector = projector_within(model, called, tower.places, tower.root)
-        towers[name] = replace(tower, projector=projector)
-    return _apart(model, inputs, tuple(towers.values()))
+        towers[name], calls[name] = _tower(observed_model, name, called, inputs), called
+    apart = _apart(model, inputs, tuple(towers.values()))
+    return tuple(_with_projector(model, tower, calls[tower.name]) for tower in apart)
+
+
+def _with_projector(model: nn.Module, tower: Tower, called: Called) -> Tower:
+    projector = projector_within(model, called, tower.places, tower.root, tower.form)
+    # What an encoder has behind its blocks is its own where a projector follows.
+    return replace(tower, projector=tuple(
+        place for place in projector if not (tower.behind and is_within(place, (tower.root,)))
+    ))
 
 
 def as_copied(source: ModuleSource, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
@@ -246,7 +258,7 @@ def _same(ours: Any, value: Any) -> bool:
 
 
 def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
-    """Where a call's parameters are, and its largest submodule."""
+    """Return where a call's parameters are, and the name of its encoder."""
     reached = _reached(model, _tensors(called.output))
     run = [name for name in called.modules if name]
     outermost = {
@@ -262,11 +274,9 @@ def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
     places = outermost | {name for name in own if not is_within(name, outermost)}
     if not own:
         raise ProbeError(f"{called.call} of {type(model).__name__} makes its features of nothing")
-    sizes = {
-        place: sum(p.numel() for n, p in model.named_parameters() if is_within(n, (place,)))
-        for place in outermost
-    }
-    root = max(sizes, key=lambda place: (sizes[place], place)) if sizes else called.call.owner
+    root = called.call.owner
+    if outermost and called.call.method != "forward":
+        root = encoder_of(model, called, outermost)
     return tuple(sorted(places)), root
 
 
@@ -331,12 +341,7 @@ def _apart(
                 )
     return tuple(
         replace(
-            tower, form=_read(tower.form, outputs[tower.call], leaves[tower.name]), behind=behind,
-            # What an encoder has behind its blocks is its own where a projector follows.
-            projector=tuple(
-                place for place in tower.projector
-                if not (behind and is_within(place, (tower.root,)))
-            ),
+            tower, form=_read(tower.form, outputs[tower.call], leaves[tower.name]), behind=behind
         )
         for tower in towers
     )
