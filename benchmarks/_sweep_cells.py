@@ -39,7 +39,6 @@ from raymm.actors.optimizer.optimizer_config import MUON, STOCHASTIC
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.errors import Error, RankFailedError
 from raymm.layout.feature_stages import featured_modules, with_feature_stages
-from raymm.layout.layout_notes import layout_notes
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -51,7 +50,6 @@ from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model, restore
 from raymm.training.phases import Phases
 
-NOTED = "noted"
 # Muon computes in bf16, five products after another.
 _MUON_TOLERANCE = 0.1
 # Error of a run in bf16 against fp32, relative to that of one process in bf16, of all parameters
@@ -135,7 +133,6 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
     found = Training([], {}, {}, {})
     begins = sorted({0, *option.at, *([1] if layout.resumed is not None else [])})
     references: dict[str, float] = {}
-    notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         store = CheckpointStore(f"{folder}/run")
@@ -150,7 +147,6 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
                 if option.cached:
                     blocks, _ = featured_modules(model, plan, ["vision"])
                     plan, caches = with_feature_stages(plan, blocks), dict.fromkeys(blocks, kept)
-                notes += layout_notes(model, plan, option.config)
                 whole = isinstance(model, WholeModel)
                 parallel = (WholeParallelModule if whole else MultimodalParallelModule)(
                     model, plan, optimizer=option.config, precision=option.precision, seed=SEED,
@@ -179,8 +175,6 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
     problems = _problems(found, due, feature, option)
     if caches and not any(kept.path.rglob("*.features")):
         problems.append("no features were kept")
-    if problems and notes:  # a run says at its start that these numbers follow from the layout
-        return Outcome(NOTED, notes[0])
     return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
 
 

@@ -5,8 +5,7 @@ A cell is a tiny model with a feature (a rope type, windows, softcaps, dropout, 
 Its losses, every gradient relative to its own norm, and its parameters after three optimizer steps
 must be those of transformers, peft and torch in one process. For dropout and layer drop, one
 process of raymm draws the reference. A cell is ``exact``, ``refused`` by a sentence that names what
-does not go together before anything starts, ``noted`` where numbers differ and a run says at its
-start that they follow from the layout, ``wrong``, or ``unclear``: anything else.
+does not go together before anything starts, ``wrong``, or ``unclear``: anything else.
 
     python -m benchmarks.layout_sweep --json --results /tmp/cells.json
 """
@@ -24,10 +23,10 @@ from typing import Any
 
 from benchmarks._common import console, emit, machine, parser
 from benchmarks._family_check import EXACT, REFUSED, UNCLEAR, WRONG
-from benchmarks._sweep_cells import NOTED, Cell, cells, outcomes
+from benchmarks._sweep_cells import Cell, cells, outcomes
 from benchmarks._sweep_tables import FEATURES, LAYOUTS, OPTIONS
 
-RESULTS = (EXACT, REFUSED, NOTED, WRONG, UNCLEAR)
+RESULTS = (EXACT, REFUSED, WRONG, UNCLEAR)
 # Logical CPUs: the most processes that a layout has, and some more.
 _CPUS = 8
 _QUICK_LAYOUTS = ("tp 2", "fsdp 2", "packing, cp 2")

@@ -4,16 +4,23 @@ quantization, 2021), with the map, blocks and exceptions of ``torchao.optim.Adam
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from raymm.actors.sharding.parameter_shards import ParameterPart
+
+Agree = Callable[[nn.Parameter, torch.Tensor], None]
+
 BLOCK = 256
 """Elements that have a scale in common."""
 LEAST_QUANTISED = 4096
-"""Parameters with fewer elements, or others than whole blocks of them, keep moments in fp32."""
+"""Parameters with fewer elements, or others than whole blocks of them, keep moments in fp32,
+whatever part of them a process holds."""
 _EXPONENT_BITS = 7
 _LEAST_SCALE = 2.0**-40
 # Of a scale's mantissa. With so few, one that was multiplied and divided again is found again.
@@ -32,46 +39,119 @@ def dynamic_map(signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(values))
 
 
+class Blocks:
+    """Blocks of a whole parameter, in the order of its elements, of which a process has a part.
+
+    Args:
+        part: that the process has.
+
+    Attributes:
+        quantised: True if the whole parameter has moments of a byte.
+        aligned: True if every process has whole blocks only.
+    """
+
+    def __init__(self, part: ParameterPart) -> None:
+        self._part = part
+        self.quantised = is_quantised(prod(part.shape))
+        self.aligned = all(edge * prod(part.shape[part.dim + 1 :]) % BLOCK == 0
+                           for edge in part.edges)  # fmt: skip
+
+    def bounds(self, values: torch.Tensor) -> torch.Tensor:
+        """Return (2, blocks): the largest value of each block, and of its negatives. If blocks are
+        not aligned, these are all blocks of the whole parameter, of which only local elements and
+        zeros count.
+
+        Args:
+            values: local ones, contiguous.
+        """
+        if self.aligned:
+            blocks = values.view(-1, BLOCK)
+            return torch.stack([blocks.amax(dim=1), -blocks.amin(dim=1)])
+        zeros = values.new_zeros(prod(self._part.shape) // BLOCK)
+        numbers, flat = self._numbers(values.device), values.flatten()
+        return torch.stack([
+            zeros.scatter_reduce(0, numbers, signed, "amax") for signed in (flat, -flat)
+        ])
+
+    def apply(
+        self, operation: Callable[..., torch.Tensor], values: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``operation(value, scale)`` of each element and the scale of its block.
+
+        Args:
+            operation: elementwise.
+            values: local ones, contiguous.
+            scales: (blocks,).
+        """
+        if self.aligned:
+            return operation(values.view(-1, BLOCK), scales[:, None]).view(values.shape)
+        return operation(values, scales[self._numbers(scales.device)].view(values.shape))
+
+    def _numbers(self, device: torch.device) -> torch.Tensor:
+        """Return the number of the block of each local element, flat."""
+        outer, length, inner = self._part.folded
+        places = torch.cat([
+            torch.arange(start, stop, device=device) for start, stop in self._part.ranges
+        ])
+        rows = torch.arange(outer, device=device)[:, None] * length + places
+        columns = torch.arange(inner, device=device)
+        return (rows[..., None] * inner + columns).div(BLOCK, rounding_mode="floor").flatten()
+
+
 class Moment(NamedTuple):
     """A moment of a parameter: codes of its shape, and the scales of their blocks."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     signed: bool
+    blocks: Blocks
 
     @classmethod
-    def of(cls, values: torch.Tensor, signed: bool, again: bool = False) -> Moment:
+    def of(
+        cls, values: torch.Tensor, signed: bool, again: bool | torch.Tensor = False,
+        blocks: Blocks | None = None, bounds: torch.Tensor | None = None,
+    ) -> Moment:
         """The nearest that there is.
 
         Args:
             values: fp32, contiguous, of whole blocks.
             signed: whether some may be below zero.
             again: they are what :meth:`values` gave; then the moment is the one that gave them,
-                bit for bit.
+                bit for bit. May be a scalar tensor.
+            blocks: of the parameter; None if ``values`` are all of it.
+            bounds: (2, blocks), largest values of each block and of their negatives, over all
+                processes; None to take those of ``values``.
         """
         table = dynamic_map(signed).to(values.device)
-        blocks = values.view(-1, BLOCK)
-        scales = blocks.abs().amax(dim=1)
-        if signed and again:
+        blocks = blocks or Blocks(ParameterPart.from_whole(values.shape))
+        high, low = blocks.bounds(values) if bounds is None else bounds
+        scales = high.maximum(low)
+        if signed:
             # The map goes to 1, but not to -1: what lies lowest comes back as the lowest value.
-            negative = -blocks.amin(dim=1) >= blocks.amax(dim=1)
+            negative = (low >= high) & again
             scales = torch.where(negative, scales / -table[0], scales)
         scales = _rounded(scales).clamp(min=_LEAST_SCALE)
         between = (table[1:] + table[:-1]) / 2
-        codes = torch.bucketize(blocks / scales[:, None], between, right=True)
-        return cls(codes.to(torch.uint8).view(values.shape), scales, signed)
+        codes = torch.bucketize(blocks.apply(torch.div, values, scales), between, right=True)
+        return cls(codes.to(torch.uint8), scales, signed, blocks)
 
     def values(self) -> torch.Tensor:
         """fp32, of the parameter's shape."""
         table = dynamic_map(self.signed).to(self.codes.device)
-        blocks = table[self.codes.view(-1, BLOCK).int()] * self.scales[:, None]
-        return blocks.view(self.codes.shape)
+        return self.blocks.apply(torch.mul, table[self.codes.int()], self.scales)
 
 
 def _rounded(scales: torch.Tensor) -> torch.Tensor:
     dropped = 23 - _SCALE_BITS
     bits = scales.view(torch.int32) + (1 << (dropped - 1))
     return (bits >> dropped << dropped).view(torch.float32)
+
+
+def needs_agreement(part: ParameterPart) -> bool:
+    """Return True if processes that share a parameter agree on scales of its moments in each step.
+    """
+    blocks = Blocks(part)
+    return blocks.quantised and not blocks.aligned
 
 
 def is_quantised(elements: int) -> bool:
@@ -82,70 +162,100 @@ def is_quantised(elements: int) -> bool:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with moments of a byte, whose step changes nothing where ``found_inf`` is 1.
 
+    Moments do not depend on how parameters are sharded: blocks are those of the whole parameter,
+    and where shards end within blocks the processes agree on the blocks' scales.
+
     Args:
         groups: of parameters in fp32, with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        parts: by id, of parameters that the process holds a part of; in an order that is the same
+            on all processes that share them.
+        agree: makes a tensor the elementwise maximum over the processes that hold a parameter's
+            parts, in place; called by all of them in the same order.
     """
 
     found_inf: torch.Tensor
 
-    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]],
+        parts: Mapping[int, ParameterPart] = MappingProxyType({}),
+        agree: Agree | None = None,
+    ) -> None:
         super().__init__(groups, {})
+        self._parts, self._agree = parts, agree
+        self._order = {key: number for number, key in enumerate(parts)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One parameter after another, whose moments are fp32 meanwhile."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        """One parameter after another, whose moments are fp32 meanwhile; those that processes share
+        in an order that is the same on all of them."""
+        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+        for parameter, group in sorted(pairs, key=lambda pair: self._order.get(id(pair[0]), -1)):
+            if parameter.grad is not None:
+                self._update(parameter, group)
 
     def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         state, refused = self.state[parameter], self.found_inf.bool()
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = _kept(torch.zeros_like(parameter), name, False)
+                state[name] = torch.zeros_like(parameter)
         (first, second), rate, gradient = group["betas"], group["lr"], parameter.grad
         assert gradient is not None
         step = state["step"] + 1
-        mean = _values(state["exp_avg"]).lerp(gradient, 1 - first)
-        square = _values(state["exp_avg_sq"]).lerp(gradient.square(), 1 - second)
+        before = _values(state["exp_avg"]), _values(state["exp_avg_sq"])
+        mean = before[0].lerp(gradient, 1 - first)
+        square = before[1].lerp(gradient.square(), 1 - second)
         size = square.sqrt() / (1 - second**step).sqrt() + group["eps"]
         updated = parameter * (1 - rate * group["weight_decay"])
         updated -= rate * (mean / (1 - first**step)) / size
         parameter.copy_(torch.where(refused, parameter, updated))
         state["step"] = torch.where(refused, state["step"], step)
-        for name, value in (("exp_avg", mean), ("exp_avg_sq", square)):
-            _replace(state[name], _kept(value, name, False), refused)
+        mean = torch.where(refused, before[0], mean)
+        square = torch.where(refused, before[1], square)
+        state["exp_avg"], state["exp_avg_sq"] = self._kept(parameter, mean, square, refused)
+
+    def _kept(
+        self, parameter: nn.Parameter, mean: torch.Tensor, square: torch.Tensor,
+        again: bool | torch.Tensor,
+    ) -> tuple[torch.Tensor | Moment, torch.Tensor | Moment]:
+        """Return the moments as they are stored until the next step.
+
+        Args:
+            parameter: theirs.
+            mean, square: the moments in fp32.
+            again: True if they are those of stored moments.
+        """
+        blocks = self._blocks(parameter)
+        if not blocks.quantised:
+            return mean, square
+        mean, square = mean.contiguous(), square.contiguous()
+        bounds = torch.stack([blocks.bounds(mean), blocks.bounds(square)])
+        if not blocks.aligned:
+            assert self._agree is not None
+            self._agree(parameter, bounds)
+        return (
+            Moment.of(mean, True, again, blocks, bounds[0]),
+            Moment.of(square, False, again, blocks, bounds[1]),
+        )
+
+    def _blocks(self, parameter: nn.Parameter) -> Blocks:
+        part = self._parts.get(id(parameter))
+        return Blocks(part or ParameterPart.from_whole(parameter.shape))
 
     def plain_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """What is kept of a parameter, as AdamW has it: in fp32, which any layout can share out."""
         return {name: _values(kept) for name, kept in self.state.get(parameter, {}).items()}
 
     def load_plain_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of :meth:`plain_state`."""
-        self.state[parameter] = {
-            name: value if name == "step" else _kept(value.contiguous(), name, True)
-            for name, value in state.items()
-        }
-
-
-def _kept(values: torch.Tensor, name: str, again: bool) -> torch.Tensor | Moment:
-    if not is_quantised(values.numel()):
-        return values
-    return Moment.of(values.contiguous(), name == "exp_avg", again)
+        """Inverse of :meth:`plain_state`. Moments whose scales processes agree on stay in fp32
+        until the next step, as nothing is sent here."""
+        loaded: dict[str, Any] = dict(state)
+        moments = [loaded.get(name) for name in ("exp_avg", "exp_avg_sq")]
+        if self._blocks(parameter).aligned and all(m is not None for m in moments):
+            kept = self._kept(parameter, *cast(Any, moments), again=True)
+            loaded["exp_avg"], loaded["exp_avg_sq"] = kept
+        self.state[parameter] = loaded
 
 
 def _values(kept: torch.Tensor | Moment) -> torch.Tensor:
     return kept.values() if isinstance(kept, Moment) else kept
-
-
-def _replace(
-    kept: torch.Tensor | Moment, new: torch.Tensor | Moment, refused: torch.Tensor
-) -> None:
-    for old, other in zip(_parts(kept), _parts(new), strict=True):
-        old.copy_(torch.where(refused, old, other))
-
-
-def _parts(kept: torch.Tensor | Moment) -> list[torch.Tensor]:
-    return [kept.codes, kept.scales] if isinstance(kept, Moment) else [kept]

@@ -8,6 +8,7 @@ which a step's result is rounded at random, up or down by how near it is (stocha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 
 import torch
 from torch import nn
@@ -15,11 +16,14 @@ from torch import nn
 from raymm.actors.modules.draws import derive_seed
 from raymm.actors.modules.precision import CAST_BY_AUTOCAST
 from raymm.actors.optimizer.optimizer_config import FP32, MASTER, OptimizerConfig
+from raymm.actors.sharding.parameter_shards import ParameterPart
 from raymm.scheduler.plan.stage import StageId
 
 Key = tuple[StageId, str]
 # Of fp32's mantissa, that bf16 lacks.
 _DROPPED = 16
+NOISE_BLOCK = 2**22
+"""Elements of a whole parameter, rounded to whole rows, whose noise is drawn at a time."""
 
 
 class Bf16Parameter:
@@ -29,6 +33,8 @@ class Bf16Parameter:
         key: its stage and name, which random numbers follow from.
         parameter: in fp32; becomes bf16 here.
         master: whether its fp32 values stay.
+        part: that the process holds of the whole parameter; None if it holds all of it.
+        seed: of the run; random numbers follow from it, the step and the whole parameter.
 
     Attributes:
         wide: fp32; without values between steps if there is no master.
@@ -36,9 +42,13 @@ class Bf16Parameter:
             it would be rounded a second time.
     """
 
-    def __init__(self, key: Key, parameter: nn.Parameter, master: bool) -> None:
+    def __init__(
+        self, key: Key, parameter: nn.Parameter, master: bool,
+        part: ParameterPart | None = None, seed: int = 0,
+    ) -> None:
         stage, name = key
-        self._place = stage.module, name
+        self._place = seed, stage.module, name
+        self._part = part
         self.parameter, self.master = parameter, master
         self.scale: torch.Tensor | None = None
         self.wide = nn.Parameter(parameter.detach().clone())
@@ -63,7 +73,8 @@ class Bf16Parameter:
         """
         values = self.wide.detach()
         if not self.master:
-            values = rounded_at_random(values, derive_seed(step, *self._place))
+            seed = derive_seed("rounding", step, *self._place)
+            values = rounded_at_random(values, seed, self._part)
         self.parameter.data.copy_(values)
         self.wide.grad = None
         if not self.master:
@@ -79,26 +90,49 @@ class Bf16Parameter:
         self.wide.data = self.wide.data.new_empty((0, *self.parameter.shape[1:]))
 
 
-def rounded_at_random(values: torch.Tensor, seed: int) -> torch.Tensor:
+def rounded_at_random(
+    values: torch.Tensor, seed: int, part: ParameterPart | None = None
+) -> torch.Tensor:
     """bf16 values next to fp32 ones, below or above with the probability that makes their mean the
     value. What bf16 has stays.
 
     Args:
         values: fp32.
         seed: of the random numbers.
+        part: that they are of a whole parameter, whose other parts round as if all were here;
+            None if they are all of it.
     """
-    generator = torch.Generator(values.device).manual_seed(seed)
-    noise = torch.randint(
-        0, 1 << _DROPPED, values.shape, generator=generator, device=values.device,
-        dtype=torch.int32,
-    )
-    bits = values.contiguous().view(torch.int32) + noise
+    noise = _noise(part or ParameterPart.from_whole(values.shape), seed, values.device)
+    bits = values.contiguous().view(torch.int32) + noise.view(values.shape)
     rounded = (bits >> _DROPPED << _DROPPED).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
+def _noise(part: ParameterPart, seed: int, device: torch.device) -> torch.Tensor:
+    """Return the part's int32 numbers below 2**16. Blocks of whole rows have seeds of their own, so
+    that a part of the rows is drawn without the others."""
+    generator = torch.Generator(device)
+    count, *rest = part.shape
+    height = max(1, NOISE_BLOCK // max(1, prod(rest)))
+    blocks = []
+    for start, stop in part.ranges if part.dim == 0 else ((0, count),):
+        for block in range(start // height, -(-stop // height)):
+            first = block * height
+            drawn = torch.randint(
+                0, 1 << _DROPPED, (min(height, count - first), *rest), dtype=torch.int32,
+                generator=generator.manual_seed(derive_seed(seed, block)), device=device,
+            )
+            rows = drawn[max(start - first, 0) : stop - first]
+            if part.dim:
+                columns = [rows.narrow(part.dim, a, b - a) for a, b in part.ranges]
+                rows = torch.cat(columns, part.dim)
+            blocks.append(rows)
+    return torch.cat(blocks)
+
+
 def keep_in_bf16(
-    parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig, modules: Iterable[nn.Module]
+    parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig, modules: Iterable[nn.Module],
+    parts: Mapping[Key, ParameterPart], seed: int,
 ) -> dict[int, Bf16Parameter]:
     """Keep the parameters in bf16 that the rules of their modules say, in place; by id.
 
@@ -106,13 +140,17 @@ def keep_in_bf16(
         parameters: trained ones.
         config: says the rules.
         modules: whose parameters these are.
+        parts: of those that the process holds a part of.
+        seed: of the run.
     """
     products = products_of(modules)
     kept: dict[int, Bf16Parameter] = {}
     for key, parameter in parameters.items():
         mode = config.rule_of(key[0].module, key[1]).parameters
         if mode != FP32 and id(parameter) in products and parameter.dtype == torch.float32:
-            kept[id(parameter)] = Bf16Parameter(key, parameter, mode == MASTER)
+            kept[id(parameter)] = Bf16Parameter(
+                key, parameter, mode == MASTER, parts.get(key), seed
+            )
     return kept
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raymm.actors.optimizer.adamw_8bit import needs_agreement
 from raymm.actors.optimizer.averages import AVERAGE_NAME, ParameterAverages
 from raymm.actors.optimizer.bf16_parameters import keep_in_bf16
 from raymm.actors.optimizer.finite import (
@@ -21,15 +22,17 @@ from raymm.actors.optimizer.finite import (
     parameter_places,
 )
 from raymm.actors.optimizer.gradient_reduction import GradientReduction, ReductionGroup
-from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.optimizer.progress import Progress
 from raymm.actors.optimizer.updates import (
+    Agree,
     ParameterUpdates,
     layer_norm_parameters,
     matrices_of,
 )
 from raymm.actors.sharding.fully_sharded import local_part
+from raymm.actors.sharding.parameter_shards import ParameterPart
 from raymm.kernels.collectives.waiting import waits_for_others
 from raymm.scheduler.plan.stage import StageId
 
@@ -73,6 +76,10 @@ class RankOptimizer:
         groups: the process group of every reduction group.
         device: of the parameters.
         modules: whose parameters these are.
+        parts: of those that this process holds a part of.
+        agree: makes a tensor the elementwise maximum over the processes that share a parameter of
+            a module, in place.
+        seed: of the run, for rounding at random.
 
     Attributes:
         updated: the parameters that are updated here, not at another owner; of sharded ones the
@@ -92,11 +99,14 @@ class RankOptimizer:
         groups: Mapping[ReductionGroup, dist.ProcessGroup],
         device: torch.device,
         modules: Iterable[nn.Module] = (),
+        parts: Mapping[tuple[StageId, str], ParameterPart] | None = None,
+        agree: Agree | None = None,
+        seed: int = 0,
     ) -> None:
         self.parameters = parameters
         self.config = config
-        modules = list(modules)
-        self.in_bf16 = keep_in_bf16(parameters, config, modules)
+        modules, parts = list(modules), parts or {}
+        self.in_bf16 = keep_in_bf16(parameters, config, modules, parts, seed)
         self._device = device
         self.reduction = GradientReduction(process, parameters, parameter_ownership.shared, groups)
         elsewhere = {
@@ -104,9 +114,14 @@ class RankOptimizer:
             for shared in parameter_ownership.shared if shared.owner not in (None, process)
             for reference in shared.references if reference.process == process
         }
+        # All processes that share these take part in their updates, even without elements.
+        agreed = {
+            key for key, part in parts.items() if needs_agreement(part)
+            and config.rule_of(key[0].module, key[1]).name == ADAMW_8BIT
+        }
         self.updated = {
             key: _plain(p) for key, p in parameters.items()
-            if key not in elsewhere and local_part(p).numel()
+            if key not in elsewhere and (local_part(p).numel() or key in agreed)
         }
         self._in_grad_norm = [
             p for key, p in self.updated.items() if key in parameter_ownership.in_grad_norm
@@ -126,7 +141,7 @@ class RankOptimizer:
             for ids in (matrices_of(modules), layer_norm_parameters(modules))
         )
         self._updates = ParameterUpdates(
-            self.updated, config, matrices, layer_norms, self.in_bf16
+            self.updated, config, matrices, layer_norms, self.in_bf16, parts, agree
         )
         self.averages = ParameterAverages(self.updated, self.in_bf16, config.ema)
         self._modules = modules

@@ -25,9 +25,11 @@ from raymm.actors.optimizer.optimizer_config import (
     OptimizerConfig,
     UpdateRule,
 )
+from raymm.actors.sharding.parameter_shards import ParameterPart
 from raymm.scheduler.plan.stage import StageId
 
 Key = tuple[StageId, str]
+Agree = Callable[[Key, torch.Tensor], None]
 MASTER_NAME = "master"
 
 
@@ -70,12 +72,17 @@ class ParameterUpdates:
         matrices: of these, ids of those that Muon is for.
         layer_norms: of these, ids of those in a ``torch.nn.LayerNorm``.
         in_bf16: of these, by id, those that are kept in bf16.
+        parts: of those that the process holds a part of.
+        agree: makes a tensor the elementwise maximum over the processes that share a parameter,
+            in place.
     """
 
     def __init__(
         self, parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig,
         matrices: Collection[int], layer_norms: Collection[int] = (),
         in_bf16: Mapping[int, Bf16Parameter] = MappingProxyType({}),
+        parts: Mapping[Key, ParameterPart] = MappingProxyType({}),
+        agree: Agree | None = None,
     ) -> None:
         self.parameters, self._in_bf16 = parameters, in_bf16
         grouped: dict[tuple[str, UpdateRule, float], list[nn.Parameter]] = {}
@@ -86,6 +93,11 @@ class ParameterUpdates:
             decay = rule.decay(name.partition(".")[2], id(parameter) in layer_norms)
             algorithm = ADAMW if other else rule.name
             grouped.setdefault((algorithm, rule, decay), []).append(self._updated(parameter))
+        places = {id(self._updated(parameters[key])): key for key in parts if key in parameters}
+        make = _MAKE | {ADAMW_8BIT: partial(
+            AdamW8bit, parts={place: parts[key] for place, key in places.items()},
+            agree=None if agree is None else lambda p, bounds: agree(places[id(p)], bounds),
+        )}
         self._optimizers: list[torch.optim.Optimizer] = []
         for algorithm in ALGORITHMS:
             groups: list[dict[str, Any]] = [
@@ -95,7 +107,7 @@ class ParameterUpdates:
                 for (by, rule, decay), own in grouped.items() if by == algorithm
             ]
             if groups:
-                self._optimizers.append(_MAKE[algorithm](groups))
+                self._optimizers.append(make[algorithm](groups))
                 for group in groups:
                     own = dict.fromkeys(map(id, group["params"]), self._optimizers[-1])
                     self._optimizer_of |= own
@@ -179,7 +191,6 @@ class ParameterUpdates:
 
 _MAKE: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     ADAMW: partial(torch.optim.AdamW, fused=True),
-    ADAMW_8BIT: AdamW8bit,
     MUON: partial(GuardedMuon, adjust_lr_fn="match_rms_adamw"),
 }
 

@@ -195,6 +195,7 @@ class RankActor(StoredRank):
         self._optimizer = RankOptimizer(
             self._spec.rank, parameters, self._spec.optimizer, self._spec.parameter_ownership,
             self._connections.reductions, self._device, self._stages.values(),
+            self._parts(parameters), self._make_largest, self._spec.seed,
         )
         self._executor = self._new_executor()
         return {

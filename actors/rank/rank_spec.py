@@ -62,6 +62,7 @@ class RankSpec:
         every: (producer, consumer) modules of which the second reads all samples.
         ports: what messages have of them, of edges that carry or withhold any.
         features: by stage whose features the process writes, where to.
+        seed: of the run, for rounding at random.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class RankSpec:
     every: tuple[tuple[str, str], ...] = ()
     ports: dict[Edge, EdgePorts] = field(default_factory=dict)
     features: dict[StageId, FeatureFolder] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def members(self) -> dict[int, Sequence[int]]:

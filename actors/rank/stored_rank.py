@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.modules.cut import own_buffers
@@ -23,6 +24,7 @@ from raymm.actors.rank.connections import Connections
 from raymm.actors.rank.meeting import MeetingActor, Timeouts
 from raymm.actors.rank.rank_spec import RankSpec
 from raymm.actors.sharding.fully_sharded import local_part
+from raymm.actors.sharding.parameter_shards import ParameterPart, ShardSpec
 from raymm.scheduler.plan.stage import StageId
 
 if TYPE_CHECKING:
@@ -54,11 +56,35 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
     def _shard(self, stage: StageId, name: str) -> ParameterShard | None:
         """Which shard of a parameter this process holds; None if all of it."""
         shard_spec = self._spec.shard_specs.get(stage.module)
-        if shard_spec is None:
-            return None
+        return None if shard_spec is None else shard_spec.shard(name, self._place(shard_spec))
+
+    def _place(self, shard_spec: ShardSpec) -> int:
+        """Return the number of this process among those that share a module's parameters."""
         groups = self._connections.tensors, self._connections.data
         tensors, data = (0 if group is None else group.rank for group in groups)
-        return shard_spec.shard(name, shard_spec.place(tensors, data))
+        return shard_spec.place(tensors, data)
+
+    def _parts(
+        self, parameters: Mapping[tuple[StageId, str], torch.Tensor]
+    ) -> dict[tuple[StageId, str], ParameterPart]:
+        """Return the part that this process holds of each parameter that is sharded."""
+        parts = {}
+        for (stage, name), parameter in parameters.items():
+            shard_spec = self._spec.shard_specs.get(stage.module)
+            if shard_spec is not None and self._shard(stage, name) is not None:
+                place, local = self._place(shard_spec), local_part(parameter.detach())
+                parts[stage, name] = shard_spec.part(name, place, local.shape)
+        return parts
+
+    def _make_largest(self, key: tuple[StageId, str], tensor: torch.Tensor) -> None:
+        """Make a tensor the elementwise maximum over the processes that share a parameter."""
+        data, tensors = self._connections.data, self._connections.tensors
+        if self._spec.shard_specs[key[0].module].shards > 1:
+            assert data is not None
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=data.group)
+        else:
+            assert tensors is not None
+            tensors.all_reduce_max(tensor)
 
     def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Parameters and persistent buffers of a stage: the name, the name of the parameter that

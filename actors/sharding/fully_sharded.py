@@ -78,6 +78,15 @@ class FullyShardedPlan:
         """Whether a process before this one holds the very same."""
         return parameter not in self.lengths and place > 0
 
+    def edges(self, parameter: str) -> tuple[int, ...] | None:
+        """Return where the ranges of all processes begin and end, ascending up to the parameter's
+        length; None if every process holds all of it."""
+        length = self.lengths.get(parameter)
+        if length is None:
+            return None
+        share = -(-length // self.shards)
+        return tuple(sorted({min(share * place, length) for place in range(self.shards + 1)}))
+
 
 def fully_sharded_plan(module: nn.Module, units: Sequence[str], shards: int) -> FullyShardedPlan:
     """The plan of a whole module.

@@ -6,8 +6,9 @@ summed, and whether an earlier process has the very same. What no plan names is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,6 +26,37 @@ class ShardPlan(Protocol):
     def sharers(self, parameter: str, place: int, /) -> tuple[int, ...]: ...
 
     def is_replica(self, parameter: str, place: int, /) -> bool: ...
+
+    def edges(self, parameter: str, /) -> tuple[int, ...] | None: ...
+
+
+@dataclass(frozen=True)
+class ParameterPart:
+    """Part of a parameter that a process holds.
+
+    Attributes:
+        shape: of the whole parameter.
+        dim: dimension that is sharded.
+        ranges: [start, stop) of each stretch of it that the process holds, in order.
+        edges: where a stretch of any process begins or ends.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    edges: tuple[int, ...] = ()
+
+    @property
+    def folded(self) -> tuple[int, int, int]:
+        """Elements before the sharded dimension, along it and behind it."""
+        shape, dim = self.shape, self.dim
+        return prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])
+
+    @classmethod
+    def from_whole(cls, shape: Sequence[int]) -> ParameterPart:
+        """Part of a process that holds the whole parameter."""
+        shape = tuple(shape) or (1,)
+        return cls(shape, 0, ((0, shape[0]),))
 
 
 @dataclass(frozen=True)
@@ -50,6 +82,38 @@ class ShardSpec:
         """What a process holds of a parameter; None if all of it."""
         plan, rest = self._find(name)
         return None if plan is None else plan.shard(rest, place)
+
+    def part(self, name: str, place: int, local: Sequence[int]) -> ParameterPart:
+        """Return the part of a parameter that a process holds.
+
+        Args:
+            name: the parameter's.
+            place: which of the processes that share the module's parameters.
+            local: shape of what it holds.
+        """
+        plan, rest = self._find(name)
+        shard = None if plan is None else plan.shard(rest, place)
+        edges = None if plan is None else plan.edges(rest)
+        if shard is None or edges is None:
+            return ParameterPart.from_whole(local)
+        shape = tuple(edges[-1] if n == shard.dim else size for n, size in enumerate(local))
+        return ParameterPart(shape, shard.dim, tuple(shard.ranges), edges)
+
+    def splits_blocks(self, name: str, elements: int, block: int) -> bool:
+        """Return True if a shard of a parameter may end within a block of consecutive elements.
+
+        Args:
+            name: the parameter's.
+            elements: of the whole parameter.
+            block: elements of a block.
+        """
+        plan, rest = self._find(name)
+        edges = None if plan is None else plan.edges(rest)
+        shard = None if plan is None else plan.shard(rest, 0)
+        if shard is None or edges is None:
+            return False
+        inner = elements // edges[-1] if shard.dim == 0 else 1
+        return any(edge * inner % block for edge in edges)
 
     def sharers(self, name: str, place: int) -> tuple[int, ...]:
         """The processes whose gradients add up to that of a process's shard."""

@@ -75,6 +75,14 @@ class TensorPlan:
         shards = self.shards.get(parameter)
         return rank > 0 if shards is None else shards[rank] in shards[:rank]
 
+    def edges(self, parameter: str) -> tuple[int, ...] | None:
+        """Return where the ranges of all processes begin and end, ascending up to the parameter's
+        length; None if every process holds all of it."""
+        shards = self.shards.get(parameter)
+        if shards is None:
+            return None
+        return tuple(sorted({edge for s in shards for own in s.ranges for edge in own}))
+
     def vocabulary(self, rank: int) -> Range | None:
         """[start, stop) of the logits that this process makes; None: all of them."""
         return None if self.head is None else self.shards[self.head][rank].ranges[0]
@@ -129,8 +137,7 @@ def plan_module(
     Args:
         module: the whole module, or its skeleton.
         tp, name, choices: as of :func:`tensor_plan`.
-        ragged: accept feed-forwards whose width ``tp`` does not divide. Right without dropout
-            only: processes would draw different random numbers.
+        ragged: accept feed-forwards whose width ``tp`` does not divide.
     """
     try:
         rules = _rules(module, tp)

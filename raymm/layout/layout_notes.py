@@ -10,24 +10,22 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from transformers import PretrainedConfig
 
-from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, STOCHASTIC, OptimizerConfig
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 
-# Attention of transformers that draws its dropout masks as one process would.
+# Attention of transformers whose dropout masks are those of one process on every device.
 _CUT_ATTENTION = ("eager",)
 
 
 def layout_notes(
-    model: MultimodalModule | WholeModel, plan: Plan, optimizer: OptimizerConfig, device: str
+    model: MultimodalModule | WholeModel, plan: Plan, device: str
 ) -> Iterator[str]:
     """Yield one line for each module whose training differs from that of one process.
 
     Args:
         model: the description.
         plan: what runs where.
-        optimizer: what updates it.
         device: ``"cpu"`` or ``"cuda"``, whose attention kernels make dropout masks by themselves.
     """
     for node in plan.graph.nodes:
@@ -49,18 +47,6 @@ def layout_notes(
                 f"note: each of the {replicas} replicas of {node.name} updates its running "
                 "statistics (batch norm, spectral norm) with the microbatches that it has, and "
                 "evaluates with them; checkpoints hold those of the first replica"
-            )
-        rule = optimizer.rule_of(node.name, "module.")
-        is_trained, is_cut = any(node.trainable), max(degrees["tp"], degrees["fsdp"]) > 1
-        if rule.parameters == STOCHASTIC and is_trained and is_cut:
-            yield (
-                f"note: bf16_stochastic rounds weights of {node.name} by other random numbers with "
-                f"{shown} than in one process or under another layout"
-            )
-        if rule.name == ADAMW_8BIT and is_trained and is_cut:
-            yield (
-                f"note: adamw_8bit keeps moments of {node.name} in blocks of what each process has "
-                f"({shown}), which round otherwise than those of one process or another layout"
             )
 
 

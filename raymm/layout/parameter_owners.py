@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from raymm.actors.optimizer.adamw_8bit import BLOCK
 from raymm.actors.optimizer.gradient_reduction import (
     ParameterReference,
     ReductionGroup,
     SharedParameter,
 )
+from raymm.actors.optimizer.optimizer_config import ADAMW_8BIT, OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.scheduler.plan.process_grid import Processes
@@ -27,6 +29,7 @@ def parameter_ownership(
     processes: Processes,
     owned: Mapping[StageId, Mapping[str, int]],
     shard_specs: Mapping[str, ShardSpec],
+    optimizer: OptimizerConfig | None = None,
 ) -> tuple[ParameterOwnership, ...]:
     """What each process has of parameters that others have too: tied embeddings, and all of a
     module that has several copies, shares out microbatches, or has fewer shards than processes.
@@ -35,8 +38,10 @@ def parameter_ownership(
         processes: the plan's.
         owned: elements to update of the parameters that each stage of the plan owns, by name.
         shard_specs: per module.
+        optimizer: that updates the parameters. Where processes that share one have to agree on its
+            moments, all of them update it.
     """
-    groups = _groups(processes, owned, shard_specs)
+    groups = _groups(processes, owned, shard_specs, optimizer or OptimizerConfig())
     shared: list[list[SharedParameter]] = [[] for _ in processes.all]
     in_grad_norm: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
     saves: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
@@ -70,6 +75,7 @@ def _groups(
     processes: Processes,
     owned: Mapping[StageId, Mapping[str, int]],
     shard_specs: Mapping[str, ShardSpec],
+    optimizer: OptimizerConfig,
 ) -> list[tuple[SharedParameter, bool]]:
     """Holders whose gradients add up, in an order that follows from the plan, and whether no
     group before has the very same shard."""
@@ -88,8 +94,12 @@ def _groups(
     groups = []
     for (module, name, _), references in places.items():
         group = SharedParameter(tuple(references))
-        if module in sharded and len(group.reduction_group.processes) > 1:
-            group = replace(group, owner=_lightest(group, loads, owned[references[0].stage][name]))
+        size = owned[references[0].stage][name]
+        agree = optimizer.rule_of(module, name).name == ADAMW_8BIT and (
+            shard_specs[module].splits_blocks(name, size, BLOCK)
+        )
+        if module in sharded and len(group.reduction_group.processes) > 1 and not agree:
+            group = replace(group, owner=_lightest(group, loads, size))
         place = place_of(processes, references[0].process, shard_specs[module])
         groups.append((group, not shard_specs[module].is_replica(name, place)))
     return groups

@@ -70,7 +70,9 @@ def rank_specs(
         builders = stage_builders(model, plan, features or ())
         reloadable = reloadable_modules(model)
     processes = Processes(plan)
-    ownership = parameter_ownership(processes, builders.owned, builders.shard_specs)
+    ownership = parameter_ownership(
+        processes, builders.owned, builders.shard_specs, options.get("optimizer")
+    )
     connections = connection_plans(
         len(processes.all), [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges],
         processes.groups, reduction_groups(ownership),

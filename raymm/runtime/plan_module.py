@@ -81,7 +81,7 @@ class PlannedModule(ParallelModule):
             exact_autocast=options.exact_autocast, device=options.device, threads=options.threads,
             kernels=options.kernels, quota_backend=options.quota_backend,
             timeout_s=options.timeout_s, nccl_timeout_s=options.nccl_timeout_s,
-            features=options.features,
+            features=options.features, seed=options.seed,
         )  # fmt: skip
 
     def _start(self, plan: Plan) -> RankSpecs:

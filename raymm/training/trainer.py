@@ -422,6 +422,6 @@ class Trainer:
         first, *notes = execution.describe(device)
         where = f"{first}, {self.run.precision}; run folder {self._folder}"
         parameters = counts_text(self.model.parameter_counts())
-        notes += layout_notes(self.model, execution.plan, self.optimizer, device)
+        notes += layout_notes(self.model, execution.plan, device)
         for line in filter(None, (where, parameters, *notes, job_stop_note())):
             self._say(line)

@@ -6,6 +6,7 @@ import transformers as hf
 
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.modules.precision import ComputeCopies, cast_frozen
+from raymm.actors.optimizer.adamw_8bit import Blocks
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.optimizer_config import FP32, EmaConfig, OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
@@ -49,7 +50,7 @@ def tensors_in(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value
-    return [t for part in parts if not isinstance(part, bool) for t in tensors_in(part)]
+    return [t for part in parts if not isinstance(part, bool | Blocks) for t in tensors_in(part)]
 
 
 def measured(stage, config: OptimizerConfig, module: StageId, dtype: str) -> int:

@@ -7,24 +7,20 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from raymm.actors.adapters.lora_config import LoraConfig
-from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.layout.layout_notes import layout_notes
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 
-def notes(
-    layout, name="adamw", parameters="fp32", frozen=None, lora=None, device="cuda", **config
-):
+def notes(layout, frozen=None, lora=None, device="cuda", **config):
     llm = hf.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         vocab_size=64, **config,
     )
     model = MultimodalModule({}, ModalityModule(llm, frozen=frozen, lora=lora))
     plan = MultimodalParallelSpec({}, layout, 2).plan(model)
-    optimizer = OptimizerConfig(name=name, parameters=parameters)
-    return list(layout_notes(model, plan, optimizer, device))
+    return list(layout_notes(model, plan, device))
 
 
 SHARED = [
@@ -42,22 +38,6 @@ def test_attention_dropout_of_gpu_kernels(layout, shown):
     assert notes(layout) == notes(layout, lora=LoraConfig(r=2, dropout=0.1)) == []
     assert notes(layout, attention_dropout=0.1, frozen=True) == []
     assert notes(ParallelSpec(pp=2), attention_dropout=0.1) == []
-
-
-def test_moments_of_a_byte():
-    (line,) = notes(ParallelSpec(tp=2), "adamw_8bit")
-    assert "adamw_8bit keeps moments of llm in blocks of what each process has (tp 2)" in line
-    assert len(notes(ParallelSpec(dp=2, sharding="fsdp"), "adamw_8bit")) == 1
-    for layout in (ParallelSpec(pp=2), ParallelSpec(cp=2), ParallelSpec(dp=2, sharding="zero1")):
-        assert notes(layout, "adamw_8bit") == []
-    assert notes(ParallelSpec(tp=2), "adamw_8bit", frozen=True) == []
-
-
-def test_stochastic_rounding():
-    (line,) = notes(ParallelSpec(tp=2), parameters="bf16_stochastic")
-    assert "bf16_stochastic rounds weights of llm by other random numbers with tp 2" in line
-    assert notes(ParallelSpec(pp=2), parameters="bf16_stochastic") == []
-    assert notes(ParallelSpec(tp=2), parameters="bf16_master") == []
 
 
 class Normed(nn.Module):
@@ -88,7 +68,7 @@ def test_running_statistics_of_replicas(norm, frozen, replicas, is_noted):
     )
     model = MultimodalModule({"vision": vision}, ModalityModule(llm))
     spec = MultimodalParallelSpec({"vision": ParallelSpec(dp=replicas)}, ParallelSpec(), 2)
-    lines = list(layout_notes(model, spec.plan(model), OptimizerConfig(), "cpu"))
+    lines = list(layout_notes(model, spec.plan(model), "cpu"))
     assert len(lines) == is_noted
     if lines:
         assert "2 replicas of vision updates its running statistics" in lines[0]

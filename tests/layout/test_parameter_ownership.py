@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
+from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.optimizer.ownership import ParameterOwnership
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan
 from raymm.actors.sharding.parameter_shards import ShardSpec, parts_of
@@ -261,6 +262,28 @@ def test_owners_share_out_what_is_trained():
     held = parameter_ownership(Processes(plan), owned, {"llm": ShardSpec()})
     owners = {one.references[0].name: one.owner for one in held[0].shared}
     assert owners["module.1.weight"] != owners["module.3.weight"]
+
+
+def test_processes_that_agree_on_moments_all_update_them():
+    """Of two shards of a matrix, ZeRO-1 might else choose owners in different replicas."""
+    stages = tuple(
+        Stage("llm", 0, (0, 1), copy, copy, sharding="zero1", tp=2) for copy in range(2)
+    )
+    plan = Plan(ModuleGraph((ModuleNode("llm", (True,)),), ()), stages, 2)
+    shards = {
+        name: tuple(ParameterShard(1, (one,)) for one in edges(width, 2))
+        for name, width in (("odd", 96), ("even", 512))
+    }
+    sizes = {"module.odd": 64 * 96, "module.even": 64 * 512}
+    owned = dict.fromkeys((StageId("llm", 0), StageId("llm", 0, 1)), sizes)
+    specs = {"llm": ShardSpec({"module": TensorPlan(2, shards=shards)})}
+    owners = {}
+    for name in ("adamw", "adamw_8bit"):
+        held = parameter_ownership(Processes(plan), owned, specs, OptimizerConfig(name=name))
+        owners[name] = {
+            one.references[0].name for own in held for one in own.shared if one.owner is not None
+        }
+    assert owners == {"adamw": set(sizes), "adamw_8bit": {"module.even"}}
 
 
 def test_the_driver_looks_at_a_shared_parameter_once_however_many_hold_it(monkeypatch) -> None:

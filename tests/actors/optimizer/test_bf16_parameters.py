@@ -1,11 +1,15 @@
 """Stochastic rounding, and updates of parameters in bf16."""
 
+from unittest.mock import patch
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from raymm.actors.optimizer import bf16_parameters
 from raymm.actors.optimizer.bf16_parameters import Bf16Parameter, rounded_at_random
+from raymm.actors.sharding.parameter_shards import ParameterPart
 from raymm.scheduler.plan.stage import StageId
 
 KEY = (StageId("llm", 0), "module.weight")
@@ -46,3 +50,32 @@ def test_a_master_follows_a_parameter_that_was_given_other_values():
         parameter[0] = 3.0
     kept.follow()
     assert kept.wide[0].eq(3).all() and kept.wide[1:].equal(before[1:])
+
+
+@given(st.data())
+def test_parts_round_as_the_whole_does(data):
+    """Whatever part of its rows, columns or planes a process has."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    edges = sorted(data.draw(st.sets(st.integers(0, shape[dim]), min_size=2, max_size=4)))
+    ranges = tuple(zip(edges[::2], edges[1::2], strict=False))
+    values = torch.randn(shape)
+    local = torch.cat([values.narrow(dim, a, b - a) for a, b in ranges], dim)
+    with patch.object(bf16_parameters, "NOISE_BLOCK", data.draw(st.sampled_from([1, 20, 2**22]))):
+        whole = rounded_at_random(values, 3)
+        mine = rounded_at_random(local, 3, ParameterPart(shape, dim, ranges))
+    due = torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
+    assert mine.equal(due)
+
+
+def test_noise_differs_by_seed_of_the_run_step_and_name():
+    def rounded(seed=0, step=0, name="module.weight"):
+        parameter = nn.Parameter(torch.full((64, 64), 1 + 2**-9))
+        kept = Bf16Parameter((KEY[0], name), parameter, master=False, seed=seed)
+        kept.wide.data = torch.full((64, 64), 1 + 2**-9)
+        kept.close(step)
+        return parameter.detach()
+
+    assert rounded().equal(rounded())
+    others = rounded(seed=1), rounded(step=1), rounded(name="module.other")
+    assert not any(rounded().equal(other) for other in others)
