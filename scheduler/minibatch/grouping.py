@@ -42,11 +42,14 @@ def split_into_groups(
         return _split_in_steps(features, limits, order, size, ranks, steps, random)
     # A trial pool may need more than the others, which also take from one another.
     tried = {least, (3 * least + steps) // 4, (least + steps) // 2, steps}
-    results = [
-        _split_in_steps(features, limits, order, size, ranks, count, random)
-        for count in sorted(tried)
-    ]
-    return min(results, key=lambda result: result[1])
+    best: tuple[np.ndarray, int] | None = None
+    for count in sorted(tried):
+        if best is None or count * ranks < best[1]:
+            result = _split_in_steps(features, limits, order, size, ranks, count, random)
+            if best is None or result[1] < best[1]:
+                best = result
+    assert best is not None
+    return best
 
 
 def _split_in_steps(

@@ -107,6 +107,8 @@ def make_room(sizes, order, budgets, groups, group_of):
             for c in range(columns):
                 room[group_of[sample], c] -= sizes[sample, c]
     spilled = 0
+    # Samples that no other group has room for, until the room of one grows.
+    stays = np.zeros(len(order), np.bool_)
     for sample in order:
         if group_of[sample] >= 0:
             continue
@@ -114,20 +116,35 @@ def make_room(sizes, order, budgets, groups, group_of):
         for at in range(len(order) - 1, -1, -1):
             other = order[at]
             group = group_of[other]
-            if group < 0 or not _has_room(room[group], sizes[sample], sizes[other]):
+            if group < 0 or stays[at]:
+                continue
+            if not _has_room(room[group], sizes[sample], sizes[other]):
                 continue
             to = _fullest_with_room(room, sizes[other], budgets, group)
             if to < 0:
+                stays[at] = True
                 continue
             for c in range(columns):
                 room[group, c] += sizes[other, c] - sizes[sample, c]
                 room[to, c] -= sizes[other, c]
             group_of[other], group_of[sample] = to, group
+            for place in range(len(order)):
+                third = order[place]
+                if stays[place] and group_of[third] != group:
+                    stays[place] = not _fits(room[group], sizes[third])
             has_group = True
             break
         if not has_group:
             spilled += 1
     return spilled
+
+
+@njit(cache=True)
+def _fits(room, size):
+    for c in range(len(room)):
+        if room[c] < size[c]:
+            return False
+    return True
 
 
 @njit(cache=True)

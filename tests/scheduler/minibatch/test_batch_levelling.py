@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -210,3 +211,42 @@ def test_room_is_made_where_one_other_sample_can_go(case, deal) -> None:
             if (loads[here] - sizes[other] + sizes[sample] <= budgets).all():
                 elsewhere = [g for g in range(groups) if g != here]
                 assert not any((loads[g] + sizes[other] <= budgets).all() for g in elsewhere)
+
+
+def plain_make_room(sizes, order, budgets, groups, group_of):
+    """:func:`make_room`, which looks at all groups again for every sample."""
+    room = np.tile(budgets, (groups, 1)).astype(float)
+    for sample in order[group_of[order] >= 0]:
+        room[group_of[sample]] -= sizes[sample]
+    spilled = 0
+    for sample in order[group_of[order] < 0]:
+        for other in order[::-1]:
+            group = group_of[other]
+            if group < 0 or (room[group] + sizes[other] < sizes[sample]).any():
+                continue
+            fits = [g for g in range(groups) if g != group and (room[g] >= sizes[other]).all()]
+            if fits:
+                to = min(fits, key=lambda g: sum(room[g] / budgets))
+                room[group] += sizes[other] - sizes[sample]
+                room[to] -= sizes[other]
+                group_of[other], group_of[sample] = to, group
+                break
+        else:
+            spilled += 1
+    return spilled
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_room_is_made_as_by_looking_at_everything(seed):
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 30, (40, 2)).astype(float)
+    order = np.argsort(-sizes.sum(1), kind="stable")
+    groups = int(random.integers(3, 8))
+    budgets = sizes.sum(0) / groups * random.uniform(0.95, 1.1)
+    group_of = np.full(40, -1)
+    level(sizes, order, budgets, groups, group_of)
+    plain = group_of.copy()
+    assert make_room(sizes, order, budgets, groups, group_of) == plain_make_room(
+        sizes, order, budgets, groups, plain
+    )
+    assert (group_of == plain).all()
