@@ -193,7 +193,8 @@ class _Roofline:
     def options(self, block: LayerCount, activation_bytes: int) -> tuple[LayerOption, ...]:
         """What a layer may do with the activations of its block. What is outside the block is
         kept; what is no product is as long as its traffic."""
-        cost, kept = self.cost(block), self._kept(block)
+        cost = self.cost(block)
+        kept = min(self._kept(block), float(activation_bytes))  # what was observed may be less
         outside = activation_bytes - round(kept)
         shared = self._tp * self._cp
         stream = block.output_elements * _FP32_BYTES / self._cp
@@ -225,7 +226,10 @@ class _Roofline:
         traffic = count.traffic_elements * self._bytes
         weights = count.weight_elements * self._bytes
         return LayerCost(
-            forward=self._seconds(count.matmul_flops + count.attention_flops, traffic, weights),
+            forward=self._seconds(
+                count.matmul_flops + count.attention_flops + count.weight_flops * self._cp, traffic,
+                weights,
+            ),
             backward_input=self._seconds(
                 count.matmul_flops + ATTENTION_BACKWARD * count.attention_flops, traffic, weights
             ),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.adapters.lora import is_adapter
+from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, is_adapter
 from raymm.actors.experts.routing import experts
 from raymm.actors.modules.blocks import block_list
 from raymm.costs.attention_count import Attention, AttentionCounter
@@ -43,6 +43,7 @@ class LayerCount:
 
     Attributes:
         matmul_flops: of the forward products with weights.
+        weight_flops: of products of weights with weights, once per forward (norms of adapted rows).
         attention_flops: of the forward's two products within attention.
         weight_elements: elements of weights that a forward reads.
         traffic_elements: elements that products and attention read and write besides.
@@ -75,6 +76,7 @@ class LayerCount:
     """
 
     matmul_flops: float = 0.0
+    weight_flops: float = 0.0
     attention_flops: float = 0.0
     weight_elements: float = 0.0
     traffic_elements: float = 0.0
@@ -145,6 +147,13 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
         layers[0] = replace(layers[0], data_elements=counter.read(before))
         layers[-1] += counter.own(after)
         layers[-1] = replace(layers[-1], tied=counter.tied(places[0], places[-1]))
+    if len(load.kept) == len(layers):
+        layers = [
+            replace(
+                layer, kept_elements=half * load.total, kept_fp32=full * load.total, kept_casts=0.0
+            )
+            for layer, (half, full) in zip(layers, load.kept, strict=True)
+        ]
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
     elif load.handed is not None:
@@ -257,6 +266,7 @@ class _LayerCounter:
                         few_heads = shards
         return LayerCount(
             matmul_flops=sum(m.flops for m in matmuls),
+            weight_flops=sum(self._norm_flops(name) for name in names),
             weight_elements=sum(m.read for m in matmuls),
             traffic_elements=sum(m.input_elements + m.rows * m.outer for m in matmuls),
             kept_elements=kept_elements(matmuls)
@@ -285,6 +295,14 @@ class _LayerCounter:
             base_parameters=sum(base.values()),
             quantised=sum(quantised.values()),
         )
+
+    def _norm_flops(self, name: str) -> float:
+        """FLOPs of the product of an adapter's two matrices, which norms of rows are made of."""
+        own = self.module.get_submodule(name)._parameters
+        low, high = own.get(LOW), own.get(HIGH)
+        if own.get(MAGNITUDE) is None or low is None or high is None:
+            return 0.0
+        return 2.0 * high.shape[0] * low.numel()
 
     def _exchange(self, name: str) -> float:
         """Elements of all tokens on their way to experts and back."""

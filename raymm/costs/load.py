@@ -71,7 +71,9 @@ class Load:
             as many as its blocks return.
         streams: elements that each block returns for each token of the blocks; empty where they are
             as wide as the hidden state.
-        projector_places, projector_handed: as these, of an encoder's projector.
+        kept: by layer, elements that autograd keeps in the compute dtype and in fp32 for each token
+            of the blocks; empty where they are counted.
+        projector_places, projector_handed, projector_kept: as these, of an encoder's projector.
     """
 
     samples: int
@@ -81,14 +83,16 @@ class Load:
     attention: tuple[tuple[str, SeenAttention], ...] = ()
     handed: float | None = None
     streams: tuple[float, ...] = ()
+    kept: tuple[tuple[float, float], ...] = ()
     projector_places: tuple[tuple[str, float], ...] = ()
     projector_handed: float | None = None
+    projector_kept: tuple[tuple[float, float], ...] = ()
 
     def of_projector(self) -> Load:
         """Return the load of the encoder's projector."""
         return replace(
             self, places=self.projector_places, attention=(), handed=self.projector_handed,
-            streams=(),
+            streams=(), kept=self.projector_kept,
         )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -48,6 +49,9 @@ class Observation:
         streams: elements that every block returns, as far as they were called.
         rows, tokens: of the hidden state that enters the first block, or of what a module without
             blocks returns; 0 tokens if there is none.
+        kept: bytes that autograd keeps, without parameters, by layer: what is before the blocks
+            with the first, what is after them with the last.
+        storages: what is kept already, and parameters, by address.
         output: what the forward returned; None if it did not end.
     """
 
@@ -58,11 +62,16 @@ class Observation:
         self.streams: list[int] = []
         self.rows, self.tokens = 1, 0
         self.output: Any = None
+        self._layer = 0
+        self.storages: dict[int, torch.UntypedStorage] = {}
         self._leave = leave
         path = find_blocks(module)
         self._has_blocks = path is not None
         blocks = [] if path is None else list(block_list(module, path))
         first = next(iter(blocks), module)
+        self.kept = [0] * max(1, len(blocks))
+        # Autocast keeps copies of weights, which ranks have once per step.
+        self._weights = {p.shape for p in module.parameters() if p.dim() > 1}
         # Of its norms and biases: by them channels that come last are told from those before.
         self._widths = {len(p) for p in first.parameters() if p.dim() == 1}
         self._hidden = "hidden_states" if path is None else hidden_name(first)
@@ -70,6 +79,10 @@ class Observation:
             first.register_forward_pre_hook(self._enter, with_kwargs=True),
             module.register_forward_hook(self._end),
             *(block.register_forward_hook(self._stream) for block in blocks),
+            *(
+                block.register_forward_pre_hook(partial(self._start, index))
+                for index, block in enumerate(blocks)
+            ),
         ]
         for name, child in module.named_modules():
             if (channels := _channels(child)) is not None:
@@ -114,6 +127,20 @@ class Observation:
         if self._leave:
             raise CutReached(cast(torch.Tensor, hidden))
 
+    def _start(self, layer: int, _: nn.Module, __: Any) -> None:
+        self._layer = layer
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd saves."""
+        storage = tensor.untyped_storage()
+        is_cast = tensor.dtype == torch.bfloat16 and tensor.dim() > 1 and (
+            tensor.shape in self._weights or tensor.mT.shape in self._weights
+        )
+        if not is_cast and storage._cdata not in self.storages:
+            self.storages[storage._cdata] = storage  # held, so that its address stays its own
+            self.kept[self._layer] += storage.nbytes()
+        return tensor
+
     def _stream(self, _: nn.Module, __: Any, output: Any) -> None:
         self.streams.append(first_tensor(output).numel())
 
@@ -134,7 +161,7 @@ class Observation:
 
 def observe(
     run: Callable[..., Any], inputs: Mapping[str, Any], *modules: nn.Module,
-    leave: bool = False, masks: bool = True,
+    leave: bool = False, masks: bool = True, dtype: torch.dtype = torch.float32,
 ) -> list[Observation]:  # fmt: skip
     """Run a forward and return the sizes that modules were seen to have, as far as it came.
 
@@ -146,6 +173,7 @@ def observe(
         leave: leave the forward at the first block of the first module, and compute what is before.
         masks: note which pairs masks of transformers' interface let be seen, if they are padded or
             have windows. Such masks have an element for every pair.
+        dtype: of autocast, for what autograd keeps; fp32 for none.
     """
     seen = [Observation(module, leave) for module in modules]
     if not leave:
@@ -157,10 +185,15 @@ def observe(
             torch.Tensor, lambda t: fake(t) if t.is_floating_point() else t, dict(inputs)
         )
     try:
-        with ExitStack() as stack, torch.no_grad():
+        with ExitStack() as stack, torch.set_grad_enabled(not leave):
+            stack.enter_context(torch.autocast("cpu", dtype, enabled=dtype != torch.float32))
             for module, each in zip(modules, seen, strict=True):
                 stack.callback(each.close)
                 stack.enter_context(_noted_attention(module, each, masks))
+            parameters = [p.untyped_storage() for m in modules for p in m.parameters()]
+            for each in seen:
+                each.storages = {storage._cdata: storage for storage in parameters}
+                stack.enter_context(saved_tensors_hooks(each.keep, lambda tensor: tensor))
             run(**inputs)
     except USER_CODE_RAISES:  # not every forward runs without values; blocks may have run
         pass
@@ -186,7 +219,8 @@ def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
             if parameter is not None:
                 if id(parameter) not in fakes:
                     fake = _fake_tensor(mode, parameter)
-                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=False)
+                    grad = parameter.is_floating_point()
+                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=grad)
                 child._parameters[key] = fakes[id(parameter)]
         for key, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -245,7 +279,36 @@ def _sizes_forward(
         batch * rows, batch * keys, pairs, heads * width, shared * width, shared * out, heads * out
     )
     vars(module)[_NOTE](module, sizes, rows != keys or not getattr(module, "is_causal", False))
-    return query.new_empty(batch, rows, heads, out), None
+    return _Attended.apply(query, key, value), None
+
+
+class _Attended(torch.autograd.Function):
+    """What flash attention keeps: its inputs, its output, and a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        batch, heads, rows, _ = query.shape
+        result = query.new_empty(batch, rows, heads, value.shape[3])
+        sums = query.new_empty(batch, heads, rows, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result
+
+
+def kept_elements(fp32: Observation, bf16: Observation) -> tuple[tuple[float, float], ...]:
+    """Return, by layer, elements that autograd keeps in the compute dtype and in fp32, for each
+    token of the blocks; empty if a forward did not end.
+
+    Args:
+        fp32, bf16: the same forward without autocast, and with it.
+    """
+    if fp32.output is None or bf16.output is None or not fp32.tokens:
+        return ()
+    total = fp32.rows * fp32.tokens
+    halves = [max(0.0, (a - b) / 2) for a, b in zip(fp32.kept, bf16.kept, strict=True)]
+    return tuple(
+        (half / total, (size / 4 - half) / total)
+        for half, size in zip(halves, fp32.kept, strict=True)
+    )
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

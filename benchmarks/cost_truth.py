@@ -1,0 +1,275 @@
+"""Counted costs of modules against what torch measures of them, for every kind of module.
+
+Per kind of module and size of its inputs: parameters, FLOPs of a forward and of a backward that
+reaches the inputs (`FlopCounterMode`, of attention the pairs that its mask lets be seen), bytes
+that autograd saves (`saved_tensors_hooks`, without parameters), and bytes of the messages that
+stages of one layer would send. `flops_max_relative_error` and `bytes_max_relative_error` are the
+largest relative errors of all rows, `parameters_max_relative_error` must be 0.
+
+    python -m benchmarks.cost_truth --json
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+from transformers.utils import ModelOutput
+
+from benchmarks import _common
+from benchmarks._cost_cases import VOCABULARY, Case, cases
+from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings
+from raymm.actors.modules.message import first_tensor
+from raymm.actors.modules.projector import Projector
+from raymm.costs.analytic import analytic_layers, projector_layers
+from raymm.costs.layer_count import count_layers
+from raymm.costs.load import Load
+from raymm.costs.observed_load import kept_elements, observe
+from raymm.kernels.cross_entropy import token_cross_entropy_sum
+from raymm.kernels.hf import self_attention
+from raymm.kernels.hf.self_attention import can_use
+
+SAMPLES = 2
+_EAGER = "cost_truth"
+FLOPS = ("forward", "backward")
+BYTES = ("saved", "messages")
+
+
+def rows_of(case: Case) -> Iterator[dict[str, Any]]:
+    """Counted and measured figures of a case, by size."""
+    for size, make in enumerate(case.inputs):
+        torch.manual_seed(size)
+        model = case.source().build().eval()
+        module = case.source().skeleton().eval()
+        if case.causal:
+            tokens = case.tokens[size]
+            load = Load(SAMPLES, tokens)
+            inputs = {"inputs_embeds": torch.randn(SAMPLES, tokens, _width(model))}
+        else:
+            inputs = make()
+            load = _seen(case, inputs)
+        yield {
+            "case": case.name, "size": size,
+            "counted": counted(module, load, case.causal),
+            "measured": measured(model, inputs, case.causal),
+        }
+
+
+def _width(model: nn.Module) -> int:
+    return input_embeddings(model).weight.shape[1]
+
+
+def _seen(case: Case, inputs: dict[str, Any]) -> Load:
+    """The load of an encoder's inputs, as a plan has it."""
+    module = case.source().build().eval()
+    (seen,) = observe(module, inputs, module)
+    (halved,) = observe(module, inputs, module, dtype=torch.bfloat16)
+    load = seen.load()
+    if load is None:
+        raise SystemExit(f"{case.name} does not come to its blocks")
+    load = replace(load, kept=kept_elements(seen, halved))
+    if isinstance(module, Projector):
+        load = replace(
+            load, projector_places=load.places, projector_handed=load.handed,
+            projector_kept=load.kept,
+        )
+    return load
+
+
+def counted(module: nn.Module, load: Load, causal: bool) -> dict[str, float]:
+    """Figures of the cost model.
+
+    Args:
+        module: a skeleton.
+        load: what it has to do.
+        causal: True for a language model.
+    """
+    layers = count_layers(module, load, causal)
+    if isinstance(module, Projector):  # one layer, whatever it is made of
+        costs = projector_layers(module, load, "cpu", "fp32")
+    else:
+        costs = analytic_layers(module, load, "cpu", "fp32", causal=causal)
+    products = sum(layer.matmul_flops for layer in layers)
+    attention = sum(layer.attention_flops for layer in layers)
+    base = sum(layer.base_flops for layer in layers)
+    return {
+        "parameters": sum(layer.parameters for layer in layers) - layers[-1].tied,
+        "forward": products + attention + sum(layer.weight_flops for layer in layers),
+        # A base under adapters has no gradients of its weights.
+        "backward": 2 * products - base + 2 * attention,
+        "saved": sum(cost.activation_bytes for cost in costs),
+        "messages": sum(cost.output_bytes for cost in costs[: len(costs) - causal]),
+    }
+
+
+def measured(model: nn.Module, inputs: dict[str, Any], causal: bool) -> dict[str, float]:
+    """Figures of real runs.
+
+    Args:
+        model: with weights.
+        inputs: of its forward.
+        causal: True for a language model.
+    """
+    forward, backward = _flops(copy.deepcopy(model), inputs, causal)
+    saved, messages = _bytes(model, inputs, causal)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()), "forward": forward,
+        "backward": backward, "saved": saved, "messages": messages,
+    }
+
+
+def _run(model: nn.Module, inputs: dict[str, Any], causal: bool) -> torch.Tensor:
+    """A loss that autograd saves nothing for but what it must."""
+    inputs = {
+        k: v.requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }
+    if not causal:
+        outputs = {id(t): t for t in tree_leaves(dict(output=_plain(model(**inputs))))}
+        return sum(t.sum() for t in outputs.values() if isinstance(t, torch.Tensor))
+    logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
+    return token_cross_entropy_sum(logits, torch.arange(len(logits)) % VOCABULARY)
+
+
+def _plain(output: Any) -> Any:
+    """What a transformers model returns, as containers that torch knows."""
+    return dict(output) if isinstance(output, ModelOutput) else output
+
+
+def _convolution_backward(
+    gradient: Any, inputs: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """FLOPs of both gradients of a convolution; torch counts those of groups as if they were
+    dense."""
+    rows = math.prod(gradient[:1]) * math.prod(gradient[2:])
+    return 2 * 2 * rows * math.prod(weight)
+
+
+class _Pairs:
+    """FLOPs of attention that is computed, and of the pairs that are seen."""
+
+    computed = visible = 0.0
+
+
+@contextmanager
+def _eager(model: nn.Module) -> Iterator[_Pairs]:
+    """Attention by plain products, which torch's counter knows, under a model's own mask."""
+    pairs = _Pairs()
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: torch.Tensor | None, scaling: float | None = None, **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+        flops = 2.0 * scores.numel() * (query.shape[-1] + value.shape[-1])
+        share = 1.0
+        if attention_mask is not None:
+            mask = attention_mask[..., : key.shape[2]]
+            share = float((mask > torch.finfo(mask.dtype).min / 2).float().mean())
+            scores = scores + mask
+        pairs.computed, pairs.visible = pairs.computed + flops, pairs.visible + flops * share
+        return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    if can_use(model):
+        AttentionInterface.register(_EAGER, attend)
+        AttentionMaskInterface.register(_EAGER, eager_mask)
+        model.set_attn_implementation(_EAGER)  # pyright: ignore[reportCallIssue]
+        model.config._experts_implementation = "eager"  # pyright: ignore
+    yield pairs
+
+
+def _flops(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[float, float]:
+    with _eager(model) as pairs:
+        with FlopCounterMode(display=False) as forward:
+            loss = _run(model, inputs, causal)
+        known = {torch.ops.aten.convolution_backward: _convolution_backward}
+        with FlopCounterMode(display=False, custom_mapping=known) as backward:
+            loss.backward()
+    unseen = pairs.computed - pairs.visible
+    return forward.get_total_flops() - unseen, backward.get_total_flops() - 2 * unseen
+
+
+def _bytes(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[int, int]:
+    """Saved bytes, and bytes of what blocks and the module hand on."""
+    if causal:  # as ranks attend
+        self_attention.register()
+        model.set_attn_implementation(self_attention.NAME)  # pyright: ignore
+    of_parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, int] = {}
+    sent: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in of_parameters:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    path = find_blocks(model)
+    is_cut = path is not None and not isinstance(model, Projector)
+    blocks = list(block_list(model, path)) if is_cut else []
+    senders = [*(blocks[:-1] if len(blocks) > 1 else []), *([] if causal else [model])]
+    handles = [
+        sender.register_forward_hook(lambda _, __, out: sent.append(first_tensor(out).nbytes))
+        for sender in senders
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = _run(model, inputs, causal)  # held until here: its graph keeps what was saved
+    for handle in handles:
+        handle.remove()
+    del loss
+    return sum(held.values()), sum(sent)
+
+
+def error(row: dict[str, Any], name: str) -> float:
+    """Relative error of a counted figure."""
+    counted_figure, figure = row["counted"][name], row["measured"][name]
+    return abs(counted_figure - figure) / max(figure, 1)
+
+
+def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest errors of rows, with the rows."""
+    return {
+        "parameters_max_relative_error": max(error(row, "parameters") for row in rows),
+        "flops_max_relative_error": max(error(row, name) for row in rows for name in FLOPS),
+        "bytes_max_relative_error": max(error(row, name) for row in rows for name in BYTES),
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    options = _common.parser(__doc__.splitlines()[0])
+    options.add_argument("--only", help="cases whose name contains this")
+    arguments = options.parse_args()
+    console = _common.console()
+    names = ("parameters", *FLOPS, *BYTES)
+    table = Table("case", "size", *names)
+    rows = []
+    for case in cases():
+        if arguments.only and arguments.only not in case.name:
+            continue
+        for row in rows_of(case):
+            rows.append(row)
+            table.add_row(case.name, str(row["size"]), *(
+                f"{row['counted'][n]:,.0f} / {row['measured'][n]:,.0f} {error(row, n):.1%}"
+                for n in names
+            ))
+    console.print(table)
+    result = result_of(rows)
+    _common.emit({"machine": _common.machine(), **result}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
