@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from benchmarks import _common
 from benchmarks._cost_cases import VOCABULARY, Case, cases
@@ -137,7 +137,8 @@ def _run(model: nn.Module, inputs: dict[str, Any], causal: bool) -> torch.Tensor
     }
     if not causal:
         outputs = {id(t): t for t in tree_leaves(dict(output=_plain(model(**inputs))))}
-        return sum(t.sum() for t in outputs.values() if isinstance(t, torch.Tensor))
+        sums = [t.sum() for t in outputs.values() if isinstance(t, torch.Tensor)]
+        return torch.stack(sums).sum()
     logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
     return token_cross_entropy_sum(logits, torch.arange(len(logits)) % VOCABULARY)
 
@@ -218,8 +219,10 @@ def _bytes(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[int,
         return tensor
 
     path = find_blocks(model)
-    is_cut = path is not None and not isinstance(model, Projector)
-    blocks = list(block_list(model, path)) if is_cut else []
+    if path is None or isinstance(model, Projector):
+        blocks = []
+    else:
+        blocks = list(block_list(model, path))
     senders = [*(blocks[:-1] if len(blocks) > 1 else []), *([] if causal else [model])]
     handles = [
         sender.register_forward_hook(lambda _, __, out: sent.append(first_tensor(out).nbytes))
@@ -250,7 +253,7 @@ def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = _common.parser((__doc__ or "").splitlines()[0])
     options.add_argument("--only", help="cases whose name contains this")
     arguments = options.parse_args()
     console = _common.console()
