@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from raymm.errors import InternalError
 
@@ -80,9 +80,10 @@ def _install() -> None:
                 count = nodes.ExprStmt(call("take_pass"))
                 node.body.insert(0, count.set_lineno(node.lineno))
                 if isinstance(node, nodes.For) and node.test is not None:
-                    node.iter = call("counted", node.iter).set_lineno(node.lineno)
+                    items = cast(nodes.Expr, node.iter)
+                    node.iter = call("counted", items).set_lineno(node.lineno)
             template.set_environment(self)
             return template
 
-    chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
+    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", LimitedEnvironment)  # noqa: B010
     chat_template_utils._compile_jinja_template.cache_clear()

@@ -306,7 +306,8 @@ class StepLoader:
             worker = self._workers[number] = self._start[number]()
             self._described[number] = worker.describe.remote()
             self._places.pop(number, None)
-            ref, *_ = worker.load.options(num_returns=1 + len(self._names)).remote([index], 1)
+            load: Any = worker.load.options(num_returns=1 + len(self._names))
+            ref, *_ = load.remote([index], 1)
             try:
                 self._result(number, ref)
             except RayActorError as error:
