@@ -79,6 +79,7 @@ def run_plan(args: argparse.Namespace) -> None:
     )
     output.check()
     from raymm.config.build import build_model
+    from raymm.model.trainable_layers import counts_text
     from raymm.training.run_start import with_vocabulary
 
     if args.microbatches is not None:
@@ -95,6 +96,7 @@ def run_plan(args: argparse.Namespace) -> None:
     console = Console()
     if not console.is_terminal:  # a file has room for every column
         console = Console(width=max(console.width, FILE_WIDTH))
+    console.print(counts_text(model.parameter_counts()), highlight=False, soft_wrap=True)
     request = _request(args, config)
     if style != PIPELINED:
         request, note = _known_ranks(with_given(args, style, plan, request), config)
@@ -127,9 +129,11 @@ def _check_runs(
         PlanError, ProbeError, ConfigError, ModelError: what ``raymm train`` would raise.
     """
     from raymm.training.execution import Execution
+    from raymm.training.phases import Phases
     from raymm.training.run_start import check_updates
 
     run, optimizer = config.run, config.optimizer.build(config.run.steps)
+    Phases(model, config.at, run.steps)  # raises if nothing is trained
     check_updates(optimizer, run, model, plan)
     if plan is not None:
         is_cpu = "cpu" in (run.device, config.planning.model_dump()["device"])

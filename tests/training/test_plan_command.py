@@ -128,6 +128,7 @@ def test_a_given_layout_is_judged_not_changed(raymm, make_config, tmp_path, wide
         ["vision", "0"], ["vision", "0@1"], ["llm", "0"], ["llm", "1"]
     ]
     assert "chosen" not in text
+    assert re.search(r"^parameters: vision \S+k trained, vision_projector .* trained$", text, re.M)
     for name in ("plan.svg", "plan_schedule.svg"):
         assert "<svg" in (tmp_path / "plan" / name).read_text()
 

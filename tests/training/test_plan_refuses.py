@@ -27,6 +27,14 @@ WRONG = {
         ["parallel.language_model={pp: 2, layers: [1, 4]}"], "(1, 4)",
     ),
     "replicas that do not divide": (["parallel.encoders={vision: {dp: 3}}"], "dp of 'vision' is 3"),
+    "nothing that trains": (
+        [
+            "model.language_model.train=frozen", "model.encoders.vision.train=frozen",
+            "model.encoders.vision.projector_train=frozen",
+        ],
+        "nothing is trained",
+    ),
+    "another time for no module": (["at={1: {ears: frozen}}"], "at names 'ears'"),
     "a layout of no module": (["parallel.encoders={ears: {}}"], "'ears'"),
 }
 
