@@ -191,9 +191,6 @@ FEATURES: dict[str, Feature] = {
     ),
     "experts": Feature(
         "MixtralConfig", _MOE | dict(num_local_experts=4), ("Mixtral", "expert"), whole_step=True),
-    "router noise": Feature(
-        "MixtralConfig", _MOE | dict(num_local_experts=4, router_jitter_noise=0.3),
-        ("Mixtral", "expert"), whole_step=True, draws=True),
     "experts in some layers": Feature(
         "Qwen3MoeConfig", _MOE | dict(
             head_dim=16, num_experts=6, moe_intermediate_size=16, mlp_only_layers=[0]),
