@@ -301,5 +301,5 @@ def _embeddings(model: nn.Module) -> torch.Tensor:
 @torch.no_grad()
 def _logits(model: nn.Module, embeds: torch.Tensor, **arguments: Any) -> torch.Tensor:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # dropout drops the same in every run
+        torch.default_generator.manual_seed(0)  # dropout drops the same in every run
         return model(inputs_embeds=embeds, use_cache=False, **arguments).logits

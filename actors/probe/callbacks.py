@@ -211,11 +211,11 @@ def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]
         )  # fmt: skip
     lost: set[str] = set()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         expected = fields(whole(**copy.deepcopy(dict(inputs))))
         for lo in {1, total - 1}:
             stage = prune(copy.deepcopy(model), spec.cut, lo, total)
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             # A forward may skip blocks: the stage begins at the first one that is called.
             called = min((index for index in entered if index >= lo), default=None)
             if called is None:

@@ -59,7 +59,7 @@ def probe_shared_items(
             source, lambda model: (model, encoder_inputs(model, inputs))
         )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * _PERTURBATION)
             _check_shares(model, inputs, skeleton.training, read)
@@ -83,7 +83,8 @@ def _check_structure(skeleton: nn.Module) -> None:
 def _check_shares(
     model: nn.Module, inputs: dict[str, Any], training: bool, read: Read
 ) -> None:
-    torch.manual_seed(0)  # before every run: encoders may draw which patches they leave out
+    # Before every run: encoders may draw which patches they leave out.
+    torch.default_generator.manual_seed(0)
     expected = read(copy.deepcopy(model)(**inputs))
     whole = _Whole()
     if training:
@@ -151,7 +152,7 @@ def _run(
     blocks = find_blocks(model)
     assert blocks is not None
     sharing = SharedItems(model, blocks, 0, len(block_list(model, blocks)), peers)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     with sharing:
         output = model(**inputs)
     if getattr(output, "hidden_states", None) is not None:

@@ -228,14 +228,14 @@ def _last_new(kinds: list[tuple]) -> int:
 
 def _of_config(skeleton: PreTrainedModel, config: PretrainedConfig) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return type(skeleton)._from_config(config, dtype=torch.float32)
 
 
 def _random_copy(skeleton: nn.Module) -> nn.Module:
     model = copy.deepcopy(on_meta(skeleton)).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         for parameter in model.parameters():
             nn.init.normal_(parameter.data, std=0.05)
     for name, buffer in skeleton.named_buffers():
@@ -249,7 +249,7 @@ def _ready(model: nn.Module) -> nn.Module:
     for config in switched_on(model):
         setattr(config, SWITCH, False)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter += _NOISE * torch.randn_like(parameter)

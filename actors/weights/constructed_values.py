@@ -64,7 +64,7 @@ def constructed_values(
         seed: of what the constructor draws.
     """
     with torch.random.fork_rng(devices=[]), _RealTensors(shapes):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
     return {
         name: parameter.detach().clone()

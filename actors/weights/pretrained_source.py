@@ -215,7 +215,7 @@ class PretrainedSource(ModuleSource):
         try:
             # Where the class says that weights do not matter, transformers draws them.
             with quiet_loading(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(self.seed, self.path))
+                torch.default_generator.manual_seed(derive_seed(self.seed, self.path))
                 loaded: Any = model_class.from_pretrained(
                     self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32,
                     trust_remote_code=self.trust_remote_code, ignore_mismatched_sizes=True,

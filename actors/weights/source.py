@@ -305,7 +305,8 @@ def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) 
 def _init_by_name(model: PreTrainedModel, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, module in reversed(list(model.named_modules())):
-            torch.manual_seed(derive_seed(seed, name))
+            # torch.manual_seed would format a traceback for each absent kind of device.
+            torch.default_generator.manual_seed(derive_seed(seed, name))
             initialize_parametrized(module)
             _enclosing_model(model, name)._init_weights(module)
 

@@ -168,6 +168,7 @@ class WholeModel:
             self._adapted.skeleton()  # raises if the head cannot have them
         self._whole: nn.Module | None = None
         self._roots: dict[str, RootForm] = {}
+        self._blocks: dict[str, int] = {}  # by module
 
     def _with_adapters(self, seed: int) -> ModuleSource:
         """The source, with the adapters of its parts.
@@ -230,7 +231,9 @@ class WholeModel:
         source = tower_source(
             self._adapted, tower, self.is_frozen(name), self.is_frozen(PROJECTOR)
         )
-        return tower_spec(source, tower, num_blocks(source.skeleton()))
+        if name not in self._blocks:
+            self._blocks[name] = num_blocks(source.skeleton())
+        return tower_spec(source, tower, self._blocks[name])
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -259,7 +262,7 @@ class WholeModel:
         if name not in self.adapters:
             self.train[name] = FROZEN if frozen else FULL
         self._whole = None
-        for cached in ("graph", "trained"):
+        for cached in ("graph", "trained", "_parameters"):
             vars(self).pop(cached, None)
 
     def parameters_of(self, name: str) -> list[tuple[str, str]]:
@@ -276,19 +279,26 @@ class WholeModel:
         return [
             (module, parameter) for module in self.module_names
             if name == PROJECTOR or module == own
-            for parameter, _ in self.spec(module).source.skeleton().named_parameters()
+            for parameter in self._parameters[module]
             if is_within(parameter, places.get(module, ())) == (name == PROJECTOR)
         ]
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Return, by part, how many elements of its parameters are trained, and how many it has."""
-        every = {
+        return {
+            name: counted(
+                self._parameters[module][parameter]
+                for module, parameter in self.parameters_of(name)
+            )
+            for name in self.part_names
+        }
+
+    @cached_property
+    def _parameters(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Parameters on the meta device, by module and by their names in the whole model."""
+        return {
             module: dict(self.spec(module).source.skeleton().named_parameters())
             for module in self.module_names
-        }
-        return {
-            name: counted(every[module][own] for module, own in self.parameters_of(name))
-            for name in self.part_names
         }
 
     def root_form(self, name: str) -> RootForm:
@@ -312,8 +322,9 @@ class WholeModel:
         source = language_source(
             self._adapted, self.towers, self.is_frozen(LANGUAGE), self.is_frozen(PROJECTOR)
         )
-        blocks = num_blocks(source.skeleton())
-        spec = language_spec(LANGUAGE_MODEL, source, self.towers, blocks)
+        if LANGUAGE_MODEL not in self._blocks:
+            self._blocks[LANGUAGE_MODEL] = num_blocks(source.skeleton())
+        spec = language_spec(LANGUAGE_MODEL, source, self.towers, self._blocks[LANGUAGE_MODEL])
         return replace(spec, packing=self.packing, mixture=self.mixture)
 
     @cached_property

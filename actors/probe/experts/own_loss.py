@@ -90,7 +90,7 @@ def check_own_loss(model: nn.Module, inputs: Mapping[str, Any], cure: str) -> No
 
     def run(shown: Mapping[str, Any]) -> Any:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return model(**copy.deepcopy(dict(shown)), use_cache=False)
 
     try:

@@ -113,7 +113,7 @@ def _fitted(
     ids = inputs["input_ids"]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             output: Any = model(**inputs, labels=ids, use_cache=False)
     except USER_CODE_RAISES as error:  # whatever a module may raise
         raise NotRunError(

@@ -98,7 +98,7 @@ def _extracted(sound: np.ndarray, extract: Extract) -> Features:
     state = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             np.random.seed(0)
             return {name: torch.as_tensor(value) for name, value in extract(sound).items()}
     finally:
