@@ -1,5 +1,6 @@
 # `make train` (a real three-modality run on this machine), `make test`, `make test-system` (whole
-# commands, clusters and kernels in processes of their own, which the former leaves out),
+# commands, clusters and kernels in processes of their own, which the former leaves out), `make
+# test-sweep` (further layouts and models of tests of which `make test` runs some),
 # `make test-fast` (without Ray and Triton's interpreter), `make explore` (property tests on new
 # examples, and more of them) and `make docs` (the pages for users). All create .venv and install
 # what they need: `make train` what training needs, the others in addition what tests need.
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --dura
 EXPLORE_TIMEOUT_S := 3600
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
-.PHONY: train train-vlm test test-system test-fast explore prepare ruff lint docs gpu clean
+.PHONY: train train-vlm test test-system test-sweep test-fast explore prepare ruff lint docs gpu clean
 
 INSTALL := $(BIN)/python -m deploy.install
 $(VENV)/.train: pyproject.toml constraints.txt
@@ -65,13 +66,16 @@ lint: ruff
 	$(BIN)/pyright
 
 test: ruff
-	$(PYTEST) -m "not system"
+	$(PYTEST) -m "not system and not sweep"
 
 test-system: ruff
 	$(PYTEST) -m system
 
+test-sweep: ruff
+	$(PYTEST) -m sweep
+
 test-fast: ruff
-	$(PYTEST) -m "not ray and not triton and not system"
+	$(PYTEST) -m "not ray and not triton and not system and not sweep"
 
 # What fails is printed as an example to put over the test, where every run tries it.
 explore: $(VENV)/.dev

@@ -8,6 +8,10 @@ to start in, and Triton's interpreter is not to be imported in this process at a
 
 ``system`` is set by hand: whole commands, nodes of a cluster, and kernels of notebooks, which
 import everything anew and are killed. They take a quarter of the time of all tests.
+
+``cells(n)`` is set by hand on a test of many layouts or models: ``make test`` runs the first
+``n - 1`` and the last of its parameters, and ``make test-sweep`` runs all others, which get the
+marker ``sweep``.
 """
 
 import os
@@ -25,11 +29,19 @@ NO_RAY = "/dev/null/a test that starts Ray asks for the fixture ray_cluster or h
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs more than this process."""
+    """Marks tests that need more than this process, and the parameters that only a sweep runs."""
+    cells: dict[str, list[pytest.Item]] = {}
     for item in items:
         for fixture, marker in MARKER_OF_FIXTURE.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(marker)
+        if item.get_closest_marker("cells"):
+            cells.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for items_of_test in cells.values():
+        marker = items_of_test[0].get_closest_marker("cells")
+        assert marker is not None
+        for item in items_of_test[marker.args[0] - 1 : -1]:
+            item.add_marker("sweep")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -42,6 +42,7 @@ def made(name: str, train=None) -> WholeModel:
     return model
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", PROJECTORS)
 def test_parts_have_every_parameter_once(name):
     model = made(name)
@@ -52,6 +53,7 @@ def test_parts_have_every_parameter_once(name):
     assert {n for n in named if n.startswith(tuple(PROJECTORS[name]))} == parts[PROJECTOR]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", [*[*PROJECTORS][:5], *[*PROJECTORS][-3:]])
 def test_only_the_projector_moves_where_only_it_is_trained(name):
     train = dict.fromkeys(made(name).part_names, FROZEN) | {PROJECTOR: FULL}
@@ -68,6 +70,7 @@ def test_only_the_projector_moves_where_only_it_is_trained(name):
     assert not frozen.training  # no dropout in what is frozen
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", [*PROJECTORS][1:4])
 @pytest.mark.parametrize("part", [PROJECTOR, LANGUAGE])
 def test_adapters_are_in_the_part_that_they_are_for(name, part):

@@ -117,6 +117,7 @@ def test_kinds_of_adapters(ray_cluster, lora):
         {"vision": ParallelSpec()}, ParallelSpec(pp=2, tp=2), 2, "zero_bubble"))
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     "layout", [
         {"dp": 2, "sharding": "zero1"}, {"dp": 2, "sharding": "fsdp"}, {"cp": 2},

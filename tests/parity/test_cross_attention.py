@@ -203,6 +203,7 @@ def test_four_stages_of_two_processes(ray_cluster, placeholders):
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps[1:], steps]])
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     "degrees",
     [

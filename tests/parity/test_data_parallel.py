@@ -31,6 +31,7 @@ def step() -> list[dict]:
     ]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("vision", "audio", "llm"),
     [

@@ -41,6 +41,7 @@ def expected(module, prompts, **inputs) -> list[list[int]]:
     return found
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("name", "layout"), [
     ("llama", LAYOUTS[0]), ("llama", LAYOUTS[1]), ("gemma3", LAYOUTS[0]), ("gemma3", LAYOUTS[1]),
     ("gpt2", LAYOUTS[0]), ("llama", LAYOUTS[2]),

@@ -140,6 +140,7 @@ def test_packed_stages_and_shards(ray_cluster, llm):
         check_training(parallel, oracle, [[step()]])
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("config", "packing", "mask"),
     [

@@ -51,6 +51,7 @@ def name_of(degrees) -> str:
     return "".join(f"{n}{d}" for n, d in zip(("tp", "cp", "dp"), degrees, strict=True) if d > 1)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("vision", "llm"), MATRIX,
     ids=[f"vision {name_of(v) or 1}-llm {name_of(one) or 1}" for v, one in MATRIX],
@@ -63,6 +64,7 @@ def test_degrees(ray_cluster, vision, llm):
         check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()]])
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("degrees", [{"tp": 2, "cp": 2}, {"tp": 2, "dp": 2}, {"cp": 2, "dp": 2}])
 def test_modules_on_the_same_ranks(ray_cluster, degrees):
     """Encoder and language model take turns on four processes; a gradient that processes share

@@ -27,6 +27,7 @@ def in_slots(plan: Plan, slots: dict[str, int]) -> Plan:
     return replace(plan, stages=stages, schedule=SLOTS)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("specs", "slots"), [
     # Two ranks of two processes, on each of which both towers take turns.
     ({"image": {"tp": 2, "pp": 2, "ranks": (0, 1)}, "text": {"tp": 2, "ranks": (1,)},

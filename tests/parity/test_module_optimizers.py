@@ -58,6 +58,7 @@ def optimizers(named):
     ]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("llm", [{"pp": 2}, {"dp": 2, "sharding": "zero1"}, {"cp": 2}])
 def test_three_steps(ray_cluster, llm):
     described = model()

@@ -102,6 +102,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_of_it_is_applied_and_its_beginning_is_named(ray_cluster, tmp_path, layout):
     start, stage = LAYOUTS[layout]

@@ -65,6 +65,7 @@ def _widths(layer: Any) -> tuple[int, int]:
     return layer.nx, layer.nf
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("lora", "layout", "schedule"), [
     (INT8, {"pp": 2}, "1f1b"), (INT8, {"pp": 2, "tp": 2}, "zero_bubble"),
     (LoraConfig(r=4, dora=True, base="int8"), {"tp": 2, "recompute_layers": "matmuls"}, "1f1b"),
@@ -86,6 +87,7 @@ def wide(config: Any) -> Any:
     return config
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("lora", "layout", "schedule"), [
     (INT4, {"pp": 2, "tp": 2}, "zero_bubble"), (INT4, {"dp": 2, "sharding": "zero1"}, "1f1b"),
     (LoraConfig(r=4, dora=True, base="int4"), {"tp": 2, "recompute_layers": "matmuls"}, "1f1b"),

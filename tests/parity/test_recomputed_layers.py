@@ -79,6 +79,7 @@ def test_attention_that_is_kept_does_not_run_again(option, times, monkeypatch):
     assert len(runs) == 3 * times
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("vision", "llm"),
     [

@@ -63,6 +63,7 @@ def check(config, spec: ParallelSpec, microbatches: int = 4, *, plan=None, **mod
         assert difference <= 1e-3 * moved, name
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     "config, spec, model",
     [

@@ -63,6 +63,7 @@ def ops(output: StepOutput) -> dict[StageId, set[str]]:
     return seen
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("training", TRAINING)
 def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
     """Two ranks; rank i holds vision.i and the language model's stages i and i + 2, whose first

@@ -33,6 +33,7 @@ def never(size: int, seed: int) -> dict[str, torch.Tensor]:
     return pooled_batch(size, seed) | {"used": torch.zeros(size)}
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("batch", [never, pooled_batch])
 @pytest.mark.parametrize("specs", [
     {},  # a rank each
@@ -107,6 +108,7 @@ def last_sample(size: int, seed: int) -> dict[str, torch.Tensor]:
     return batch
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("spec", [
     {"cp": 2}, {"dp": 2, "sharding": "fsdp"}, {"tp": 2}, {"dp": 2, "sharding": "fsdp", "pp": 2},
 ], ids=["cp", "fsdp", "tp", "stages"])  # fmt: skip
@@ -162,6 +164,7 @@ def deep_dag(several: bool) -> ModuleDag:
     })
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("several", [False, True], ids=["tensor", "tuple"])
 @pytest.mark.parametrize("batch", [never, pooled_batch])

@@ -74,6 +74,7 @@ def check(model: WholeModel, plan, microbatches):
         assert difference <= PARAMETER_TOLERANCE * moved + ROUNDING, name
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     "name, specs, train",
     [

@@ -103,6 +103,7 @@ def pids(parallel) -> list[int]:
     return [rank["pid"] for rank in parallel.group.pids()]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_rank_is_replaced_and_losses_are_as_without(start, layout):
@@ -129,6 +130,7 @@ def test_a_killed_rank_is_replaced_and_losses_are_as_without(start, layout):
     assert losses(parallel, range(2, 6)) == whole[2:]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
@@ -144,6 +146,7 @@ def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
     assert first + rest == losses(start(layout), range(3))
 
 
+@pytest.mark.cells(2)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["pipeline", "tensors and tokens", "fsdp"])
 def test_a_spare_takes_the_place_of_a_lost_rank_and_gets_a_successor(start, layout):

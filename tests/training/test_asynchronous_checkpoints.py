@@ -55,6 +55,7 @@ def test_a_disk_that_is_full_while_steps_go_on_is_named_and_the_run_can_go_on(
     assert compare_checkpoints(str(saved.folder), str(state)).same
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.1])
 def test_a_rank_that_is_killed_while_it_writes_leaves_a_whole_checkpoint(
     ray_cluster, tmp_path, seconds

@@ -177,6 +177,7 @@ def with_hooks(model, old):
     return list(weights.values())
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("kind, layout", [
     (TIED, {"pp": 2}), (UNTIED, {"pp": 2}), (TIED, {"tp": 2}),
     (UNTIED, {"dp": 2, "sharding": "fsdp"}),

@@ -27,6 +27,7 @@ def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tm
     assert_same_state(tmp_path / "run", finished.path)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("layout", [
     {"language_model": {"ranks": [0]}, "encoders": {"vision": {"pp": 2, "ranks": [0, 1]}}},
     {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}},

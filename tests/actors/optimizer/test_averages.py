@@ -104,6 +104,7 @@ def test_what_cannot_be(values, says):
         EmaConfig(**values)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("layout", [
     {"pp": 2}, {"dp": 2, "sharding": "zero1"}, {"dp": 2, "sharding": "fsdp"}, {"tp": 2},
 ], ids=lambda layout: "-".join(map(str, layout.values())))  # fmt: skip

@@ -326,7 +326,7 @@ ROWS = st.one_of(
 
 
 @given(ROWS, st.sampled_from([None, *FORMS]))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_row_is_a_sample_or_a_row_error(row, form):
     columns = {"image": "images", "audio": "audio"}
     try:
