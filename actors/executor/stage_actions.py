@@ -179,7 +179,7 @@ class StageActions:
             context = MicrobatchContext(
                 meta.label_tokens, microbatch, ids, None, meta.scales, samples, offsets,
                 meta.decode, meta.sample_seeds(microbatch) if meta.first_samples else None,
-                meta.reference, step.learns, meta.router_counts, meta.samples_in(microbatch),
+                meta.reference, step.learns, meta.router_counts,
             )
             if self.draws is False and around is None and with_grad:
                 return leaves, run(inputs, named, context)
@@ -212,7 +212,10 @@ class StageActions:
         draws.enter("stage")
         in_parts = getattr(self._stage, "is_shared", False) or context.samples
         with SharedDraws() if in_parts else nullcontext():
-            output = self._stage.run(inputs, named, context._replace(draws=draws))
+            count = meta.samples_in(context.microbatch)
+            output = self._stage.run(
+                inputs, named, context._replace(draws=draws, sample_count=count)
+            )
         if drawn is None:
             draws.end()
             self.draws = draws.drawn

@@ -103,7 +103,8 @@ def test_a_model_whose_tokens_cannot_be_shared_out_is_refused_by_name(ray_cluste
         (counting, "Bart.*order of tokens besides their position_ids"),
     ):
         with pytest.raises(ProbeError, match=why):
-            spec.apply(MultimodalModule({}, ModalityModule(config)))
+            # Bart, whose own loss is not shifted, is refused for that otherwise.
+            spec.apply(MultimodalModule({}, ModalityModule(config), router_loss="ignore"))
     assert ended_actors() == []
 
 

@@ -11,11 +11,12 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.brief_error import brief
@@ -87,6 +88,9 @@ def check_own_loss(model: nn.Module, inputs: Mapping[str, Any], cure: str) -> No
     labels = ids
     if real is not None and real.shape == ids.shape:
         labels = ids.where(real.bool(), IGNORE_INDEX)
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if head is not None:  # tokens of images may have embeddings and no logits
+        labels = labels.where(labels < cast(nn.Linear, head).weight.shape[0], IGNORE_INDEX)
 
     def run(shown: Mapping[str, Any]) -> Any:
         with torch.random.fork_rng(devices=[]), torch.no_grad():

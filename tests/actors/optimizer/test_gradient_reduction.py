@@ -119,7 +119,7 @@ def _early(rank: int) -> None:
 def _training(rank: int) -> None:
     """Copies on one process, of stages that end at different times; optimizer state of every
     parameter at all holders, or at one. The same parameters as in one process after three steps."""
-    config = OptimizerConfig(lr=0.1, eps=1e-5, max_grad_norm=0.5)
+    config = OptimizerConfig(lr=0.1, eps=1e-5, max_grad_norm=0.5, no_decay=())
     stages = {
         0: [StageId("a", 0), StageId("a", 0, 1)],
         1: [StageId("a", 0, 2)],
