@@ -32,12 +32,14 @@ from tests.actors.multiplex_models import (
     imagebind_batch,
     unified_batch,
 )
-from tests.trainer_groups import trainer_groups
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
 # norm makes clipping bite.
 MAX_NORM = 0.02
-OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=MAX_NORM)
+# All decay, so that biases whose gradients are nothing but rounding move, too.
+OPTIMIZER = OptimizerConfig(
+    lr=1e-3, eps=1e-5, weight_decay=0.1, no_decay=(), max_grad_norm=MAX_NORM
+)
 PARAMETER_TOLERANCE = 1e-3  # of how far a parameter has moved
 STEPS = 3
 
@@ -72,8 +74,8 @@ def check(dag, plan, steps, unmoved=(), **options):
         assert gradient_problems(running.gradients(), due) == []
         running.zero_grad()
         optimizer = torch.optim.AdamW(
-            trainer_groups(dag, OPTIMIZER.weight_decay), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas,
-            eps=OPTIMIZER.eps,
+            trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
+            weight_decay=OPTIMIZER.weight_decay,
         )
         for number, step in enumerate(steps):
             optimizer.zero_grad()
