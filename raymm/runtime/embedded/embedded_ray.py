@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 from ray._private import node, ray_constants, services
-from ray._raylet import Config
+from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
 from raymm.actors.placement.placement import ClusterError
 from raymm.runtime.embedded import cluster_guardian
