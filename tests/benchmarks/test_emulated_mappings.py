@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
@@ -22,6 +22,7 @@ from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.program.program import Op
 
 
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 30), st.sampled_from(["star", "parallel"]))
 def test_the_slowest_gpu_of_a_module_takes_what_the_model_predicts(seed, kind):
     problem = random_problem(seed, kind, 7, 4)
