@@ -131,13 +131,19 @@ def replay(step, log, starts, early, seconds, transfers, bound):
 
 @part
 def _receive(step, messages, task, early, clock, runnable, queued):
-    """Receive all that a task needs, in the program's order; False if something is not sent."""
+    """Receive all that a task needs, in the program's order; False if something is not sent.
+
+    Only a message that had not been received wakes its sender: two ranks that wait for a third
+    would wake each other for ever.
+    """
     stage, microbatch, operation = task[0], task[1], task[2]
     rank = step.stages[stage, RANK]
     if operation == F or operation == F_NO_GRAD or operation == F_CHECKPOINTED:
         for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
             if step.carried[edge, microbatch]:
                 message = _message(step, edge, microbatch)
+                if messages.received[OUTPUT, message, microbatch]:
+                    continue
                 if not _received(messages, OUTPUT, message, microbatch, rank, clock):
                     return False
                 _wake(step.stages[step.edges[edge, PRODUCER], RANK], runnable, queued)
@@ -148,6 +154,8 @@ def _receive(step, messages, task, early, clock, runnable, queued):
         for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
             edge = step.edges[at, CONSUMER_EDGE]
             if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
+                if messages.received[GRADIENT, edge, microbatch]:
+                    continue
                 if not _received(messages, GRADIENT, edge, microbatch, rank, clock):
                     return False
                 _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
@@ -156,9 +164,7 @@ def _receive(step, messages, task, early, clock, runnable, queued):
 
 @part
 def _received(messages, direction, edge, microbatch, rank, clock):
-    """Receive a message unless the rank has it already; False if it is not sent."""
-    if messages.received[direction, edge, microbatch]:
-        return True
+    """Receive a message; False if it is not sent."""
     arrival = messages.arrivals[direction, edge, microbatch]
     if arrival == np.inf:
         return False
@@ -204,6 +210,8 @@ def _send(step, messages, task, clock, transfers, bound, runnable, queued):
         for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
             edge = step.edges[at, CONSUMER_EDGE]
             if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
+                if messages.arrivals[OUTPUT, edge, microbatch] < np.inf:
+                    continue
                 if not _sent(messages, OUTPUT, edge, microbatch, rank, clock, transfers, bound):
                     return False
                 _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
@@ -216,6 +224,8 @@ def _send(step, messages, task, clock, transfers, bound, runnable, queued):
             if not _all_handed(step, messages, producer, rank, microbatch):
                 continue  # the rank's last stage that reads it sends the sum
             message = _message(step, edge, microbatch)
+            if messages.arrivals[GRADIENT, message, microbatch] < np.inf:
+                continue
             if not _sent(messages, GRADIENT, message, microbatch, rank, clock, transfers, bound):
                 return False
             _wake(step.stages[producer, RANK], runnable, queued)
@@ -234,9 +244,7 @@ def _all_handed(step, messages, producer, rank, microbatch):
 
 @part
 def _sent(messages, direction, edge, microbatch, rank, clock, transfers, bound):
-    """Send a message unless it is sent already; False if too many are not received."""
-    if messages.arrivals[direction, edge, microbatch] < np.inf:
-        return True
+    """Send a message; False if too many are not received."""
     count = messages.counts[direction, 0, edge]
     if count >= bound:
         if messages.counts[direction, 1, edge] <= count - bound:
