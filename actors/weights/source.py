@@ -308,7 +308,9 @@ def _init_by_name(model: PreTrainedModel, seed: int) -> None:
             # torch.manual_seed would format a traceback for each absent kind of device.
             torch.default_generator.manual_seed(derive_seed(seed, name))
             initialize_parametrized(module)
-            _enclosing_model(model, name)._init_weights(module)
+            if all(map(torch.is_floating_point, module.parameters(recurse=False))):
+                # Quantised weights of a base under adapters are never drawn.
+                _enclosing_model(model, name)._init_weights(module)
 
 
 def _enclosing_model(model: PreTrainedModel, name: str) -> PreTrainedModel:
