@@ -150,7 +150,6 @@ class StageModule(nn.Module):
     process would, as several processes share its microbatches or its parameters' products.
     """
 
-
     def run(
         self,
         inputs: dict[str, Any] | None,
