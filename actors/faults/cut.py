@@ -41,9 +41,16 @@ class OwnConnections:
         return count
 
 
+# Aborted groups are never released: the destructor of one joins torch's watchdog, which sleeps for
+# 60 seconds after an error, and the thread that wrote the flight recorder, which sleeps for 480.
+_aborted: list[dist.ProcessGroup] = []
+
+
 def _abort_nccl() -> None:
-    """An operation of NCCL waits on the device, for ever."""
+    """Abort all process groups if the default group is NCCL's, whose operations wait on the device
+    without a limit. Torch forgets the groups: none is left to destroy."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
+        _aborted.extend(dist.distributed_c10d._world.pg_map)
         dist.distributed_c10d._abort_process_group()
 
 

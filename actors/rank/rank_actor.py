@@ -135,7 +135,8 @@ class RankActor(StoredRank):
         Args:
             actors, generation: as of :meth:`connect`.
         """
-        dist.destroy_process_group()
+        if dist.is_initialized():  # aborted groups of NCCL are gone already
+            dist.destroy_process_group()
         self._meet(actors, generation)
         self._programs.clear()
         if any(isinstance(part, FSDPModule) for stage in self._stages.values()

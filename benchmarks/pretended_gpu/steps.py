@@ -86,7 +86,7 @@ def _plan(model: MultimodalModule, case: Case) -> Plan:
     return replace(plan, stages=stages, shared_ranks=None)
 
 
-class _Rank:
+class RankProcess:
     """One rank of a plan in this process, with everything that an actor does in a step."""
 
     def __init__(
@@ -97,30 +97,35 @@ class _Rank:
         specs = rank_specs(
             model, plan, optimizer=OPTIMIZER, autocast=case.autocast, device=kind, threads=1
         ).specs
-        self._actor = RankActor(specs[rank])
-        self._actor._stores = {0: TcpMeeting(rank, len(specs), port)}
-        self._actor.connect({})
-        self._actor.build()
-        program = lower(plan, [(VISION,)] * TINY.microbatches)
-        proof = check_program(program)
-        ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)  # nothing is shared
-        self._actor.load_program(
-            "step", program.with_optimizer_ops(ops).ranks[rank], proof.issues[rank], proof.bound
-        )
+        self.actor = RankActor(specs[rank])
+        self.actor._stores = {0: TcpMeeting(rank, len(specs), port)}
+        self.actor.connect({})
+        self.actor.build()
+        self._plan, self._rank = plan, rank
+        self.load()
         self._inputs = self._of_rank(plan, rank)
         self._labels = sum(
             int((batch["labels"][:, 1:] != -100).sum()) for batch in microbatches(TINY)
         )
         self._number = 0
         self._waits, self.counted = waits, {}
-        enter = self._actor.whereabouts.enter
+        enter = self.actor.whereabouts.enter
 
         def noting(task: Any) -> None:
             enter(task)
             if task == "the end of a step":
                 self.counted = dict(self._waits)
 
-        self._actor.whereabouts.enter = noting
+        self.actor.whereabouts.enter = noting
+
+    def load(self) -> None:
+        """Load the step's program, which the actor forgets when it reconnects."""
+        program = lower(self._plan, [(VISION,)] * TINY.microbatches)
+        proof, rank = check_program(program), self._rank
+        ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)  # nothing is shared
+        self.actor.load_program(
+            "step", program.with_optimizer_ops(ops).ranks[rank], proof.issues[rank], proof.bound
+        )
 
     def _of_rank(self, plan: Plan, rank: int) -> list[tuple[Any, int, dict[str, Any]]]:
         inputs = []
@@ -136,7 +141,7 @@ class _Rank:
         meta = StepMeta(self._number, self._labels, (0,) * TINY.microbatches)
         self._number += 1
         layout = [(stage, microbatch) for stage, microbatch, _ in self._inputs]
-        result = self._actor.run_step("step", meta, layout, *(i for *_, i in self._inputs))
+        result = self.actor.run_step("step", meta, layout, *(i for *_, i in self._inputs))
         return sum(result.losses.values()), result.grad_norm or 0.0
 
 
@@ -152,7 +157,7 @@ def run(name: str, rank: int, port: int) -> dict[str, Any]:
     case, numbers, counted = CASES[name], [], {}
     with pretended_gpu() as waits, cpu_kernels():
         for again, kind in enumerate(("cpu", "cuda")):
-            process = _Rank(case, rank, port + again, kind, waits)
+            process = RankProcess(case, rank, port + again, kind, waits)
             steps = []
             for _ in range(STEPS):
                 waits.clear()

@@ -1,12 +1,45 @@
-"""A call that cuts connections and comes late cuts none of those that were made since."""
+"""Connections of a rank that are cut, and how the rank continues afterwards."""
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks._tcp_meeting import TcpMeeting
+from benchmarks.pretended_gpu.steps import CASES, RankProcess
+from raymm.actors.optimizer.progress import Progress
 from raymm.actors.rank.rank_actor import RankActor
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def rank(monkeypatch) -> Iterator[RankProcess]:
+    """A rank whose process groups are gloo's and say that they are NCCL's."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    yield RankProcess(CASES["fp32"], 0, free_port(), "cpu", {})
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def reconnect(rank: RankProcess, generation: int) -> None:
+    store = TcpMeeting(0, 1, free_port())
+    store.generation = generation
+    rank.actor._stores[generation] = store
+    rank.actor.renew({}, generation)
+    rank.load()
 
 
 def test_only_connections_of_its_generation_are_cut() -> None:
@@ -18,3 +51,15 @@ def test_only_connections_of_its_generation_are_cut() -> None:
     assert counts["cut"] == 0 and not rank._failed
     rank.cut(1)
     assert counts["cut"] == 1 and rank._failed
+
+
+def test_a_rank_reconnects_after_its_nccl_groups_are_aborted(rank: RankProcess) -> None:
+    losses = [rank.step()[0]]
+    for generation in (1, 2):
+        rank.actor.cut(generation - 1)
+        rank.actor.cut(generation - 1)  # the driver sends a second call before it reconnects
+        assert not dist.is_initialized()
+        assert rank.actor.leave() == Progress(generation, True)
+        reconnect(rank, generation)
+        losses.append(rank.step()[0])
+    assert losses[0] > losses[1] > losses[2]
