@@ -23,19 +23,23 @@ class ParameterAverages:
 
     ``average = decay * average + (1 - decay) * weight`` after every ``every``-th step, beginning
     with the weights before a parameter's first update; steps that are not applied change nothing.
-    All in fp32 (or wider, as the parameter).
+    All in fp32 (or wider, as the parameter). The average of a parameter that is frozen after it was
+    trained continues to follow its weight; such averages come from checkpoints and snapshots alone,
+    because the average of a parameter that was never trained is its weight.
 
     Args:
         updated: plain tensors, by stage and name.
+        frozen: frozen parameters of this process, by stage and name.
         in_bf16: of these, by id, those that are kept in bf16.
         config: says how; None for no averages.
     """
 
     def __init__(
-        self, updated: Mapping[Key, nn.Parameter], in_bf16: Mapping[int, Bf16Parameter],
-        config: EmaConfig | None,
+        self, updated: Mapping[Key, nn.Parameter], frozen: Mapping[Key, nn.Parameter],
+        in_bf16: Mapping[int, Bf16Parameter], config: EmaConfig | None,
     ) -> None:
-        self._updated, self._in_bf16, self._config = updated, in_bf16, config
+        self._updated, self._frozen = updated, frozen
+        self._in_bf16, self._config = in_bf16, config
         self._values: dict[Key, torch.Tensor] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -72,7 +76,7 @@ class ParameterAverages:
             state: of it; others' tensors in it do not matter.
         """
         if self._config is not None and AVERAGE_NAME in state:
-            self._values[key] = state[AVERAGE_NAME].to(self._updated[key].device)
+            self._values[key] = state[AVERAGE_NAME].to(self._parameter(key).device)
 
     def forget(self) -> None:
         """There are none, and none is shown."""
@@ -81,18 +85,20 @@ class ParameterAverages:
 
     @torch.no_grad()
     def show(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Parameters that are updated here become their averages, until :meth:`hide`.
+        """Parameters that have an average here become their averages, until :meth:`hide`.
 
         Args:
-            parameters: all that may become others meanwhile; they are kept in host memory.
+            parameters: trained parameters that may change until :meth:`hide`; their values are
+                copied to host memory.
         """
         if self._hidden or self._config is None:
             return
-        for parameter in parameters:
+        averaged = (self._frozen[key] for key in self._values if key in self._frozen)
+        for parameter in (*parameters, *averaged):
             tensor = local_part(parameter.detach())
             self._hidden.append((tensor, torch.empty_like(tensor, device="cpu").copy_(tensor)))
         for key, value in self._values.items():
-            self._updated[key].copy_(value)
+            self._parameter(key).copy_(value)
 
     @torch.no_grad()
     def hide(self) -> None:
@@ -101,9 +107,15 @@ class ParameterAverages:
             tensor.copy_(kept)
         self._hidden.clear()
 
+    def _parameter(self, key: Key) -> torch.Tensor:
+        """The elements of a parameter that this process holds."""
+        if key in self._updated:
+            return self._updated[key]
+        return local_part(self._frozen[key].detach())
+
     def _weight(self, key: Key) -> torch.Tensor:
         """A parameter as its updates see it: fp32, or wider."""
-        parameter = self._updated[key]
+        parameter = self._parameter(key)
         kept = self._in_bf16.get(id(parameter))
         if kept is None:
             return parameter.detach()

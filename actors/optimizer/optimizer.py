@@ -80,13 +80,15 @@ class RankOptimizer:
         agree: makes a tensor the elementwise maximum over the processes that share a parameter of
             a module, in place.
         seed: of the run, for rounding at random.
+        frozen: frozen parameters of this process by (stage, name), whose averages continue.
 
     Attributes:
         updated: the parameters that are updated here, not at another owner; of sharded ones the
             part that is here, if there is any. Plain tensors, which optimizers can take together.
         reduction: sums gradients over holders.
         in_bf16: parameters that are kept in bf16, by id.
-        averages: of the parameters that are updated here.
+        averages: of the parameters that are updated here, and of frozen ones that were trained.
+        frozen: frozen parameters of this process.
         observer: notes what is not finite.
     """
 
@@ -102,6 +104,7 @@ class RankOptimizer:
         parts: Mapping[tuple[StageId, str], ParameterPart] | None = None,
         agree: Agree | None = None,
         seed: int = 0,
+        frozen: Mapping[tuple[StageId, str], nn.Parameter] | None = None,
     ) -> None:
         self.parameters = parameters
         self.config = config
@@ -143,7 +146,8 @@ class RankOptimizer:
         self._updates = ParameterUpdates(
             self.updated, config, matrices, layer_norms, self.in_bf16, parts, agree
         )
-        self.averages = ParameterAverages(self.updated, self.in_bf16, config.ema)
+        self.frozen = frozen or {}
+        self.averages = ParameterAverages(self.updated, self.frozen, self.in_bf16, config.ema)
         self._modules = modules
 
     def clip(self) -> None:
@@ -313,9 +317,11 @@ class RankOptimizer:
         """Optimizer state by (stage, name, key)."""
         return {
             (*place, key): value
-            for place in self.updated for key, value in (
-                *self._updates.state(place).items(), *self.averages.state(place).items()
-            )
+            for place in self.updated for key, value in self._updates.state(place).items()
+        } | {
+            (*place, key): value
+            for place in (*self.updated, *self.frozen)
+            for key, value in self.averages.state(place).items()
         }
 
     def forget_state(self) -> None:
@@ -331,11 +337,12 @@ class RankOptimizer:
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
             states.setdefault((stage, name), {})[key] = value
-        for place in self.updated:
+        for place in (*self.updated, *self.frozen):
             state = states.get(place, {})
             self.averages.load_state(place, state)
-            own = {key: value for key, value in state.items() if key != AVERAGE_NAME}
-            self._updates.load_state(place, own)
+            if place in self.updated:
+                own = {key: value for key, value in state.items() if key != AVERAGE_NAME}
+                self._updates.load_state(place, own)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -197,6 +197,12 @@ class RankActor(StoredRank):
             self._spec.rank, parameters, self._spec.optimizer, self._spec.parameter_ownership,
             self._connections.reductions, self._device, self._stages.values(),
             self._parts(parameters), self._make_largest, self._spec.seed,
+            {
+                (stage, name): parameter
+                for stage, module in self._stages.items()
+                for name, parameter in module.named_parameters()
+                if not parameter.requires_grad
+            },
         )
         self._executor = self._new_executor()
         return {

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.modules.cut import own_buffers
+from raymm.actors.optimizer.averages import AVERAGE_NAME
 from raymm.actors.optimizer.checkpoint_shards import (
     Loaded,
     ShardFile,
@@ -176,10 +177,13 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         taken = list(read)
         state: dict[tuple[StageId, str, str], torch.Tensor] = {}
         keys = stored.optimizer_keys()
-        for stage, name in self._optimizer.updated:
+        for stage, name in (*self._optimizer.updated, *self._optimizer.frozen):
             base = f"optimizer/{stage.module}/{name}"
             shard = self._shard(stage, name)
-            shards = {f"{base}/{key}": shard for key in keys.get(base, ())}
+            shards = {
+                f"{base}/{key}": shard for key in keys.get(base, ())
+                if key == AVERAGE_NAME or (stage, name) in self._optimizer.updated
+            }
             for full, value in stored.read(shards).items():
                 state[stage, name, full.rpartition("/")[2]] = value
                 taken.append(full)
