@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raymm.actors.rank.meeting import stay_on
+from raymm.actors.host.interfaces import use_interface
 from raymm.actors.rank.meeting_store import MeetingStore
 
 LOCAL = "127.0.0.1"
@@ -27,7 +27,7 @@ class TcpMeeting(MeetingStore):
 
     def __init__(self, me: int, processes: int, port: int) -> None:
         super().__init__(me, TIMEOUT)
-        stay_on(LOCAL)
+        use_interface(LOCAL)
         self._shared = dist.TCPStore(
             LOCAL, port, processes, me == 0, TIMEOUT, wait_for_workers=False
         )

@@ -86,6 +86,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/quota": (),
     "actors/faults": ("kernels", "actors/storage"),
     "actors/features": (),
+    "actors/host": (),
     "actors/modules": ("kernels", "scheduler", "actors/quota"),
     "actors/placement": ("scheduler/plan",),
     "actors/recompute": ("kernels", "scheduler", "actors/quota", "actors/modules"),
@@ -124,7 +125,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
-        "actors/adapters", "actors/features",
+        "actors/adapters", "actors/features", "actors/host",
         "actors/placement", "actors/recompute", "actors/storage", "actors/sharding",
         "actors/optimizer", "actors/stages", "actors/executor", "actors/recovery",
     ),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from torch.distributed import distributed_c10d
 from raymm.actors.faults.flight_recorder import record_flight
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.observed_actor import ObservedActor
+from raymm.actors.host.interfaces import use_interface
 from raymm.actors.rank.meeting_store import MeetingStore, News
 from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_to, wait
 
@@ -230,15 +229,6 @@ def _few(ranks: Sequence[int]) -> str:
     return ", ".join(listed) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
-def stay_on(address: str) -> None:
-    """Where processes meet on the loopback interface, those of gloo listen on no other. To be
-    called before the first process group is made."""
-    if ipaddress.ip_address(address).is_loopback:
-        names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        for name in names[:1]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
 class MeetingActor(ObservedActor):
     """Base of such actors.
 
@@ -301,6 +291,6 @@ class MeetingActor(ObservedActor):
         if actors:
             import ray
 
-            stay_on(ray.util.get_node_ip_address())
+            use_interface(ray.util.get_node_ip_address())
         with self._store.opened(members, actors):
             yield

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.gpu.device import Device
 from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.host.interfaces import use_interface
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.rank.meeting import stay_on
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.load import Load
@@ -142,7 +142,7 @@ class OneRank:
         )  # fmt: skip
         self.plan = plan
         self.actor = RankActor(ranks.specs[0])
-        stay_on(LOCAL)
+        use_interface(LOCAL)
         self.actor.connect({})  # it is alone
         self.parameters = self.actor.build()
         self.program = _program(plan, len(batches))

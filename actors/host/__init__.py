@@ -1,0 +1,1 @@
+"""Host of a process: network interfaces, GPU driver, compilers."""
