@@ -30,9 +30,9 @@ def use_interface(address: str) -> None:
 
 def interface_with(address: str) -> str | None:
     """Return the name of the interface that has an address; None if no interface has it."""
-    families = (socket.AF_INET, socket.AF_INET6)
+    kinds = (socket.AF_INET, socket.AF_INET6)
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
-            if each.family in families and each.address.partition("%")[0] == address:
+            if each.family in kinds and each.address.partition("%")[0] == address:
                 return name
     return None

@@ -54,11 +54,11 @@ def on_host(tmp_path):
 
 
 def addresses():
-    families = (socket.AF_INET, socket.AF_INET6)
+    kinds = (socket.AF_INET, socket.AF_INET6)
     return [
         (name, each.address.partition("%")[0])
         for name, of_interface in psutil.net_if_addrs().items()
-        for each in of_interface if each.family in families
+        for each in of_interface if each.family in kinds
     ]  # fmt: skip
 
 
