@@ -43,18 +43,23 @@ class Inquiry:
     dead: Mapping[int, RayActorError] = field(default_factory=dict)
     silent: tuple[int, ...] = ()
 
-    def culprits(self, long: float) -> list[int]:
+    def culprits(self, long: float, aborted: Collection[int] = ()) -> list[int]:
         """Dead processes, then those that do not answer; else the one that has computed for longest
-        while another waits for it. None if all wait, or none computes for long.
+        while another waits for it. None if all wait, or none computes for long. Dead processes that
+        ended by SIGABRT come last: NCCL's watchdog ends those that wait for another one so.
 
         Args:
             long: seconds of computing from which on others may have given up because of it.
+            aborted: dead processes that ended by SIGABRT.
         """
-        if self.dead or self.silent:
-            return [*sorted(self.dead), *sorted(self.silent)]
+        victims = sorted(self.dead.keys() & set(aborted))
+        if causes := [*sorted(self.dead.keys() - set(aborted)), *sorted(self.silent)]:
+            return [*causes, *victims]
         busy = {n: r for n, r in self.reports.items() if r.doing and not r.waits}
         longest = max(busy, key=lambda n: busy[n].seconds, default=None)
-        return [] if longest is None or busy[longest].seconds < long else [longest]
+        if longest is None or busy[longest].seconds < long:
+            return victims
+        return [longest, *victims]
 
     def still(self) -> float:
         """Seconds since any of those that answer has begun something; infinite if none does."""

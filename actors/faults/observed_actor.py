@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
-from raymm.actors.faults.stacks import Address, StackFile
+from raymm.actors.faults.stacks import Address, StackFile, error_log
 from raymm.actors.faults.whereabouts import Report, Whereabouts
 from raymm.actors.storage.seen import problem_seeing
 
@@ -64,7 +64,8 @@ class ObservedActor:
         import ray
 
         address = Address(
-            ray.get_runtime_context().get_node_id(), os.getpid(), self._stack_file.descriptor
+            ray.get_runtime_context().get_node_id(), os.getpid(), self._stack_file.descriptor,
+            error_log(),
         )
         return {
             "host": platform.node(), "pid": os.getpid(), "device": self._device_name,

@@ -18,6 +18,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 # Seconds for them to come, and between two looks whether they are there. A process that is stopped
 # is not asked; an error waits for those of the others.
 STACKS_TIMEOUT_S, STACKS_LOOK_S = 1.0, 0.05
+# Bytes at the end of a log that are searched for the reason of the process's end.
+LOG_TAIL_BYTES = 64 * 1024
 
 _STATES = {
     "R": "computing", "S": "sleeping", "D": "waiting for a disk", "T": "stopped by a signal",
@@ -32,20 +34,23 @@ class Address(NamedTuple):
         node: Ray's id of the node.
         pid: of the process.
         descriptor: its descriptor of the file.
+        errors: path of the log on that node that its standard error goes to; empty if unknown.
     """
 
     node: str
     pid: int
     descriptor: int
+    errors: str = ""
 
 
 class Look(NamedTuple):
-    """A process from outside: what the system says of it, the stacks of its threads, and files of
-    NCCL's flight recorder."""
+    """A process from outside: what the system says of it, the stacks of its threads, files of
+    NCCL's flight recorder, and True in ``aborted`` if SIGABRT has ended the process."""
 
     state: str
     stacks: str
     records: tuple[str, ...] = ()
+    aborted: bool = False
 
 
 class StackFile:
@@ -69,7 +74,26 @@ def look_at(address: Address) -> Look:
     except OSError as error:
         gone = not Path(f"/proc/{address.pid}").exists() and Path("/proc").is_dir()
         state, stacks = "dead" if gone else f"unknown ({error})", ""
-    return Look(state, stacks, records(address.pid))
+    return Look(state, stacks, records(address.pid), _aborted(address.errors))
+
+
+def error_log() -> str:
+    """Return the path of the file that this process's standard error goes to; empty if unknown."""
+    try:
+        return os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+
+
+def _aborted(errors: str) -> bool:
+    """Return whether a log ends with what Python's fault handler writes on SIGABRT, which Ray
+    enables in its workers."""
+    try:
+        with Path(errors).open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            return b"Fatal Python error: Aborted" in stream.read()
+    except OSError:  # unknown, or a pipe
+        return False
 
 
 def _stacks(address: Address) -> str:

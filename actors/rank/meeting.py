@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from raymm.actors.faults.flight_recorder import record_flight
 from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.nccl_errors import only_abort
 from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.host.interfaces import use_interface
 from raymm.actors.rank.meeting_store import MeetingStore, News
@@ -30,8 +31,8 @@ class Timeouts(NamedTuple):
 
     Attributes:
         wait: for any operation, and for others to come; what is late is asked about, and named.
-        watchdog: until NCCL's own watchdog ends a process whose operation on a GPU does not end.
-            Longer, as it names nobody: it is there for processes that nobody can ask any more.
+        watchdog: until an operation on a GPU counts as failed, and its process ends. Longer, as
+            NCCL's watchdog cannot name the culprit: for processes that the driver cannot reach.
     """
 
     wait: timedelta
@@ -55,6 +56,7 @@ def prepare_nccl(device: torch.device) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Messages of a group follow one another: that is what the program's order is for.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+    only_abort()
     record_flight()
 
 

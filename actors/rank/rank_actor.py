@@ -17,6 +17,7 @@ from raymm.actors.executor.executor import Executor, Prepared
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cut import OwnConnections
 from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.nccl_errors import end_after_timeouts
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.features.kept_features import FeatureWriter
 from raymm.actors.memory.peak_memory import PeakMemory
@@ -87,6 +88,8 @@ class RankActor(StoredRank):
         torch.set_num_threads(self._spec.threads)
         KERNEL_CHOICE.use(self._spec.kernels)
         self._meet(actors, generation)
+        if self._device.type == "cuda":
+            end_after_timeouts()
 
     def _meet(self, actors: Mapping[int, Any], generation: int) -> None:
         spec, before = self._spec, getattr(self, "_connections", None)

@@ -240,6 +240,15 @@ class ObservedRanks(ABC):
 
     def _died(self, rank: int, error: RayActorError) -> NoReturn:
         self._look_at_node_of(rank, error, 0.0)
+        if self._aborted([rank]):  # perhaps because of another rank, which is named instead
+            asked = inquire(dict(enumerate(self._actors)))
+            inquiry = replace(asked, dead={**asked.dead, rank: error})
+            culprits = self._culprits(inquiry)
+            if culprits[0] not in inquiry.dead:
+                reason = f"{self._name(rank)} died: it ended itself (SIGABRT)"
+                names, addresses = self._names, self._addresses
+                self._fail(blamed(inquiry, reason, names, addresses, culprits), error)
+            rank, error = culprits[0], inquiry.dead[culprits[0]]
         failure = death(rank, error, self._names, self._addresses)
         self._look_at_node_of(rank, error, BOTH_LOOKS_S)  # which ends after its processes, perhaps
         self._fail(failure, error)
@@ -274,8 +283,17 @@ class ObservedRanks(ABC):
 
     def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
         """End with the one that the others wait for, and with what each was doing."""
-        culprits = inquiry.culprits(long=self._patience / 2)
+        culprits = self._culprits(inquiry)
         self._fail(blamed(inquiry, reason, self._names, self._addresses, culprits), error)
+
+    def _culprits(self, inquiry: Inquiry) -> list[int]:
+        return inquiry.culprits(self._patience / 2, self._aborted(inquiry.dead))
+
+    def _aborted(self, dead: Collection[int]) -> list[int]:
+        """Return the dead ranks that ended by SIGABRT."""
+        addresses = {rank: self._addresses[rank] for rank in dead if rank in self._addresses}
+        looks = look_from_outside(addresses) if addresses else {}
+        return [rank for rank, look in looks.items() if look.aborted]
 
     def _fail(self, failure: Failure, error: BaseException | None) -> NoReturn:
         """End the processes, unless others can take the places of those that are lost."""

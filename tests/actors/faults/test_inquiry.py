@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from raymm.actors.faults import inquiry
-from raymm.actors.faults.stacks import Address, Look
+from raymm.actors.faults.inquiry import Inquiry
+from raymm.actors.faults.stacks import Address, Look, look_at
+from raymm.actors.faults.whereabouts import Report
 
 HERE, THERE, GONE = ("here", "a" * 56, "b" * 56)  # as Ray writes ids of nodes
 LOOKED = Look("sleeping", "its stacks")
@@ -91,3 +96,35 @@ def test_killing_looks_at_nobody(monkeypatch, ended) -> None:
     assert ended == [1000] and not cluster.calls
     inquiry.kill_from_outside(processes([HERE, THERE]))
     assert sorted(ended) == [1000, 1000, 1001]
+
+
+@pytest.mark.parametrize("signal", ["ABRT", "KILL", "SEGV"])
+def test_a_process_that_aborted_is_recognised_by_its_log(signal, tmp_path) -> None:
+    log = tmp_path / "worker.err"
+    code = "import faulthandler, os, signal; faulthandler.enable(); os.kill(os.getpid(), {})"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code.format(f"signal.SIG{signal}")], stderr=errors
+        )
+        process.wait(60)
+    assert look_at(Address(HERE, process.pid, 0, str(log))).aborted is (signal == "ABRT")
+    assert not look_at(Address(HERE, process.pid, 0, "pipe:[7]")).aborted
+
+
+def test_aborted_processes_are_blamed_last() -> None:
+    """For every state of three processes, of which the first ended by SIGABRT."""
+    error = RayActorError()
+    states = ("dead", "silent", "computes", "waits")
+    for second, third in itertools.product(states, repeat=2):
+        others = {1: second, 2: third}
+        reports = {
+            n: Report("a step", 100.0, state == "waits")
+            for n, state in others.items() if state in ("computes", "waits")
+        }
+        dead = {0: error, **{n: error for n, state in others.items() if state == "dead"}}
+        silent = tuple(n for n, state in others.items() if state == "silent")
+        culprits = Inquiry(reports, dead, silent).culprits(50.0, [0])
+        ranks = sorted(others, key=lambda n: states.index(others[n]))
+        assert culprits[-1] == 0
+        assert culprits[0] == (0 if others[ranks[0]] == "waits" else ranks[0])
+        assert Inquiry(reports, dead, silent).culprits(50.0)[0] == 0

@@ -266,14 +266,18 @@ def test_what_nccl_and_cuda_read_is_set_where_nobody_has(monkeypatch) -> None:
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    # The watchdog aborts communicators and does not end the process.
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
     file = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "3")
     file.write_text("what torch writes")
     assert str(file) in records(os.getpid())
     file.unlink()
     os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
-    del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    del os.environ["PYTORCH_CUDA_ALLOC_CONF"], os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    os.environ["NCCL_ASYNC_ERROR_HANDLING"] = "1"
     meeting.prepare_nccl(torch.device("cuda"))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
 def test_messages_under_way_leave_multiprocessors_to_others() -> None:

@@ -10,13 +10,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raymm.actors.executor.step_meta import StepMeta, StepResult, pack_labels
+from raymm.actors.faults import diagnosis
+from raymm.actors.faults.inquiry import Inquiry
+from raymm.actors.faults.stacks import Address, Look
+from raymm.actors.faults.whereabouts import Report
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.step_calls import CallOrder
 from raymm.actors.recovery import observed_ranks
-from raymm.errors import RankRaisedError
+from raymm.errors import RankFailedError, RankRaisedError
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 
 RANKS = 5
@@ -152,3 +156,25 @@ def test_the_rank_that_raised_is_named(failed: int, group, monkeypatch) -> None:
     monkeypatch.setattr(observed_ranks, "ray", FakeRay(results, late=(0,) if failed else ()))
     with pytest.raises(RankRaisedError, match=f"rank {failed} .*failed: .*no such thing"):
         group.wait(list(range(RANKS)))
+
+
+@pytest.mark.parametrize("cause", ["dead", "silent"])
+def test_a_rank_that_the_watchdog_ended_is_not_blamed(cause: str, group, monkeypatch) -> None:
+    """The driver learns of the death of rank 0 first, which had waited for rank 3."""
+    aborted, error = {0, 1}, RayActorError()
+    group._addresses = {rank: Address("node", rank, 0) for rank in range(RANKS)}
+    reports = {rank: Report("a step", 50.0, True) for rank in (2, 4)}
+    dead = {0: error, 1: error, **({3: error} if cause == "dead" else {})}
+    inquiry = Inquiry(reports, dead, (3,) if cause == "silent" else ())
+
+    def look(addresses: dict[int, Address], end: Any = ()) -> dict[int, Look]:
+        return {rank: Look("dead", "", aborted=rank in aborted) for rank in addresses}
+
+    monkeypatch.setattr(observed_ranks, "inquire", lambda *_: inquiry)
+    monkeypatch.setattr(observed_ranks, "look_from_outside", look)
+    monkeypatch.setattr(diagnosis, "look_from_outside", look)
+    failures = []
+    monkeypatch.setattr(group, "_can_renew", lambda failure: failures.append(failure))
+    with pytest.raises(RankFailedError, match=r"^rank 3 \("):
+        group._died(0, error)
+    assert 3 in failures[0].lost
