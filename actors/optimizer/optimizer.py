@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +132,7 @@ class RankOptimizer:
         self._others = [
             p for key, p in self.updated.items() if key not in parameter_ownership.in_grad_norm
         ]
-        self._steps, self._within_step = 0, False
+        self._steps = self._finished_steps = 0
         self.observer = FiniteObserver(device, modules)
         self._norm: torch.Tensor | None = None  # of the step's gradients, while it is under way
         # 1 if the step must not be applied, else 0.
@@ -199,7 +199,6 @@ class RankOptimizer:
         self._take_local_parts()
         self._rate = self.config.rate(self._steps)
         self._steps += 1
-        self._within_step = True
         self._apply(self._refused)
 
     def _apply(self, refused: torch.Tensor) -> None:
@@ -242,8 +241,13 @@ class RankOptimizer:
         return self._rate is not None
 
     @waits_for_others
-    def finish(self) -> Update:
-        """The end of a step: waits for the device, tells what became of it, zeroes gradients."""
+    def finish(self, check: Callable[[], None] = lambda: None) -> Update:
+        """End a step: wait for the device, zero gradients, and return what became of the step.
+
+        Args:
+            check: called once the device has finished. Raises if data that the step received may
+                be incomplete; the step is then not counted as finished.
+        """
         norm, rate, places = None, self._rate, None
         if self._norm is not None:
             norm = float(self._norm)
@@ -252,14 +256,17 @@ class RankOptimizer:
         if places is not None:
             rate = None
             self.observer.restore_statistics()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        check()
         self.zero_grad()
-        self._within_step = False
+        self._finished_steps = self._steps
         return Update(norm, rate, places)
 
     @property
     def progress(self) -> Progress:
-        """How many steps it has taken."""
-        return Progress(self._steps, not self._within_step)
+        """Steps that have finished, and whether a later one was issued."""
+        return Progress(self._finished_steps, self._finished_steps == self._steps)
 
     def _look_again(self, norm: float) -> tuple[float, list[Place] | None]:
         """Of a step that was refused: the norm, and what was not finite. Squares of finite
@@ -330,10 +337,17 @@ class RankOptimizer:
         self.averages.forget()
 
     def load_state_tensors(
-        self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int
-    ) -> None:
-        """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
-        self._steps, self._within_step = step, False
+        self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int,
+        whole: bool = True,
+    ) -> None:  # fmt: skip
+        """Inverse of :meth:`state_tensors`.
+
+        Args:
+            tensors: by stage, name and key.
+            step: steps that have finished.
+            whole: False if parameters and state are those of a step that did not finish.
+        """
+        self._finished_steps, self._steps = step, step if whole else step + 1
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
             states.setdefault((stage, name), {})[key] = value

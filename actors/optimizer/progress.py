@@ -10,8 +10,8 @@ class Progress(NamedTuple):
     """How far a process's parameters are.
 
     Attributes:
-        steps: optimizer steps that it has taken.
-        whole: whether none is under way.
+        steps: optimizer steps that have finished.
+        whole: False if a later step was issued, which may have changed parameters already.
     """
 
     steps: int

@@ -67,7 +67,7 @@ def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> Non
             tensor.copy_(_unpacked(snapshot.trained[place]))
     state = {place: _unpacked(value) for place, value in snapshot.optimizer.items()}
     optimizer.forget_state()
-    optimizer.load_state_tensors(state, snapshot.progress.steps)
+    optimizer.load_state_tensors(state, *snapshot.progress)
 
 
 def packed(snapshot: Snapshot) -> Snapshot:

@@ -17,7 +17,7 @@ from raymm.actors.executor.executor import Executor, Prepared
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cut import OwnConnections
 from raymm.actors.faults.lost_processes import ChannelError
-from raymm.actors.faults.nccl_errors import end_after_timeouts
+from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.features.kept_features import FeatureWriter
 from raymm.actors.memory.peak_memory import PeakMemory
@@ -266,10 +266,23 @@ class RankActor(StoredRank):
     def _finished(self, result: StepResult) -> StepResult:
         """The result of a step, once the device is done with it."""
         if self._optimizer.stepped:
-            update = self._optimizer.finish()
+            update = self._optimizer.finish(self._check_connections)
             result.grad_norm, result.learning_rate = update.grad_norm, update.learning_rate
             result.not_finite = update.not_finite
+        else:
+            self._check_connections()
         return result
+
+    def _check_connections(self) -> None:
+        """Check that no connection was aborted before the device finished. Operations that are
+        aborted return on the device, and raise nothing on the host.
+
+        Raises:
+            ChannelError: data that the step received may be incomplete.
+        """
+        reason = "connections were cut" if self._failed else nccl_error()
+        if reason:
+            raise ChannelError(f"{reason} during the step: what it received may be incomplete")
 
     def load_program(
         self, key: str, instructions: Sequence[Instruction], issues: Sequence[Issue],

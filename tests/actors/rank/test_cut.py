@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from benchmarks._tcp_meeting import TcpMeeting
 from benchmarks.pretended_gpu.steps import CASES, RankProcess
+from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.optimizer.progress import Progress
+from raymm.actors.rank import rank_actor
 from raymm.actors.rank.rank_actor import RankActor
 
 
@@ -63,3 +65,40 @@ def test_a_rank_reconnects_after_its_nccl_groups_are_aborted(rank: RankProcess) 
         reconnect(rank, generation)
         losses.append(rank.step()[0])
     assert losses[0] > losses[1] > losses[2]
+
+
+def test_a_step_whose_connections_are_aborted_does_not_count(
+    rank: RankProcess, monkeypatch
+) -> None:
+    """Nothing raises on the host after an abort, as in a process whose host ran ahead."""
+    optimizer: Any = rank.actor._optimizer
+
+    def after(method: str, effect: Any) -> None:
+        run = getattr(optimizer, method)
+        monkeypatch.setattr(optimizer, method, lambda: (run(), effect()))
+
+    def fails(message: str, steps: int, whole: bool, generation: int) -> None:
+        with pytest.raises(ChannelError, match=message):
+            rank.step()
+        rank.actor.cut(generation - 1)
+        assert rank.actor.leave() == Progress(steps, whole)
+        monkeypatch.undo()
+        monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+        reconnect(rank, generation)
+
+    rank.step()
+    after("step", lambda: rank.actor.cut(0))
+    fails("connections were cut during the step", 1, False, 1)
+    optimizer.load_state_tensors(optimizer.state_tensors(), 1)
+    # NCCL's watchdog aborts before the driver has heard of the failure.
+    after("step", lambda: monkeypatch.setattr(rank_actor, "nccl_error", lambda: "COMM_ERROR"))
+    fails("COMM_ERROR during the step", 1, False, 2)
+    optimizer.load_state_tensors(optimizer.state_tensors(), 1)
+    after("clip", wait_for_a_lost_rank)
+    fails("a rank is lost", 1, True, 3)  # parameters are those after the first step
+    rank.step()
+    assert optimizer.progress == Progress(2, True)
+
+
+def wait_for_a_lost_rank() -> None:
+    raise ChannelError("a rank is lost")
