@@ -169,7 +169,13 @@ class SharedDraws(TorchDispatchMode):
         if "dropout_p" in named:  # a fused kernel, which makes its mask by itself
             return self._fused(func, args, kwargs)
         like = named.get("self", named.get("input"))
-        shape = tuple(named["size"]) if "size" in named else tuple(getattr(like, "shape", ()))
+        if "size" in named:
+            shape = tuple(named["size"])
+        elif "n" in named:  # randperm
+            shape = (named["n"],)
+        else:  # normal has a mean and a deviation, of which one is a tensor
+            tensors = (value for value in (like, *args) if isinstance(value, torch.Tensor))
+            shape = tuple(getattr(next(tensors, None), "shape", ()))
         axes = self._axes(shape, func)
         if all(axis.is_uncut for dimension in axes for axis in dimension):
             return None

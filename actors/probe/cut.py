@@ -28,7 +28,12 @@ from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.probe.error import NotRunError, NotTakenError, ProbeError
 from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
 from raymm.actors.probe.small_model import parameters_of, small_models
-from raymm.actors.probe.stage_comparison import Run, compare_stages, skips_blocks
+from raymm.actors.probe.stage_comparison import (
+    Run,
+    TrainingDraws,
+    compare_stages,
+    training_draws,
+)
 from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
 from raymm.errors import USER_CODE_RAISES
 
@@ -210,11 +215,11 @@ def _encoder_run(
     return run
 
 
-def trains_without_blocks(
+def draws_of_training(
     source: ModuleSource, language_model: bool, inputs: Mapping[str, Any] | None = None,
     read: Read = first_tensor,
-) -> bool:  # fmt: skip
-    """Whether a training forward may leave out blocks.
+) -> TrainingDraws:  # fmt: skip
+    """Return what a training forward of a module decides at random.
 
     Args:
         source: the module.
@@ -226,14 +231,11 @@ def trains_without_blocks(
         ProbeError: no inputs to try it with.
     """
     if not set_mode(source.skeleton()).training:
-        return False
+        return TrainingDraws()
 
-    def probe(model: nn.Module) -> bool:
-        blocks = find_blocks(model)
-        if blocks is None:
-            return False
+    def probe(model: nn.Module) -> TrainingDraws:
         run = _language_run(model) if language_model else _encoder_run(model, inputs, read=read)
-        return skips_blocks(model.train(), blocks, run)
+        return training_draws(model.train(), find_blocks(model), run)
 
     return of_one_that_runs(source, probe)
 

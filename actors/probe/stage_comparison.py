@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,7 +21,12 @@ from raymm.actors.modules.cut import CutInfo, CutReached, Passage, ghost_paramet
 from raymm.actors.modules.draws import BlockDraws, Draws
 from raymm.actors.probe.draws import extreme_draws
 from raymm.actors.probe.error import NotRunError, ProbeError
-from raymm.actors.quota.generators import generator_state, generators_kept, seed_generators
+from raymm.actors.quota.generators import (
+    generator_state,
+    generators_kept,
+    host_states,
+    seed_generators,
+)
 from raymm.errors import USER_CODE_RAISES
 
 # Of forced random decisions. To see what can happen (that it does not in any of them, with three
@@ -102,6 +105,69 @@ def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
         raise _not_run(model, error) from error
 
 
+class TrainingDraws(NamedTuple):
+    """Random decisions of a training forward that processes with parts of a batch cannot share.
+
+    Attributes:
+        skips_blocks: True if a forward may leave out blocks.
+        on_host: True if a forward draws numbers with NumPy or Python.
+        on_host_in_blocks: True if a block does.
+    """
+
+    skips_blocks: bool = False
+    on_host: bool = False
+    on_host_in_blocks: bool = False
+
+
+def training_draws(model: nn.Module, blocks: str | None, run: Run) -> TrainingDraws:
+    """
+    Args:
+        model: in training mode.
+        blocks: dotted name of the list of blocks, None if there is none.
+        run: calls the model.
+
+    Raises:
+        NotRunError: the model does not run.
+    """
+    try:
+        if not _draws(model, run):
+            return TrainingDraws()
+        with extreme_draws():  # a forward may draw with some probability only
+            whole, inside = (
+                # Two times, because threads of libraries draw numbers, too.
+                any(
+                    _draws_on_host(model, run, names, seed)
+                    and _draws_on_host(model, run, names, seed) for seed in _SEEDS_TO_SEE
+                )
+                for names in ("", blocks)
+            )
+    except USER_CODE_RAISES as error:  # whatever a model may raise
+        raise _not_run(model, error) from error
+    return TrainingDraws(blocks is not None and skips_blocks(model, blocks, run), whole, inside)
+
+
+def _draws_on_host(model: nn.Module, run: Run, blocks: str | None, seed: int) -> bool:
+    """Return True if a forward draws numbers with NumPy or Python.
+
+    Args:
+        model: left as it is.
+        run: calls it.
+        blocks: dotted name of the list of blocks to look at; empty for the whole forward, None for
+            nothing.
+        seed: of all random numbers.
+    """
+    if blocks is None:
+        return False
+    whole, before, drawn = copy.deepcopy(model), [], []
+    for module in block_list(whole, blocks) if blocks else [whole]:
+        module.register_forward_pre_hook(lambda *_: before.append(host_states()))
+        module.register_forward_hook(lambda *_: drawn.append(host_states() != before.pop()))
+    with generators_kept():
+        seed_generators(seed)
+        run(whole, True)
+    return any(drawn)
+
+
 def compare_stages(
     model: nn.Module, blocks: str, run: Run, trains: bool, relayed: tuple[int, ...] = ()
 ) -> CutInfo:
@@ -131,15 +197,11 @@ def compare_stages(
 
 def _draws(model: nn.Module, run: Run) -> bool:
     """Whether a forward draws random numbers."""
-
-    def states() -> tuple[object, ...]:
-        return generator_state(), cast(tuple, np.random.get_state())[1].tobytes(), random.getstate()
-
     with generators_kept():
         seed_generators(0)
-        before = states()
+        before = generator_state(), host_states()
         run(copy.deepcopy(model), True)
-        return states() != before
+        return (generator_state(), host_states()) != before
 
 
 def _drawing(

@@ -9,6 +9,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,12 @@ def seed_beside_torch(seed: int) -> None:
     """The part of :func:`seed_generators` that is not about torch's."""
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def host_states() -> tuple[object, ...]:
+    """Return the states of NumPy's and Python's generators, to compare them."""
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), state[2:], random.getstate()  # few draws change the position only
 
 
 @contextlib.contextmanager

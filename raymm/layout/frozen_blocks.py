@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,7 +15,7 @@ from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.callbacks import Cuts, Inputs, chain_example, module_inputs, probe_chain
 from raymm.actors.probe.draws import NotedDraws
 from raymm.actors.probe.error import ProbeError
-from raymm.actors.quota.generators import generators_kept
+from raymm.actors.quota.generators import generators_kept, host_states
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.stage_inputs import joined, kept_entries
 from raymm.actors.weights.source import on_meta, set_mode
@@ -51,9 +49,9 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
     context = MicrobatchContext(1)
     try:
         with generators_kept(), torch.no_grad(), NotedDraws(drawn):
-            before = _states()
+            before = host_states()
             hidden = [stage.run(item, {}, context) for item in every_item(_two(inputs))]
-            after = _states()
+            after = host_states()
     except USER_CODE_RAISES as error:  # not every forward runs without data
         return f"they do not run without data: {brief(error)}"
     if drawn or after != before:
@@ -70,8 +68,3 @@ def _two(inputs: Inputs) -> dict[str, Any]:
         name: torch.cat([value[:1]] * 2).to("meta") if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
-
-
-def _states() -> tuple[object, ...]:
-    """Of the generators that are not torch's."""
-    return cast(tuple, np.random.get_state())[1].tobytes(), random.getstate()

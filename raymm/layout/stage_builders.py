@@ -14,12 +14,13 @@ from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.cut import own_buffers
 from raymm.actors.probe.attention import find_mixers, probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
-from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
+from raymm.actors.probe.cut import ProbeError, draws_of_training, probe_language_model
 from raymm.actors.probe.experts.parallel import probe_experts
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.node import probe_node, read_of
 from raymm.actors.probe.outputs import check_node_history
 from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.probe.stage_comparison import TrainingDraws
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.recompute.recomputed_layers import recompute_layers
 from raymm.actors.sharding.fully_sharded import block_units, fully_sharded_plan, language_units
@@ -47,8 +48,16 @@ SHARDED_NORMS = (
     "sharding of {!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); fsdp deals samples out over "
     "processes, and it"
 )
-LAYER_DROP = ("{!r} leaves out layers at random in training; with cp above 1 or sharding 'fsdp' it "
-              "must not: set the probability in its config to 0 (layerdrop)")
+_LAYER_DROP = (
+    "{!r} leaves out layers at random in training; with cp above 1 or sharding 'fsdp' it must not: "
+    "set the probability in its config to 0 (layerdrop)"
+)
+_HOST_DRAWS = (
+    "{!r} draws random numbers with NumPy or Python in its training forward, and {}, because "
+    "processes with some of the samples or tokens would draw other numbers than one process does. "
+    "Set the probability in its config to 0 (mask_time_prob and mask_feature_prob of speech "
+    "models), or freeze the module"
+)
 
 Retry = Callable[[Mapping[str, Any]], None]
 AnySpec = EncoderSpec | LanguageSpec
@@ -192,12 +201,20 @@ def _shared(
         example = module_inputs(spec, example)
     if first.cp > 1:
         _check_tokens(module, spec, example, first.cp)
-    if first.split == SAMPLES and len(plan.replicas(module)) > 1:
+    shares_samples = first.split == SAMPLES and len(plan.replicas(module)) > 1
+    if shares_samples:
         check_norms(spec, _SPLIT_NORMS.format(module))
     if first.fsdp > 1:
         _check_samples(module, spec, example)
-    if first.cp > 1 or first.fsdp > 1:
-        _check_layer_drop(module, spec, example)
+    if first.cp > 1 or first.fsdp > 1 or shares_samples:
+        language = isinstance(spec, LanguageSpec)
+        try:
+            draws = draws_of_training(spec.source, language, example, read_of(spec))
+        except ProbeError:
+            if first.cp > 1 or first.fsdp > 1:
+                raise
+            draws = TrainingDraws()  # not every module of a graph can be tried by itself
+        check_training_draws(spec, first, draws)
     tensors = partial(probe_tensor, spec.source, first.tp, module, example, read_of(spec))
     return shard_spec(spec, first, tensors)
 
@@ -242,17 +259,31 @@ def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
     }
 
 
-def _check_layer_drop(
-    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
-) -> None:
+def check_training_draws(spec: AnySpec, stage: Stage, draws: TrainingDraws) -> None:
     """
+    Args:
+        spec: of the module.
+        stage: one of its.
+        draws: what a training forward of the module decides at random.
+
     Raises:
-        PlanError: if training draws which layers to leave out: each process would draw for itself,
-            and one that leaves a layer out does not come to what the others do together in it.
+        PlanError: if processes that share a microbatch would decide differently. One that leaves a
+            layer out would not enter the collectives of the others in it, and numbers that are
+            drawn with NumPy or Python, in the shape of some samples, are not those of one process.
     """
-    language = isinstance(spec, LanguageSpec)
-    if trains_without_blocks(spec.source, language, example, read_of(spec)):
-        raise PlanError(LAYER_DROP.format(module))
+    if draws.skips_blocks and max(stage.cp, stage.fsdp) > 1:
+        raise PlanError(_LAYER_DROP.format(spec.name))
+    # An encoder's processes have all tokens until its first block.
+    cuts_tokens = stage.cp > 1 and spec.name == LANGUAGE_MODEL
+    if stage.fsdp > 1:
+        planned = "sharding is 'fsdp'; accepted: 'none', 'zero1' (with dp)"
+    elif stage.split == SAMPLES:
+        planned = "its replicas share every microbatch by samples; accepted: one replica"
+    else:
+        planned = f"cp is {stage.cp}; accepted: 1"
+    cuts_samples = stage.fsdp > 1 or stage.split == SAMPLES
+    if draws.on_host_in_blocks or (draws.on_host and (cuts_samples or cuts_tokens)):
+        raise PlanError(_HOST_DRAWS.format(spec.name, planned))
 
 
 def _check_tokens(

@@ -13,7 +13,7 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
 from raymm.actors.probe.whole.history import check_whole_history
 from raymm.actors.probe.whole.shares import (
-    leaves_out_blocks,
+    draws_of_training_in,
     probe_item_tokens,
     probe_items,
     probe_packing,
@@ -31,16 +31,16 @@ from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerSpec, TowerStage
 from raymm.actors.stages.whole_language import WholeLanguageSpec, WholeLanguageStage
 from raymm.layout.stage_builders import (
-    LAYER_DROP,
     SHARDED_NORMS,
     StageBuilders,
     check_norms,
+    check_training_draws,
     recomputing,
     shard_spec,
 )
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import WholeModel
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 
 AnySpec = TowerSpec | WholeLanguageSpec
 
@@ -103,8 +103,8 @@ def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, Shar
                     spec, layers=probe_items(spec, inputs),
                     zeros_left_out=leaves_out_zeros(spec, inputs),
                 )
-    if max(first.cp, first.fsdp) > 1 and leaves_out_blocks(spec, towers, inputs):
-        raise PlanError(LAYER_DROP.format(name))
+    if max(first.cp, first.fsdp) > 1:
+        check_training_draws(spec, first, draws_of_training_in(spec, towers, inputs))
     return spec, shard_spec(spec, first, partial(probe_tensor_of, model, spec, first.tp))
 
 

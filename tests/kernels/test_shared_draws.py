@@ -111,6 +111,44 @@ def test_unknown_shapes_are_refused():
         torch.bernoulli(torch.full((2, 3), 0.5))
 
 
+def operators_that_draw() -> list:
+    """Return torch's operators that draw random numbers by themselves, without fused kernels."""
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    every = (getattr(p, o) for p in packets if hasattr(p, "overloads") for o in p.overloads())
+    return [
+        operator for operator in every
+        if torch.Tag.nondeterministic_seeded in operator.tags
+        and "dropout_p" not in (names := {one.name for one in operator._schema.arguments})
+        and "out" not in names and "batch_sizes" not in names
+    ]
+
+
+def test_no_operator_draws_numbers_of_local_rows_unnoticed():
+    """Each one is given tensors of some rows, or their number: its numbers are cut or refused."""
+    values = {
+        "size": [2, 3], "n": 2, "low": 0, "high": 3, "p": 0.5, "num_samples": 2, "dropout": 0.5,
+        "train": True, "from": 0, "to": 3, "generator": None, "lambd": 1.0,
+    }
+    unnoticed = []
+    for operator in operators_that_draw():
+        draws, named = SharedDraws(Grid(ROWS)), {}
+        for argument in operator._schema.arguments:
+            if str(argument.type) in ("Tensor", "Optional[Tensor]"):
+                named[argument.name] = torch.full((2, 3), 0.5)
+            elif argument.name in values:
+                named[argument.name] = values[argument.name]
+            elif argument.default_value is not None:
+                named[argument.name] = argument.default_value
+            elif str(argument.type) == "float":
+                named[argument.name] = 0.5
+        try:
+            if draws._draw(operator, tuple(named.values()), named, named) is None:
+                unnoticed.append(str(operator))
+        except (SharedDrawError, RuntimeError, TypeError, NotImplementedError):
+            pass  # refused, or called with the shape of all rows and these arbitrary values
+    assert not unnoticed and len(operators_that_draw()) > 50
+
+
 def test_gradients_pass_the_mask():
     ones = torch.ones(2, 4, 7, requires_grad=True)
     with SharedDraws(Grid(ROWS, TOKENS)) as draws:

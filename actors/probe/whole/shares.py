@@ -16,7 +16,7 @@ from raymm.actors.probe.attention import mixing_layers
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.items import probe_shared_items
-from raymm.actors.probe.stage_comparison import skips_blocks
+from raymm.actors.probe.stage_comparison import TrainingDraws, training_draws
 from raymm.actors.probe.tensor import Trial, probe_tensor
 from raymm.actors.probe.whole.doubled_example import twice, twice_along
 from raymm.actors.probe.whole.towers import Tower
@@ -334,10 +334,10 @@ def probe_item_tokens(spec: TowerSpec, inputs: Inputs) -> None:
     probe_shared_items(spec.source, {**inputs, **constants}, read)
 
 
-def leaves_out_blocks(
+def draws_of_training_in(
     spec: WholeLanguageSpec | TowerSpec, towers: tuple[Tower, ...], inputs: Inputs
-) -> bool:
-    """Whether a training forward may leave out blocks.
+) -> TrainingDraws:
+    """Return what a training forward of a module decides at random.
 
     Args:
         spec: of a module.
@@ -345,15 +345,14 @@ def leaves_out_blocks(
         inputs: of the whole model, or of the tower.
     """
     if not set_mode(spec.source.skeleton()).training:
-        return False
+        return TrainingDraws()
     trial = _trial(spec, towers, inputs)
 
-    def probe(small: nn.Module) -> bool:
+    def probe(small: nn.Module) -> TrainingDraws:
         model, run, shown = trial.of(small)
-        blocks = find_blocks(model)
-        if blocks is None:
-            return False
-        return skips_blocks(model.train(), blocks, lambda stage, _: run(stage, shown))
+        return training_draws(
+            model.train(), find_blocks(model), lambda stage, _: run(stage, shown)
+        )
 
     return of_one_that_runs(trial.source, probe)
 

@@ -1,7 +1,10 @@
 """The probe: what can be cut, and what is refused by name."""
 
+import random
 from collections import OrderedDict
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -289,3 +292,71 @@ def test_blocks_are_numbered():
     assert find_blocks(module) is None
     module.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert find_blocks(module) == "layers"
+
+
+class HostDraws(nn.Module):
+    """Blocks of which the first, or the module itself, may draw a number per item on the host."""
+
+    def __init__(self, where: str, draw) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.where, self.draw = where, draw
+        if where == "blocks":
+            self.blocks[0].register_forward_hook(lambda *_: draw(3) and None)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if self.where == "outside" and self.training:
+            self.draw(len(pixel_values))
+        for block in self.blocks:
+            pixel_values = block(pixel_values)
+        return pixel_values
+
+
+def speech_encoder():
+    torch.manual_seed(0)
+    return hf.Wav2Vec2Model(hf.Wav2Vec2Config(
+        hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2,
+        conv_dim=(8, 8), conv_kernel=(10, 3), conv_stride=(5, 2), **{"num_feat_extract_layers": 2},
+        num_conv_pos_embedding_groups=2, num_conv_pos_embeddings=8, mask_time_length=2,
+        layerdrop=0.0, hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0,
+        feat_proj_dropout=0.0, mask_time_prob=0.5,
+    ))
+
+
+SPEECH = {"input_values": torch.randn(1, 400, generator=torch.Generator().manual_seed(2))}
+PIXELS = {"pixel_values": torch.ones(1, 3, 4)}
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "none"])
+@pytest.mark.parametrize(("encoder", "example"), [
+    (speech_encoder, SPEECH),
+    (lambda: HostDraws("outside", lambda n: np.random.rand(n)), PIXELS),
+    (lambda: HostDraws("blocks", lambda n: random.shuffle([1] * n)), PIXELS),
+    (lambda: HostDraws("outside", lambda n: torch.rand(()) < 0.01 and np.random.rand(n)), PIXELS),
+    (lambda: HostDraws("outside", lambda n: torch.rand(n, 3, 4)), None),
+], ids=["SpecAugment", "numpy", "python", "rarely", "torch"])  # fmt: skip
+def test_numbers_drawn_on_the_host_for_some_samples_are_refused(encoder, example, sharding):
+    """Processes with some of the samples would draw other numbers than one process."""
+    def build(module, frozen=False) -> None:
+        tower = ModalityModule(
+            module, "linear", frozen=frozen, example_inputs=example or PIXELS,
+            hidden_size=16 if example is SPEECH else 4,
+        )
+        llm = hf.LlamaForCausalLM(hf.LlamaConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=16,
+        ))
+        model = MultimodalModule({"tower": tower}, ModalityModule(llm))
+        degrees = ParallelSpec(dp=2, sharding=sharding)
+        plan = MultimodalParallelSpec({"tower": degrees}, ParallelSpec(), 2).plan(model)
+        if sharding == "none":  # replicas of a mapping, which share every microbatch by samples
+            split = [replace(s, split="samples" if s.module else s.split) for s in plan.stages]
+            plan = replace(plan, stages=tuple(split))
+        stage_builders(model, plan)
+
+    if example is None:
+        build(encoder())
+        return
+    with pytest.raises(PlanError, match="'tower' draws random numbers with NumPy or Python"):
+        build(encoder())
+    build(encoder().eval(), frozen=True)
