@@ -9,7 +9,8 @@ are issued one after another, as a process has one generator per device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -71,6 +72,26 @@ class Colocation:
         """
         name = next(n for n, own in self._sets.items() if quotas.items() <= own.items())
         return self._concurrent.run(self._pool.select(name), works)
+
+    @contextmanager
+    def on_stream(self, module: str) -> Iterator[None]:
+        """Within, the calling thread issues to the stream of a module, of the first set that has
+        one; else to the rank's stream. Ordered after what the rank's stream was given before, and
+        before what that stream is given afterwards.
+
+        Args:
+            module: name of any module of the rank.
+        """
+        name = next((name for name, quotas in self._sets.items() if module in quotas), None)
+        if name is None:
+            yield
+            return
+        streams = self._pool.select(name)
+        stream, current = streams.streams[module], streams.backend.current()
+        stream.wait(current.record())
+        with stream.use():
+            yield
+        current.wait(stream.record())
 
     def report(self) -> str:
         """What was asked and granted, a line per module."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -121,7 +122,10 @@ class Executor:
         self._senders = senders
         self._receivers = receivers
         self._collectives = collectives
-        self._copies = ComputeCopies(stages.values(), autocast)
+        of_module: dict[str, list[StageModule]] = {}
+        for name, stage in stages.items():
+            of_module.setdefault("" if colocation is None else name.module, []).append(stage)
+        self._copies = {name: ComputeCopies(own, autocast) for name, own in of_module.items()}
         self._device = device or torch.device("cpu")
         self._timeout = timeout
         self._reduction = reduction
@@ -200,7 +204,8 @@ class Executor:
         return action
 
     def _collective(self, run: Callable[[StepResult], None], step: StepState) -> None:
-        self._copies.hide()
+        for copies in self._copies.values():
+            copies.hide()
         run(step.result)
 
     def run(
@@ -216,7 +221,11 @@ class Executor:
             inputs: per stage that reads data, its inputs per microbatch.
             meta: the step's metadata.
         """
-        with self._copies.shown():
+        with ExitStack() as shown:
+            for module, copies in self._copies.items():
+                colocation = self._colocation
+                stream = None if colocation is None else colocation.on_stream(module)
+                shown.enter_context(copies.shown(stream))
             if meta.training:
                 return self._run(prepared, inputs, meta)
             with evaluating(self._stages.values()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -76,10 +76,17 @@ class ComputeCopies:
         ]
 
     @contextmanager
-    def shown(self) -> Iterator[list[torch.Tensor]]:
-        """Within, modules compute with copies of what their parameters are now; gives these."""
+    def shown(
+        self, stream: AbstractContextManager[None] | None = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """Within, modules compute with copies of what their parameters are now; gives these.
+
+        Args:
+            stream: entered while the copies are made, if there are any. Autograd runs the backward
+                of the casts, and adds to the parameters' gradients, on the same stream.
+        """
         copies: dict[int, torch.Tensor] = {}
-        with torch.enable_grad():
+        with torch.enable_grad(), (stream if stream and self._places else nullcontext()):
             for child, name, parameter in self._places:
                 if id(parameter) not in copies:
                     copies[id(parameter)] = _early_gradient(parameter.to(self._dtype))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -14,6 +16,7 @@ from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
+from raymm.actors.modules import precision
 from raymm.actors.modules.message import Message
 from raymm.actors.modules.module_state import may_draw
 from raymm.actors.optimizer.gradient_reduction import (
@@ -114,13 +117,16 @@ def inputs_of(plan: Plan, present) -> dict[str, list]:
     return rows
 
 
-def step(plan, present, colocation=None, parts=None, reduction=None, training=True, inputs=None):
+def step(
+    plan, present, colocation=None, parts=None, reduction=None, training=True, inputs=None,
+    autocast=None,
+):
     """Losses, gradients, buffers and spans of one step."""
     parts = parts_of(plan) if parts is None else parts
     executor = Executor(
         parts, plan.stage_edges, {}, {}, {}, timeout=timedelta(seconds=30), colocation=colocation,
         reduction=None if reduction is None else reduction(parts),
-        device=next(parts[StageId("llm", 0)].parameters()).device,
+        device=next(parts[StageId("llm", 0)].parameters()).device, autocast=autocast,
     )
     program = executor.compile(lower(plan, present).ranks[0])
     keys = tuple(range(len(present)))
@@ -463,3 +469,47 @@ def test_trained_parts_may_draw_but_simple_layers_do_not():
     assert may_draw(nn.Sequential(simple, nn.Dropout(0.0)))
     assert not may_draw(nn.Sequential(simple, nn.Dropout(0.5)).eval())
     assert may_draw(nn.Sequential(simple, Quiet())) and not may_draw(Quiet(), (Quiet,))
+
+
+class CurrentStream(AccountedStream):
+    """A stream that a thread is known to issue to, as CUDA's current stream is."""
+
+    threads = threading.local()
+
+    @contextmanager
+    def use(self):
+        with super().use():
+            before = getattr(self.threads, "stream", "main")
+            self.threads.stream = self.partition.module
+            yield
+            self.threads.stream = before
+
+
+class CurrentBackend(RecordingBackend):
+    def create(self, partition, colocated=()):
+        return CurrentStream(partition, self.account)
+
+
+def test_casts_of_a_module_are_nodes_of_its_stream(monkeypatch):
+    """Autograd runs a node, and what adds to the parameter's gradient, on the stream that was
+    current when the node was made. On the rank's stream, modules' gradients would be serialised."""
+    plan = plan_of()
+    parts = parts_of(plan)
+    made: dict[int, str] = {}
+    early = precision._early_gradient
+
+    def noted(copy):
+        (parameter, _), = copy.grad_fn.next_functions
+        made[id(parameter.variable)] = getattr(CurrentStream.threads, "stream", "main")
+        return early(copy)
+
+    monkeypatch.setattr(precision, "_early_gradient", noted)
+    colocation = Colocation(plan.quota_sets(0), CurrentBackend(), 30.0)
+    losses, gradients, _, _ = step(plan, BOTH, colocation, parts, autocast=torch.bfloat16)
+    colocation.close()
+    for name, part in parts.items():
+        for key in ("weight", "bias"):
+            parameter = part.get_parameter(f"body.2.{key}")
+            assert made[id(parameter)] == (name.module if name.module in QUOTAS else "main")
+    alone = step(plan_of(quotas={}), BOTH, autocast=torch.bfloat16)
+    assert losses == alone[0] and same(gradients, alone[1])
