@@ -42,23 +42,24 @@ def layout_notes(
                 "equal ones set attn_implementation of the model to eager"
             )
         replicas = len(plan.replicas(node.name))
-        if replicas > 1 and any(map(_keeps_statistics, parts)):
+        trained = [m for part in parts for m in part.modules() if m.training]
+        if replicas > 1 and any(
+            isinstance(m, _NormBase) and m.running_mean is not None for m in trained
+        ):
             yield (
                 f"note: each of the {replicas} replicas of {node.name} updates its running "
-                "statistics (batch norm, spectral norm) with the microbatches that it has, and "
-                "evaluates with them; checkpoints hold those of the first replica"
+                "statistics (batch norm) with the microbatches that it has: training is that of "
+                "one process, but held-out losses are those of each replica's statistics, and "
+                "checkpoints hold the first replica's, which all replicas have after a resume. "
+                f"For the statistics of one process set dp of {node.name} to 1, or freeze it"
             )
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    """Return True if training forwards update buffers of norms."""
-    return any(
-        child.training and (
-            isinstance(child, _NormBase) and child.running_mean is not None
-            or isinstance(child, _SpectralNorm)
-        )
-        for child in module.modules()
-    )
+        if replicas > 1 and any(isinstance(m, _SpectralNorm) for m in trained):
+            yield (
+                f"note: each of the {replicas} replicas of {node.name} updates its vectors of "
+                "spectral norms with the microbatches that it has, and weights are divided by "
+                "them: losses are similar to those of one process, not equal, also after a "
+                f"resume. For equal ones set dp of {node.name} to 1, or freeze it"
+            )
 
 
 def _drops_in_kernels(module: nn.Module) -> bool:

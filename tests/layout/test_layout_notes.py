@@ -71,4 +71,8 @@ def test_running_statistics_of_replicas(norm, frozen, replicas, is_noted):
     lines = list(layout_notes(model, spec.plan(model), "cpu"))
     assert len(lines) == is_noted
     if lines:
-        assert "2 replicas of vision updates its running statistics" in lines[0]
+        assert "each of the 2 replicas of vision updates its " in lines[0]
+        batch_norm = isinstance(norm, nn.BatchNorm1d)
+        assert ("training is that of one process" in lines[0]) == batch_norm
+        assert ("similar to those of one process" in lines[0]) != batch_norm
+        assert "set dp of vision to 1, or freeze it" in lines[0]
