@@ -76,6 +76,13 @@ class ClusterObserver:
         """Look no more."""
         self._ended.set()
 
+    def gcs_answers(self) -> bool:
+        """Look at the GCS now. Return False if it is gone or stopped, so that calls which change
+        the cluster would not return; a GCS that never answered may be behind a firewall."""
+        if self.gcs_is_lost:
+            return False
+        return self._gcs_seen is None or answers(self._gcs)
+
     def _observer(self) -> None:
         while self.lost is None and not self._ended.is_set():
             self._look_at_nodes()

@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from raymm.actors.faults.failure import SHOWN_RANKS, accusation, first_line
-from raymm.actors.faults.failure_kind import failure_kind
+from raymm.actors.faults.failure_kind import constructor_kind, failure_kind
 from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry, look_from_outside
 from raymm.actors.faults.stacks import Address
@@ -61,7 +61,10 @@ def death(
     stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
     texts = {**stacks, f"rank-{rank}.txt": str(error)}
     if error.actor_init_failed:
-        return Failure(said, lost=None, texts=texts, raised=FailureKind.USER)
+        kind = constructor_kind(str(error))
+        # Another process in its place would raise the same error, unless the cause passes.
+        lost = frozenset({rank}) if kind.passes else None
+        return Failure(said, lost=lost, texts=texts, raised=kind)
     return Failure(said, RankFailedError, frozenset({rank}), texts)
 
 

@@ -8,15 +8,17 @@ C++'s standard library raise one with a fixed text.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType
+from typing import Any
 
 import torch
 
@@ -42,6 +44,7 @@ _PROGRAMMING = (
 _RAYMM = f"{Path(__file__).parents[2]}{os.sep}"
 # Name of the attribute with which an error carries its kind to the driver.
 _ATTRIBUTE = "raymm_failure_kind"
+_LINE = "(failure kind: {})"
 
 
 def failure_kind(error: BaseException) -> FailureKind:
@@ -68,6 +71,31 @@ def carry_kind(error: BaseException) -> None:
     again, by its type, where it arrives."""
     with suppress(AttributeError, TypeError):
         setattr(error, _ATTRIBUTE, failure_kind(error))
+
+
+def judging_errors(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Have errors that an actor's constructor raises carry their kind. Of such an error, Ray sends
+    the traceback as text and nothing else, so the kind is a line of that text, after all that the
+    error itself says."""
+
+    @functools.wraps(constructor)
+    def construct(*args: Any, **kwargs: Any) -> None:
+        try:
+            constructor(*args, **kwargs)
+        except Exception as error:
+            line = _LINE.format(failure_kind(error).value)
+            if line not in getattr(error, "__notes__", ()):
+                error.add_note(line)
+            raise
+
+    return construct
+
+
+def constructor_kind(traceback: str) -> FailureKind:
+    """Return the kind of an error that an actor's constructor raised, as its last line says."""
+    last = traceback.rstrip().rpartition("\n")[2].strip()
+    kinds = {_LINE.format(kind.value): kind for kind in FailureKind}
+    return kinds.get(last, FailureKind.USER)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

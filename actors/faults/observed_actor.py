@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
+from raymm.actors.faults.failure_kind import judging_errors
 from raymm.actors.faults.stacks import Address, StackFile, error_log
 from raymm.actors.faults.whereabouts import Report, Whereabouts
 from raymm.actors.storage.seen import problem_seeing
@@ -53,6 +54,12 @@ class ObservedActor:
     writes: tuple[str, ...] = ()
     hands_over: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            constructor: Any = judging_errors(cls.__init__)
+            cls.__init__ = constructor
 
     def __init__(self, device: str, describe: Callable[[Any], str] = str) -> None:
         self.whereabouts = Whereabouts(describe)

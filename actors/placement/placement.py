@@ -42,6 +42,9 @@ LINE_EVERY_S = 10.0
 # Seconds that Ray may take to find other places for those of a node that is gone, where no
 # autoscaler brings some, and between two looks. What it is not told it finds out after some 15 s.
 MOVE_TIMEOUT_S, MOVE_LOOK_S = 40.0, 0.1
+# Seconds to wait for Ray to take places back. A call to a GCS that is gone returns after a minute,
+# or ends this process.
+RELEASE_S = 10.0
 # Looks, a second apart, at what this process holds, before that is refused: what was let go of a
 # moment ago is free a moment later.
 LOOKS = 2
@@ -108,7 +111,9 @@ class Placement:
         self._first_beside = len(bundles)
         self._options, self._waits = options, options.waits()
         self._group = placement_group(self._bundles, strategy="PACK")
-        self._remove = weakref.finalize(self, _remove_group_behind, self._group)
+        # A model may be collected in the middle of a call of Ray's: a call within that call would
+        # deadlock, so another thread makes it.
+        self._remove = weakref.finalize(self, call_behind, _remove_group, self._group)
         self._remove.atexit = False  # Ray does it
         _of_this_process.add(self)
 
@@ -216,9 +221,9 @@ class Placement:
         return total
 
     def remove(self) -> None:
-        """Give everything back."""
+        """Give everything back; wait :data:`RELEASE_S` for that at most."""
         if self._remove.detach() is not None:
-            _remove_group(self._group)
+            call_behind(_remove_group, self._group).join(RELEASE_S)
 
     def _earlier_with_what_lacks(self) -> list[Placement]:
         """Other placements of this process that have what is not free."""
@@ -255,10 +260,12 @@ def _remove_group(group: PlacementGroup) -> None:
         remove_placement_group(group)
 
 
-def _remove_group_behind(group: PlacementGroup) -> None:
-    """From where a model is collected, which may be in the middle of a call of Ray's own: a call
-    within that one would wait for it for ever."""
-    threading.Thread(target=_remove_group, args=(group,), name="raymm-places", daemon=True).start()
+def call_behind(release: Callable[..., Any], *args: Any) -> threading.Thread:
+    """Start a thread that calls a function with some arguments and does not keep this process from
+    ending: a call of Ray's to a lost cluster may not return. Return the thread."""
+    thread = threading.Thread(target=release, args=args, name="raymm-places", daemon=True)
+    thread.start()
+    return thread
 
 
 def _let_go_of_errors() -> None:

@@ -357,7 +357,7 @@ class RankGroup(ObservedRanks):
         self._ended = self._ended or "they were shut down"
         if self._observer is not None:
             self._observer.stop()
-            if self._observer.gcs_is_lost:  # Ray's own calls would never return
+            if not self._observer.gcs_answers():  # Ray's calls would not return, nor end ranks
                 kill_from_outside(self._addresses, everywhere=False)
                 return
         for actor in (*self._actors, *self._spares.actors):

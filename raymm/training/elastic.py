@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import ray
 from ray.autoscaler.sdk import request_resources
 
 from raymm.actors.placement.node_types import Resources, has_autoscaler
-from raymm.actors.placement.placement import PlacementOptions
+from raymm.actors.placement.placement import RELEASE_S, PlacementOptions, call_behind
 from raymm.actors.placement.room import count_places, free_resources, wait_for_release
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.model.multimodal import MultimodalModule
@@ -113,5 +114,5 @@ class ElasticPlans:
             yield
         finally:
             if self._asked and ray.is_initialized():
-                request_resources(bundles=[])
+                call_behind(partial(request_resources, bundles=[])).join(RELEASE_S)
             self._asked = False

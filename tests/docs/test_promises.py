@@ -30,6 +30,13 @@ PROMISES = {
         "has a sentence on the standard error, too, which a second process prints":
             "tests/training/test_last_words.py::"
             "test_only_a_process_that_cannot_speak_is_spoken_for",
+        "SIGTERM before that still finishes the step, saves, and ends with 143":
+            "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
+        "ends with code 1; the sentence is the run's, or the second process's":
+            "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
+        "also while it starts, says of which kind it is":
+            "tests/actors/faults/test_failure_kind.py::"
+            "test_rays_own_errors_of_constructors_have_the_kind",
         "retries the step after 1, 5 and 25 seconds":
             "tests/training/test_failure_policy.py::"
             "test_retries_of_a_shortage_wait_longer_until_a_step_is_done",

@@ -1,6 +1,9 @@
 """Where a run works: in its folder, or in one of this machine that is mirrored into a bucket."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -144,6 +147,68 @@ def test_starts_at_the_same_time_have_one_owner_and_name_it(tmp_path, depth):
             said = [future.result() for future in [pool.submit(start) for _ in range(racers)]]
         assert said.count("owner") == 1
         assert all(f"process {os.getpid()} on" in text for text in said if text != "owner")
+
+
+# Processes that all make, own and fill the same new folder at the same moment. Prints a line of
+# JSON for each folder: the process that owned it, and what the others were told.
+STARTS = """
+import json, os, sys
+from raymm.actors.storage.folder import replace_file
+from raymm.files.run_files import remove_partial
+from raymm.files.run_owner import RunOwnedError
+from raymm.storage.run_folder import RunFolder
+
+def start(path, ready, said, ended):
+    folder = RunFolder(path)
+    os.read(ready, 1)
+    try:
+        folder.check()
+        with folder.owned(lambda line: None):
+            replace_file(folder.path / "config.yaml", b"1")
+            list(remove_partial(folder.path))
+            os.write(said, json.dumps(["owner", os.getpid()]).encode() + b"\\n")
+            os.read(ended, 1)
+    except RunOwnedError as error:
+        os.write(said, json.dumps(["refused", str(error)]).encode() + b"\\n")
+    except BaseException as error:
+        os.write(said, json.dumps(["failed", repr(error)]).encode() + b"\\n")
+    os._exit(0)
+
+for path in sys.argv[2:]:
+    (ready, go), (said, say), (ended, end) = os.pipe(), os.pipe(), os.pipe()
+    racers = int(sys.argv[1])
+    pids = []
+    for _ in range(racers):
+        if not (pid := os.fork()):
+            start(path, ready, say, ended)
+        pids.append(pid)
+    os.write(go, b"g" * racers)
+    with open(said) as lines:
+        print(json.dumps([json.loads(lines.readline()) for _ in range(racers)]))
+    os.write(end, b"e")
+    for pid in pids:
+        os.waitpid(pid, 0)
+    for file in (ready, go, say, ended, end):
+        os.close(file)
+"""
+
+
+@pytest.mark.system
+def test_processes_that_start_at_once_have_one_owner_and_name_it(tmp_path):
+    racers = 4
+    folders = [tmp_path / f"{n}/a" if n % 2 else tmp_path / f"{n}/a/b/c" for n in range(30)]
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, str(racers), *map(str, folders)],
+        capture_output=True, text=True, timeout=500,
+    )
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rounds) == len(folders), done.stderr
+    for said, folder in zip(rounds, folders, strict=True):
+        (owner,) = (value for what, value in said if what == "owner")
+        refused = [value for what, value in said if what == "refused"]
+        assert len(refused) == racers - 1, said
+        assert all(f"process {owner} on" in text for text in refused), said
+        assert [file.name for file in folder.iterdir()] == ["config.yaml"]
 
 
 def test_files_of_a_checkpoint_can_be_read_by_whom_the_umask_lets(tmp_path):

@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from processes import wait_until
-from tiny_run import child_environment
+from processes import end_group, wait_until
+from tiny_run import child_environment, curve, start
 
+from raymm.cli.main import EXIT_USER_ERROR
 from raymm.files import run_owner
 from raymm.files.config_error import ConfigError
 from raymm.files.run_files import RunFileError
@@ -105,6 +106,36 @@ def test_the_owner_is_named_and_the_folder_is_free_after_it(tmp_path):
     with pytest.raises(ZeroDivisionError), RunOwner(tmp_path):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ray
+@pytest.mark.system
+@pytest.mark.timeout(600)
+def test_of_two_commands_at_once_one_trains_and_the_other_names_it(make_config, tmp_path):
+    """The same command, twice, in a folder that neither of them has made yet."""
+    config = make_config({
+        "parallel": {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}},
+        "run.steps": 3,
+    })
+    logs = [tmp_path / "first", tmp_path / "second"]
+    commands = [start(["train", config], tmp_path, log) for log in logs]
+    try:
+        codes = [command.wait(5 * PATIENCE_S) for command in commands]
+    finally:
+        for command in commands:
+            end_group(command.pid)
+            command.wait()
+    texts = [log.read_text() for log in logs]
+    # On a busy machine the second may start when the first has ended, and finds nothing to do.
+    assert 0 in codes and set(codes) <= {0, EXIT_USER_ERROR}, texts
+    owner = commands[codes.index(0)]
+    for code, text in zip(codes, texts, strict=True):
+        assert "Traceback" not in text
+        if code:
+            assert "RunOwnedError" in text and f"process {owner.pid} on" in text, text
+        assert code or "loss curve" in text or "nothing to do" in text, text
+    assert [step for step, *_ in curve(tmp_path / "run")] == [1, 2, 3]
+    assert not (tmp_path / "run" / OWNER).exists()
 
 
 def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):

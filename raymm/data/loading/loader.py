@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from raymm.actors.faults.diagnosis import cause_of
 from raymm.actors.faults.failure import first_line
-from raymm.actors.faults.failure_kind import failure_kind
+from raymm.actors.faults.failure_kind import constructor_kind, failure_kind
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
 from raymm.actors.faults.inquiry import (
@@ -272,7 +272,8 @@ class StepLoader:
         except RayError as error:
             if isinstance(error, RayActorError):
                 self._check_cluster()
-                self._look_for_culprit(number, flat(indices))
+                if not error.actor_init_failed:
+                    self._look_for_culprit(number, flat(indices))
             self._end_workers()
             failure = _load_failure(who, what, error)
             failure.add_note(str(error))  # Ray's account: process, node, likely causes
@@ -312,6 +313,8 @@ class StepLoader:
                 self._result(number, ref)
             except RayActorError as error:
                 self._check_cluster()
+                if error.actor_init_failed:
+                    return
                 sample = self._dataset[index]
                 raise SampleError(
                     sample.id, None, "every data worker that loads it dies, also when it is the "
@@ -419,6 +422,9 @@ def _load_failure(worker: str, step: str, error: RayError) -> DataWorkerError:
         error: that Ray raised.
     """
     if isinstance(error, RayActorError):
+        if error.actor_init_failed:
+            kind = constructor_kind(str(error))
+            return DataWorkerError(f"{worker}: {first_line(error)}; it was to load {step}", kind)
         return DataWorkerError(f"{worker} died while loading {step}")
     if not isinstance(error, RayTaskError):
         return DataWorkerError(f"{worker} failed to load {step}")

@@ -7,14 +7,19 @@ import pickle
 import resource
 import socket
 import threading
+import traceback
 
 import pytest
+import ray
 import torch
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, ObjectStoreFullError, RayError
+from ray.exceptions import ActorDiedError, ObjectStoreFullError, RayError, RayTaskError
 
-from raymm.actors.faults.failure_kind import carry_kind, failure_kind
+from raymm.actors.faults.diagnosis import death
+from raymm.actors.faults.failure_kind import carry_kind, constructor_kind, failure_kind
+from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.data.loading.loader import _load_failure
 from raymm.data.samples.errors import SampleError
 from raymm.errors import FailureKind, InputError
 
@@ -201,6 +206,57 @@ def test_a_kind_survives_pickling_without_the_cause(fault, dumps):
         fault()
     arrived = pickle.loads(dumps(caught.value))
     assert arrived.__cause__ is None and failure_kind(arrived) is TABLE[fault]
+
+
+class Failing(ObservedActor):
+    """An actor whose constructor raises; one base class's constructor calls another's."""
+
+    def __init__(self, fault):
+        super().__init__("cpu")
+        fault()
+
+
+class FailingBelow(Failing):
+    def __init__(self, fault):
+        super().__init__(fault)
+
+
+def as_ray_sends_it(fault):
+    """Ray keeps the text of the traceback only."""
+    try:
+        FailingBelow(fault)
+    except Exception as error:
+        return ActorDiedError(RayTaskError("__init__", traceback.format_exc(), error))
+
+
+@pytest.mark.parametrize("fault", TABLE, ids=lambda fault: fault.__name__)
+def test_errors_of_constructors_send_their_kind(fault):
+    arrived = as_ray_sends_it(fault)
+    assert str(arrived).count("(failure kind: ") == 1
+    assert constructor_kind(str(arrived)) is TABLE[fault], str(arrived)
+    failed = _load_failure("data worker 0 of 2", "step 1", arrived)
+    assert failed.kind is TABLE[fault]
+    assert "data worker 0 of 2: it could not start: " in str(failed)
+
+
+def test_what_an_error_says_of_kinds_does_not_count():
+    def fault():
+        raise ValueError("wrong\n(failure kind: resource)")
+
+    assert constructor_kind(str(as_ray_sends_it(fault))) is USER
+    assert constructor_kind("no kind was sent") is USER
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("fault", [no_disk, refused, of_a_user])
+def test_rays_own_errors_of_constructors_have_the_kind(ray_cluster, fault):
+    actor = remote_class(FailingBelow).remote(fault)
+    with pytest.raises(ActorDiedError) as caught:
+        ray.get(actor.describe.remote())
+    failure = death(0, caught.value, ["rank 0"], {})
+    assert failure.raised is TABLE[fault], str(caught.value)
+    assert (failure.lost is None) == (not failure.raised.passes)
+    assert failure.message.startswith("rank 0 died: it could not start: ")
 
 
 def test_errors_of_samples_carry_their_kind():

@@ -135,7 +135,7 @@ def test_what_is_collected_gives_its_places_back_from_a_thread(ray_cluster, monk
     )
     held = [placement.Placement([{"CPU": 0.1}], PlacementOptions()) for _ in range(2)]
     held[0].remove()
-    assert removed.get(timeout=10) == threading.current_thread().name
+    assert removed.get_nowait() == "raymm-places"  # it has waited for that
     assert not held[0].is_held
     held.clear()
     gc.collect()
@@ -154,3 +154,18 @@ def test_everything_is_placed_together(ray_cluster):
         assert place.nodes() == {ray_cluster.get_runtime_context().get_node_id()}
     finally:
         place.remove()
+
+
+def test_a_call_that_never_returns_is_not_waited_for(ray_cluster, monkeypatch):
+    """As those to a GCS that is gone."""
+    called, returns = threading.Event(), threading.Event()
+
+    def remove(group):
+        called.set()
+        returns.wait(60)
+
+    monkeypatch.setattr(placement, "remove_placement_group", remove)
+    monkeypatch.setattr(placement, "RELEASE_S", 0.01)
+    placement.Placement([{"CPU": 0.1}], PlacementOptions()).remove()
+    assert called.wait(10) and not returns.is_set()
+    returns.set()

@@ -1,0 +1,61 @@
+"""Runs whose Ray loses one of its servers, killed for real: each ends with a sentence and the
+documented exit code, and leaves no process."""
+
+import os
+import re
+import signal
+
+import pytest
+from processes import all_gone, descendants, end_group, titles, wait_until
+from tiny_run import start
+
+from raymm.storage.checkpoint import CheckpointStore
+
+PATIENCE_S = 240.0
+ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
+# After a lost GCS, Ray itself ends the driver with code 1 after a minute. No sentence of these is
+# printed by then.
+BY_RAY = "Failed to connect to GCS within"
+# Ray ends the driver first, or raymm notices first.
+ENDED = "was ended from outside|Ray server .raylet. does not listen|the Ray cluster has lost it"
+
+
+@pytest.mark.ray
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("server", "signals", "code", "said"), [
+    ("gcs_server", 1, 143, r"stopped by SIGTERM after step \d+ of 100000: all of it is in "),
+    ("gcs_server", 0, 1, r"the Ray cluster's server \(GCS\) at .* has not answered for"),
+    ("DashboardAgent", 0, 1, ENDED),
+    ("raylet", 0, 1, ENDED),
+])
+def test_a_lost_server_ends_the_run(server, signals, code, said, make_config, tmp_path):
+    config = make_config({
+        "parallel": ONE_RANK, "run.steps": 100_000, "run.checkpoint_every": 100_000,
+        "data.modalities.vision.processor": "run_processors:slow_image",
+    })
+    log = tmp_path / "log"
+    driver = start(["train", config], tmp_path, log)
+    try:
+        wait_until(lambda: driver.poll() is not None or "\nstep " in log.read_text(),
+                   PATIENCE_S, "a step")
+        started = descendants(driver.pid)
+        (victim,) = (
+            pid for pid, title in titles(started).items()
+            if re.match(rf"\S*{server}( |$)", title.strip())
+        )
+        os.kill(victim, signal.SIGKILL)
+        for _ in range(signals):
+            wait_until(lambda: all_gone({victim}), 30, "its end")
+            driver.send_signal(signal.SIGTERM)
+        driver.wait(PATIENCE_S)
+    finally:
+        end_group(driver.pid)
+        driver.wait()
+    assert driver.returncode == code, log.read_text()
+    # The second process prints after the driver has ended.
+    wait_until(lambda: re.search(said, log.read_text()), 60, f"the sentence {said}")
+    text = log.read_text()
+    assert BY_RAY not in text and "Traceback" not in text, text
+    assert (CheckpointStore(tmp_path / "run").latest() is None) == (not signals)
+    wait_until(lambda: all_gone(started), 60, "the end of all processes of the run")
