@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -221,6 +221,25 @@ class OptimizerConfig(UpdateRule):
             if isinstance(values[several], list):
                 values[several] = tuple(values[several])
         return UpdateRule(**values)
+
+    def notes(self, steps: int, modules: Iterable[str]) -> Iterator[str]:
+        """Yield a line for modules whose learning rate is 0 in all steps of a run.
+
+        Args:
+            steps: of the run, at least 1.
+            modules: names of those that train, as in :attr:`modules`.
+        """
+        idle = {
+            name: rule.warmup_steps for name in modules
+            if (rule := self.rule(name)).lr and not any(map(rule.factor, range(steps)))
+        }
+        for warmup in sorted(set(idle.values())):
+            names = ", ".join(name for name, its in idle.items() if its == warmup)
+            yield (
+                f"note: run.steps is {steps} and optimizer.warmup_steps is {warmup}: a warm-up "
+                f"begins with a learning rate of 0, so this run does not train {names}. Set "
+                "optimizer.warmup_steps to 0 for a run that is so short"
+            )
 
     def rule_of(self, module: str, parameter: str) -> UpdateRule:
         """The rule of a parameter.

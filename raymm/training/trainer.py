@@ -421,7 +421,10 @@ class Trainer:
     def _say_what_runs(self, execution: Execution, device: str) -> None:
         first, *notes = execution.describe(device)
         where = f"{first}, {self.run.precision}; run folder {self._folder}"
-        parameters = counts_text(self.model.parameter_counts())
+        counts = self.model.parameter_counts()
+        parameters = counts_text(counts)
         notes += layout_notes(self.model, execution.plan, device)
+        trained = [name for name, (updated, _) in counts.items() if updated]
+        notes += self.optimizer.notes(self.run.steps, trained)
         for line in filter(None, (where, parameters, *notes, job_stop_note())):
             self._say(line)
