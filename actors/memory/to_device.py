@@ -1,12 +1,22 @@
-"""Inputs of a stage, on their way to the device that runs it."""
+"""Inputs of stages, on their way to the device that runs them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar, overload
 
 import torch
 
 from raymm.kernels import host_copies
+
+Row = dict[str, Any] | None
+"""Inputs of a stage for a microbatch, by name; None if the microbatch has none for it."""
+Stage = TypeVar("Stage")
+
+# Copies inputs into pinned memory while the thread of the step issues work.
+PINNING: Executor = ThreadPoolExecutor(1, "pin-inputs")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -16,4 +26,99 @@ def to_device(value: Any, device: torch.device) -> Any:
         return host_copies.to_device(value, device)
     if isinstance(value, dict):
         return {key: to_device(item, device) for key, item in value.items()}
+    return value
+
+
+def step_inputs(
+    rows: Mapping[Stage, Sequence[Row]], device: torch.device
+) -> dict[Stage, Sequence[Row]]:
+    """Return the inputs of a step on a device. On a GPU they are pinned in a thread and copied to
+    the device by microbatch, as :class:`CopiedRows` says.
+
+    Args:
+        rows: inputs in host memory, by stage and microbatch.
+        device: of the stages.
+    """
+    if device.type != "cuda":
+        return {stage: [to_device(row, device) for row in own] for stage, own in rows.items()}
+    stream = _copy_stream(device)
+    # Memory that the stream reuses may still be read by what the device was given before.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    pinned: dict[Stage, list[Future[Any]]] = {stage: [] for stage in rows}
+    for microbatch in range(max(map(len, rows.values()), default=0)):  # the order of use
+        for stage, own in rows.items():
+            if microbatch < len(own):
+                pinned[stage].append(PINNING.submit(_pinned, own[microbatch]))
+    return {stage: CopiedRows(rows[stage], own, stream) for stage, own in pinned.items()}
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same stream in all steps: the allocator reserves memory for each."""
+    return torch.cuda.Stream(device)
+
+
+class CopiedRows(Sequence[Row]):
+    """Inputs of a stage, each copied to a GPU when its microbatch or the one before is first used.
+
+    Copies are issued to a stream of their own; the stream that is current at the first use waits
+    for them. Tensors must live until the device has finished the step.
+
+    Args:
+        rows: in host memory, by microbatch.
+        pinned: the same in pinned memory.
+        stream: for the copies.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], pinned: Sequence[Future[Any]], stream: torch.cuda.Stream
+    ) -> None:
+        self._rows, self._pinned, self._stream = rows, pinned, stream
+        self._copies: dict[int, tuple[Row, Any]] = {}
+        self._used: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        row, event = self._copied(index)
+        if index not in self._used:
+            self._used.add(index)
+            torch.cuda.current_stream(self._stream.device).wait_event(event)
+        if index + 1 < len(self) and self._pinned[index + 1].done():
+            self._copied(index + 1)
+        return row
+
+    def _copied(self, index: int) -> tuple[Row, Any]:
+        if index not in self._copies:
+            pinned = self._pinned[index].result()
+            with torch.cuda.stream(self._stream):
+                row = _copied(self._rows[index], pinned, self._stream.device)
+                self._copies[index] = row, self._stream.record_event()
+        return self._copies[index]
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        on_host = value.device.type == "cpu"
+        return value.pin_memory() if on_host and not value.is_pinned() else value
+    if isinstance(value, dict):
+        return {key: _pinned(item) for key, item in value.items()}
+    return value
+
+
+def _copied(value: Any, pinned: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        copy = host_copies.to_device(pinned, device)
+        if pinned is not value:  # the host keeps what it had, not its pinned copy
+            host_copies.remember(copy, value)
+        return copy
+    if isinstance(value, dict):
+        return {key: _copied(item, pinned[key], device) for key, item in value.items()}
     return value

@@ -21,7 +21,7 @@ from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.features.kept_features import FeatureWriter
 from raymm.actors.memory.peak_memory import PeakMemory
-from raymm.actors.memory.to_device import to_device
+from raymm.actors.memory.to_device import step_inputs
 from raymm.actors.modules.precision import cast_frozen
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.progress import Progress
@@ -338,11 +338,11 @@ class RankActor(StoredRank):
         per_stage: dict[StageId, list[dict[str, Any] | None]] = {}
         for (stage, microbatch), part in zip(layout, inputs, strict=True):
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
-            moved = {k: to_device(v, self._device) for k, v in part.items()}
-            row[microbatch] = {**(row[microbatch] or {}), **moved}
+            row[microbatch] = {**(row[microbatch] or {}), **part}
         program = self._programs[key]
         remember(self._programs, key, program)
-        result = self._finished(self._executor.run(program, per_stage, meta))
+        rows = step_inputs(per_stage, self._device)
+        result = self._finished(self._executor.run(program, rows, meta))
         result.peak_bytes = self._memory.bytes()
         return result
 

@@ -11,7 +11,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from raymm.actors.memory import to_device
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MULTIPROCESSORS, CACHE_BYTES = 132, 50 * 2**20  # of an H100
@@ -204,6 +207,31 @@ class _Mode(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+class _Now(Executor):
+    """An executor that runs calls at once: only this thread has the pretended GPU."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+class _Stream:
+    """A stream, whose work is done when its call returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def wait_event(self, event: _Event) -> None:
+        pass
+
+    def record_event(self) -> _Event:
+        return _Event().record()
+
+
 class _Event:
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._time = 0.0
@@ -227,6 +255,9 @@ class _Event:
 
 _REPLACED = {
     "Event": _Event,
+    "Stream": _Stream,
+    "current_stream": _Stream,
+    "stream": nullcontext,
     "is_available": lambda: True,
     "is_bf16_supported": lambda *_, **__: True,
     "_lazy_init": lambda: None,
@@ -257,6 +288,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.accelerator, "current_device_index", lambda: 0))
         stack.enter_context(patch.object(torch.Tensor, "tolist", _listed))
+        stack.enter_context(patch.object(to_device, "PINNING", _Now()))
         stack.enter_context(
             patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
         )
