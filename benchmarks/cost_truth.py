@@ -33,9 +33,10 @@ from raymm.actors.modules.blocks import block_list, find_blocks, input_embedding
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.modules.projector import Projector
 from raymm.costs.analytic import analytic_layers, projector_layers
+from raymm.costs.kept_bytes import kept_elements
 from raymm.costs.layer_count import count_layers
 from raymm.costs.load import Load
-from raymm.costs.observed_load import kept_elements, observe
+from raymm.costs.observed_load import observe
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.kernels.hf import self_attention
 from raymm.kernels.hf.self_attention import can_use
@@ -78,7 +79,7 @@ def _seen(case: Case, inputs: dict[str, Any]) -> Load:
     load = seen.load()
     if load is None:
         raise SystemExit(f"{case.name} does not come to its blocks")
-    load = replace(load, kept=kept_elements(seen, halved))
+    load = replace(load, kept=kept_elements(seen, halved, load.total))
     if isinstance(module, Projector):
         load = replace(
             load, projector_places=load.places, projector_handed=load.handed,

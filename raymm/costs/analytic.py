@@ -30,11 +30,12 @@ activation function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from raymm.costs.kept_bytes import kept_bytes
 from raymm.costs.layer_count import LayerCount, count_blocks, count_layers
 from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
@@ -116,13 +117,15 @@ def analytic_layers(
         device, dtype, tp, cp: as for :func:`analytic_profile`.
         causal: whether it is a causal language model, with head and loss.
     """
-    layers = _costs(count_layers(module, load, causal), device, dtype, tp, cp)
     device = find_device(device) if isinstance(device, str) else device
     seconds = _Roofline(device, dtype, tp, cp, _FP32_BYTES)
-    blocks = count_blocks(module, load, causal)
+    counts, blocks = count_layers(module, load, causal), count_blocks(module, load, causal)
+    kept = kept_bytes(module, load, dtype, causal)
+    layers = seconds.costs(counts, None if kept is None else kept.layers)
+    of_blocks = [None] * len(blocks) if kept is None else kept.blocks
     return tuple(
-        replace(layer, options=seconds.options(block, layer.activation_bytes))
-        for layer, block in zip(layers, blocks, strict=True)
+        replace(layer, options=seconds.options(block, bytes_, layer.activation_bytes))
+        for layer, block, bytes_ in zip(layers, blocks, of_blocks, strict=True)
     ) if blocks else layers
 
 
@@ -142,11 +145,15 @@ def projector_layers(
         load: the encoder's.
         device, dtype, tp, cp: as for :func:`analytic_profile`.
     """
+    device = find_device(device) if isinstance(device, str) else device
+    # The last product gives the compute dtype.
+    output_bytes = _ELEMENT_BYTES.get(dtype, _FP32_BYTES)
+    seconds = _Roofline(device, dtype, tp, cp, output_bytes)
     counts = count_layers(projector, load.of_projector())
     total = sum(counts, LayerCount())
     total = replace(total, output_elements=counts[-1].output_elements)
-    # The last product gives the compute dtype.
-    return _costs((total,), device, dtype, tp, cp, _ELEMENT_BYTES.get(dtype, _FP32_BYTES))
+    kept = kept_bytes(projector, load.of_projector(), dtype)
+    return seconds.costs((total,), None if kept is None else (sum(kept.layers),))
 
 
 def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
@@ -154,15 +161,6 @@ def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
     if type(size) is not int or size < 1:
         raise LoadError(f"{what} of {module!r} is {size!r}; it must be a whole number >= 1")
     return size
-
-
-def _costs(
-    counts: tuple[LayerCount, ...], device: DeviceSpec | str, dtype: str, tp: int, cp: int,
-    output_bytes: int = _FP32_BYTES,
-) -> tuple[LayerCost, ...]:
-    device = find_device(device) if isinstance(device, str) else device
-    seconds = _Roofline(device, dtype, tp, cp, output_bytes)
-    return tuple(seconds.cost(count) for count in counts)
 
 
 class _Roofline:
@@ -183,18 +181,32 @@ class _Roofline:
         bytes_moved = traffic / shared + weights / self._tp
         return max(flops / shared / self._rate, bytes_moved / self._bandwidth)
 
-    def _kept(self, count: LayerCount) -> float:
-        """Bytes that autograd keeps."""
-        kept = count.kept_elements * self._bytes + count.kept_fp32 * _FP32_BYTES
-        if self._bytes < _FP32_BYTES:
-            kept += count.kept_casts * self._bytes
+    def _kept(self, count: LayerCount, kept: float | None) -> float:
+        """Bytes that autograd saves; of a module that was not seen to run, as many elements as its
+        products and its attention read and write."""
+        if kept is None:
+            kept = count.traffic_elements * self._bytes
         return kept / (self._tp * self._cp)
 
-    def options(self, block: LayerCount, activation_bytes: int) -> tuple[LayerOption, ...]:
+    def costs(
+        self, counts: Sequence[LayerCount], kept: Sequence[float] | None
+    ) -> tuple[LayerCost, ...]:
+        """Return the costs of layers.
+
+        Args:
+            counts: by layer.
+            kept: bytes that autograd saves by layer; None where they are not known.
+        """
+        every = [None] * len(counts) if kept is None else kept
+        return tuple(self.cost(*pair) for pair in zip(counts, every, strict=True))
+
+    def options(
+        self, block: LayerCount, kept: float | None, activation_bytes: int
+    ) -> tuple[LayerOption, ...]:
         """What a layer may do with the activations of its block. What is outside the block is
         kept; what is no product is as long as its traffic."""
-        cost = self.cost(block)
-        kept = min(self._kept(block), float(activation_bytes))  # what was observed may be less
+        cost = self.cost(block, kept)
+        kept = self._kept(block, kept)
         outside = activation_bytes - round(kept)
         shared = self._tp * self._cp
         stream = block.output_elements * _FP32_BYTES / self._cp
@@ -221,8 +233,8 @@ class _Roofline:
             for name, seconds, held in candidates if held < kept
         )
 
-    def cost(self, count: LayerCount) -> LayerCost:
-        """Of a layer, or a part of one."""
+    def cost(self, count: LayerCount, kept: float | None) -> LayerCost:
+        """Of a layer, or a part of one, with the bytes that autograd saves."""
         traffic = count.traffic_elements * self._bytes
         weights = count.weight_elements * self._bytes
         return LayerCost(
@@ -238,7 +250,7 @@ class _Roofline:
                 count.matmul_flops - count.base_flops, count.trained_traffic * self._bytes,
                 (count.weight_elements - count.base_weights) * _FP32_BYTES,
             ),
-            activation_bytes=round(self._kept(count)),
+            activation_bytes=round(self._kept(count, kept)),
             parameter_bytes=round(count.parameters * _FP32_BYTES / self._tp),
             output_bytes=round(count.output_elements * self._output_bytes / self._cp),
             replicated_bytes=min(

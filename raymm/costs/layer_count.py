@@ -1,4 +1,4 @@
-"""Counting a module's layers: FLOPs, memory traffic, what autograd keeps, parameters.
+"""Counting a module's layers: FLOPs, memory traffic, parameters.
 
 Nothing is run and nothing is known of a model by name: everything follows from the shapes of
 the weights on a skeleton (parameters on the meta device), and from the few numbers of a
@@ -28,12 +28,7 @@ from raymm.actors.experts.routing import experts
 from raymm.actors.modules.blocks import block_list
 from raymm.costs.attention_count import Attention, AttentionCounter
 from raymm.costs.load import Load, LoadedModule
-from raymm.costs.matmul_count import (
-    MatmulCounter,
-    cast_elements,
-    expanded_elements,
-    kept_elements,
-)
+from raymm.costs.matmul_count import MatmulCounter, expanded_elements
 from raymm.costs.parameter_shares import parameter_shares
 
 
@@ -48,10 +43,6 @@ class LayerCount:
         weight_elements: elements of weights that a forward reads.
         traffic_elements: elements that products and attention read and write besides.
         trained_traffic: of ``traffic_elements``, those of products whose weights are trained.
-        kept_elements: what autograd keeps in the compute dtype, if everything is trained.
-        kept_fp32: what it keeps in fp32 whatever the compute dtype (norms).
-        kept_casts: what it keeps besides in a compute dtype that is not fp32: of one input every
-            product has a cast of its own.
         parameters: elements of all its parameters.
         output_elements: of what it hands on.
         replicated: of ``parameters``, those that tensor parallelism does not split.
@@ -80,9 +71,6 @@ class LayerCount:
     attention_flops: float = 0.0
     weight_elements: float = 0.0
     traffic_elements: float = 0.0
-    kept_elements: float = 0.0
-    kept_fp32: float = 0.0
-    kept_casts: float = 0.0
     parameters: int = 0
     output_elements: int = 0
     replicated: int = 0
@@ -147,13 +135,6 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
         layers[0] = replace(layers[0], data_elements=counter.read(before))
         layers[-1] += counter.own(after)
         layers[-1] = replace(layers[-1], tied=counter.tied(places[0], places[-1]))
-    if len(load.kept) == len(layers):
-        layers = [
-            replace(
-                layer, kept_elements=half * load.total, kept_fp32=full * load.total, kept_casts=0.0
-            )
-            for layer, (half, full) in zip(layers, load.kept, strict=True)
-        ]
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
     elif load.handed is not None:
@@ -243,7 +224,6 @@ class _LayerCounter:
     def own(self, names: list[str]) -> LayerCount:
         """What these modules' own parameters do (not their children's)."""
         matmuls = [m for name in names for m in self.matmuls.of(name)]
-        norms = sum(self._norm(name) for name in names)
         parameters: dict[int, int] = {}
         few_heads = 0
         replicated: dict[int, int] = {}
@@ -269,10 +249,6 @@ class _LayerCounter:
             weight_flops=sum(self._norm_flops(name) for name in names),
             weight_elements=sum(m.read for m in matmuls),
             traffic_elements=sum(m.input_elements + m.rows * m.outer for m in matmuls),
-            kept_elements=kept_elements(matmuls)
-            + sum(m.rows * m.outer for m in matmuls if m.is_head),
-            kept_fp32=norms,
-            kept_casts=cast_elements(matmuls),
             parameters=sum(parameters.values()),
             replicated=sum(replicated.values()),
             few_parameters=sum(few.values()),
@@ -327,19 +303,6 @@ class _LayerCounter:
             ends.append({id(p): p.numel() for p in own})
         return sum(size for key, size in ends[0].items() if key in ends[1])
 
-    def _norm(self, name: str) -> float:
-        """fp32 elements that a norm keeps: its input, and an RMS norm written in Python also
-        what it multiplies with the weight."""
-        module = self.module.get_submodule(name)
-        weight = module._parameters.get("weight")
-        if "norm" not in type(module).__name__.lower() or weight is None or weight.dim() != 1:
-            return 0.0
-        copies = 1 if isinstance(module, nn.LayerNorm | nn.GroupNorm) else 2
-        width = weight.numel()
-        if name not in self.loaded.places:
-            width = max(width, self.loaded.hidden or 0)  # one per head: of all heads together
-        return float(copies * width * self.loaded.rows(name))
-
     def _attention(self, place: str) -> LayerCount:
         """All attention below ``place``."""
         return sum((self._one_attention(m) for m in self.attention.below(place)), LayerCount())
@@ -350,7 +313,6 @@ class _LayerCounter:
         return LayerCount(
             attention_flops=a.pairs * a.pair_flops,
             traffic_elements=elements,
-            kept_elements=elements,
             key_value_elements=float(a.key_rows * (a.keys + a.values)),
             attention_elements=float(a.rows * a.out),
             attention_traffic=elements,

@@ -71,8 +71,9 @@ class Load:
             as many as its blocks return.
         streams: elements that each block returns for each token of the blocks; empty where they are
             as wide as the hidden state.
-        kept: by layer, elements that autograd keeps in the compute dtype and in fp32 for each token
-            of the blocks; empty where they are counted.
+        kept: elements that autograd saves in the compute dtype and in fp32 for each token of the
+            blocks: before the blocks, by block, after the blocks, and in a head; empty where
+            :mod:`raymm.costs.kept_bytes` runs the module for it.
         projector_places, projector_handed, projector_kept: as these, of an encoder's projector.
     """
 

@@ -1,4 +1,4 @@
-"""Counting products with weights: which rows meet which weight, and what autograd keeps of them.
+"""Counting products with weights: which rows meet which weight.
 
 Every weight matrix multiplies every row of its layer once (2 FLOPs per element), experts only the
 share of rows that is routed to them. Convolutions before the blocks end at the module's number of
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from raymm.actors.adapters.lora import LOW, AdaptedLayer, has_adapters, is_adapter
+from raymm.actors.adapters.lora import AdaptedLayer, has_adapters, is_adapter
 from raymm.costs.load import POOLING, LoadedModule, config_number
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -29,14 +29,12 @@ class Matmul:
     """One weight: ``rows`` inputs of width ``inner`` to outputs of width ``outer``."""
 
     name: str
-    parent: str
     inner: int
     outer: int
     rows: float
     numel: float  # elements that one row meets
     read: float  # elements read from memory
     gated: bool
-    in_attention: bool
     is_head: bool
     input_elements: float
     base: bool = False  # under an adapter: never trained
@@ -114,22 +112,20 @@ class MatmulCounter:
         is_head = module is self.loaded.head
         if is_head and self.loaded.load.labels is not None:
             rows = float(self.loaded.load.labels)
-        parent = name.rpartition(".")[0]
         numel = inner * outer
         return Matmul(
-            name, parent, inner, outer, rows, numel, numel * min(1.0, rows),
-            "gate" in name.rpartition(".")[2] and outer > inner, self._in_attention(name, module),
-            is_head, rows * inner, self.adapted,
+            name, inner, outer, rows, numel, numel * min(1.0, rows),
+            "gate" in name.rpartition(".")[2] and outer > inner, is_head, rows * inner,
+            self.adapted,
         )
 
     def _low_rank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
         """One of an adapter's two products: of the layer's own input, or what that gives."""
         outer, inner = weight.shape
         rows = self.loaded.rows(name) * self._share(name)
-        parent = name.rpartition(".")[0] if leaf == LOW else name
         return Matmul(
-            f"{name}.{leaf}", parent, inner, outer, rows, weight.numel(),
-            weight.numel() * min(1.0, rows), False, True, False, rows * inner,
+            f"{name}.{leaf}", inner, outer, rows, weight.numel(),
+            weight.numel() * min(1.0, rows), False, False, rows * inner,
         )
 
     def _bank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
@@ -142,8 +138,8 @@ class MatmulCounter:
         rows = self.loaded.rows(name) * self.per_token
         touched = min(float(self.experts), rows)
         return Matmul(
-            f"{name}.{leaf}", name, inner, outer, rows, inner * outer,
-            inner * outer * touched, "gate" in leaf, False, False, rows * inner, self.adapted,
+            f"{name}.{leaf}", inner, outer, rows, inner * outer,
+            inner * outer * touched, "gate" in leaf, False, rows * inner, self.adapted,
         )
 
     def _convolution(self, name: str, module: _ConvNd) -> Matmul:
@@ -155,45 +151,9 @@ class MatmulCounter:
             * math.prod(module.kernel_size)
         )
         return Matmul(
-            name, name.rpartition(".")[0], module.in_channels, module.out_channels, rows, numel,
-            numel, False, False, False, rows * module.in_channels * math.prod(module.stride),
-            self.adapted,
+            name, module.in_channels, module.out_channels, rows, numel, numel, False, False,
+            rows * module.in_channels * math.prod(module.stride), self.adapted,
         )
-
-    def _in_attention(self, name: str, module: nn.Module) -> bool:
-        parent = self.loaded.module.get_submodule(name.rpartition(".")[0])
-        return any("attention" in type(m).__name__.lower() for m in (parent, module))
-
-
-def kept_elements(matmuls: list[Matmul]) -> float:
-    """Elements kept in the compute dtype: every distinct input once (products of one parent
-    with the same input width share it), and around activation functions their inputs and, where
-    a gate multiplies it, their output."""
-    inputs: dict[tuple[str, int], float] = {}
-    kept = 0.0
-    for matmul in matmuls:
-        key = (matmul.parent, matmul.inner)
-        if not matmul.base:
-            inputs[key] = max(inputs.get(key, 0.0), matmul.input_elements)
-        if matmul.in_attention or matmul.is_head or matmul.outer < matmul.inner:
-            continue
-        kept += matmul.rows * matmul.outer
-        if matmul.gated:
-            fused = "up" in matmul.name.rpartition(".")[2]  # gate_up_proj
-            kept += matmul.rows * matmul.outer / (2 if fused else 1)
-    return kept + sum(inputs.values())
-
-
-def cast_elements(matmuls: list[Matmul]) -> float:
-    """Elements of all casts of an input but one, where products of one parent share it: what comes
-    from a norm is fp32, and autocast casts it for each of them. (An attention's output is in the
-    compute dtype already; where it is as wide as the hidden state, it counts too.)"""
-    inputs: dict[tuple[str, int], list[float]] = {}
-    for matmul in matmuls:
-        if matmul.base:
-            continue
-        inputs.setdefault((matmul.parent, matmul.inner), []).append(matmul.input_elements)
-    return sum(sum(sizes) - max(sizes) for sizes in inputs.values())
 
 
 def expanded_elements(matmul: Matmul) -> float:

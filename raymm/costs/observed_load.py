@@ -8,7 +8,7 @@ and every attention reports its sizes while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -18,21 +18,27 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
+from raymm.actors.adapters.lora import has_adapters, is_adapter
+from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name, hidden_state
 from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.message import first_tensor
+from raymm.actors.modules.precision import CAST_BY_AUTOCAST, CAST_ONCE
 from raymm.costs.load import Load, SeenAttention
 from raymm.errors import USER_CODE_RAISES
+from raymm.kernels.flash.operands import prepare
 from raymm.kernels.hf.self_attention import can_use
 
 # Dimensions of patches of all items in one tensor, and of an image of pixels.
 FLAT_ROWS, IMAGE_DIMENSIONS = 2, 3
 _WITH_MASKS, _WITHOUT_MASKS = "raymm_sizes", "raymm_sizes_without_masks"
 _NOTE = "_raymm_note_sizes"
+# Attributes of layers that say where they are, not what they compute.
+_INDEXES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
 
 
 class Observation:
@@ -49,9 +55,8 @@ class Observation:
         streams: elements that every block returns, as far as they were called.
         rows, tokens: of the hidden state that enters the first block, or of what a module without
             blocks returns; 0 tokens if there is none.
-        kept: bytes that autograd keeps, without parameters, by layer: what is before the blocks
-            with the first, what is after them with the last.
-        storages: what is kept already, and parameters, by address.
+        kept: bytes that autograd saves, without parameters: before the blocks, by block, after
+            the blocks, and in a language model's head and loss.
         output: what the forward returned; None if it did not end.
     """
 
@@ -62,16 +67,13 @@ class Observation:
         self.streams: list[int] = []
         self.rows, self.tokens = 1, 0
         self.output: Any = None
-        self._layer = 0
-        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._bucket = 0
         self._leave = leave
         path = find_blocks(module)
         self._has_blocks = path is not None
         blocks = [] if path is None else list(block_list(module, path))
         first = next(iter(blocks), module)
-        self.kept = [0] * max(1, len(blocks))
-        # Autocast keeps copies of weights, which ranks have once per step.
-        self._weights = {p.shape for p in module.parameters() if p.dim() > 1}
+        self.kept = [0] * (len(blocks) + 3)
         # Of its norms and biases: by them channels that come last are told from those before.
         self._widths = {len(p) for p in first.parameters() if p.dim() == 1}
         self._hidden = "hidden_states" if path is None else hidden_name(first)
@@ -80,10 +82,16 @@ class Observation:
             module.register_forward_hook(self._end),
             *(block.register_forward_hook(self._stream) for block in blocks),
             *(
-                block.register_forward_pre_hook(partial(self._start, index))
-                for index, block in enumerate(blocks)
+                block.register_forward_pre_hook(partial(self._enter_bucket, index))
+                for index, block in enumerate(blocks, start=1)
             ),
         ]
+        if blocks:
+            leave_blocks = partial(self._enter_bucket, len(blocks) + 1)
+            self._handles.append(blocks[-1].register_forward_hook(leave_blocks))
+        if (head := getattr(module, "get_output_embeddings", lambda: None)()) is not None:
+            enter_head = partial(self._enter_bucket, len(blocks) + 2)
+            self._handles.append(head.register_forward_pre_hook(enter_head))
         for name, child in module.named_modules():
             if (channels := _channels(child)) is not None:
                 note = partial(self._note, name, channels)
@@ -127,27 +135,22 @@ class Observation:
         if self._leave:
             raise CutReached(cast(torch.Tensor, hidden))
 
-    def _start(self, layer: int, _: nn.Module, __: Any) -> None:
-        self._layer = layer
+    def _enter_bucket(self, bucket: int, *_: Any) -> None:
+        self._bucket = bucket
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that autograd saves."""
-        storage = tensor.untyped_storage()
-        is_cast = tensor.dtype == torch.bfloat16 and tensor.dim() > 1 and (
-            tensor.shape in self._weights or tensor.mT.shape in self._weights
-        )
-        if not is_cast and storage._cdata not in self.storages:
-            self.storages[storage._cdata] = storage  # held, so that its address stays its own
-            self.kept[self._layer] += storage.nbytes()
-        return tensor
+    def add_bytes(self, size: int) -> None:
+        """Count bytes that autograd saves in the layer that runs."""
+        self.kept[self._bucket] += size
 
     def _stream(self, _: nn.Module, __: Any, output: Any) -> None:
         self.streams.append(first_tensor(output).numel())
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
         self.output = output
+        if self._has_blocks or self.tokens:
+            return
         features = first_tensor(output)
-        if not self._has_blocks and not self.tokens and features.dim() >= FLAT_ROWS:
+        if features.dim() >= FLAT_ROWS:
             self.rows = features.shape[0]
             flat = features.dim() <= IMAGE_DIMENSIONS
             tokens = features.shape[1:-1] if flat else features.shape[2:]
@@ -162,6 +165,7 @@ class Observation:
 def observe(
     run: Callable[..., Any], inputs: Mapping[str, Any], *modules: nn.Module,
     leave: bool = False, masks: bool = True, dtype: torch.dtype = torch.float32,
+    few: bool = False,
 ) -> list[Observation]:  # fmt: skip
     """Run a forward and return the sizes that modules were seen to have, as far as it came.
 
@@ -173,13 +177,16 @@ def observe(
         leave: leave the forward at the first block of the first module, and compute what is before.
         masks: note which pairs masks of transformers' interface let be seen, if they are padded or
             have windows. Such masks have an element for every pair.
-        dtype: of autocast, for what autograd keeps; fp32 for none.
+        dtype: of autocast, for what autograd saves; fp32 for none.
+        few: run the first two blocks of every kind only, and take the others to save what the
+            second one of their kind does. The second of two, because the first block saves what
+            all blocks read, such as rotary tables.
     """
     seen = [Observation(module, leave) for module in modules]
     if not leave:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         for module in modules:
-            _make_fake(module, mode)
+            _make_fake(module, mode, dtype)
         fake = partial(_fake_tensor, mode)
         inputs = tree_map_only(
             torch.Tensor, lambda t: fake(t) if t.is_floating_point() else t, dict(inputs)
@@ -187,13 +194,13 @@ def observe(
     try:
         with ExitStack() as stack, torch.set_grad_enabled(not leave):
             stack.enter_context(torch.autocast("cpu", dtype, enabled=dtype != torch.float32))
+            stack.enter_context(_GroupedFallback())
             for module, each in zip(modules, seen, strict=True):
                 stack.callback(each.close)
                 stack.enter_context(_noted_attention(module, each, masks))
-            parameters = [p.untyped_storage() for m in modules for p in m.parameters()]
-            for each in seen:
-                each.storages = {storage._cdata: storage for storage in parameters}
-                stack.enter_context(saved_tensors_hooks(each.keep, lambda tensor: tensor))
+                if few:
+                    stack.enter_context(_few_blocks(module, each))
+            stack.enter_context(_saved_bytes(modules, seen))
             run(**inputs)
     except USER_CODE_RAISES:  # not every forward runs without values; blocks may have run
         pass
@@ -212,16 +219,24 @@ def _channels(module: nn.Module) -> int | None:
     return None
 
 
-def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
-    fakes: dict[int, nn.Parameter] = {}
+def _make_fake(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+    """Replace parameters by fake ones that are all trained, or, with adapters, those of the
+    adapters alone. Weights that ranks cast once per step have the compute dtype."""
+    fakes: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+    adapted = has_adapters(module)
     for child in module.modules():
+        cast_once = isinstance(child, CAST_BY_AUTOCAST) or hasattr(child, CAST_ONCE)
         for key, parameter in child._parameters.items():
             if parameter is not None:
-                if id(parameter) not in fakes:
-                    fake = _fake_tensor(mode, parameter)
-                    grad = parameter.is_floating_point()
-                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=grad)
-                child._parameters[key] = fakes[id(parameter)]
+                is_float = parameter.is_floating_point()
+                own = dtype if cast_once and is_float else parameter.dtype
+                identity = id(parameter), own
+                if identity not in fakes:
+                    with mode:
+                        fake = torch.empty(parameter.shape, dtype=own)
+                    trained = is_float and (not adapted or is_adapter(key))
+                    fakes[identity] = nn.Parameter(fake, requires_grad=trained)
+                child._parameters[key] = fakes[identity]
         for key, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[key] = _fake_tensor(mode, buffer)
@@ -230,6 +245,108 @@ def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
 def _fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     with mode:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+@contextmanager
+def _saved_bytes(
+    modules: Sequence[nn.Module], seen: Sequence[Observation]
+) -> Iterator[None]:
+    """Add the bytes of every tensor that autograd saves to the observation of the module that
+    runs. Of nested hooks, torch calls the innermost alone, so there is one for all modules."""
+    running = [seen[0]]
+
+    def enter(each: Observation, *_: Any) -> None:
+        running[0] = each
+
+    handles = [
+        module.register_forward_pre_hook(partial(enter, each))
+        for module, each in zip(modules, seen, strict=True)
+    ]
+    state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    # Storages are held, so that no other storage gets the same address.
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in state}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage
+            running[0].add_bytes(storage.nbytes())
+        return tensor
+
+    try:
+        with saved_tensors_hooks(save, lambda tensor: tensor):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _few_blocks(module: nn.Module, observation: Observation) -> Iterator[None]:
+    """Let blocks that have two of their kind before them return what the second one did, with
+    their input as the hidden state."""
+    path = find_blocks(module)
+    blocks = [] if path is None else list(block_list(module, path))
+    kinds: dict[Any, list[int]] = {}
+    copied: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        alike = kinds.setdefault(_kind(module, index, block), [])
+        if len(alike) < 2:
+            alike.append(index)
+            continue
+        copied[index] = alike[1]
+
+        def repeat(*args: Any, block: nn.Module = block, like: int = alike[1], **kwargs: Any):
+            hidden, output = hidden_state(block, args, kwargs), outputs[like]
+            return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+
+        vars(block)["forward"] = repeat
+    outputs: dict[int, Any] = {}
+
+    def note(index: int, _: nn.Module, __: Any, output: Any) -> None:
+        outputs[index] = output
+
+    handles = [blocks[i].register_forward_hook(partial(note, i)) for i in set(copied.values())]
+    try:
+        yield
+    finally:
+        for index, like in copied.items():
+            vars(blocks[index]).pop("forward")
+            observation.kept[index + 1] = observation.kept[like + 1]
+        for handle in handles:
+            handle.remove()
+
+
+def _kind(module: nn.Module, index: int, block: nn.Module) -> Any:
+    """A key that blocks share if they compute the same: their modules with settings and shapes,
+    and what lists of the config, which have an entry per block, say of them."""
+    config: Any = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    lists = [
+        (name, str(value[index])) for name, value in sorted(vars(config or object).items())
+        if isinstance(value, list | tuple) and len(value) > index
+    ]
+    parts = [
+        (
+            name, type(child),
+            tuple((k, str(v)) for k, v in sorted(vars(child).items())
+                  if isinstance(v, bool | int | float | str) and k not in _INDEXES),
+            tuple((k, v is not None and v.shape) for k, v in child._parameters.items()),
+        )
+        for name, child in block.named_modules()
+    ]
+    return tuple(lists), tuple(parts)
+
+
+class _GroupedFallback(TorchFunctionMode):
+    """Products of experts by the operator that transformers has for tensors that torch's own does
+    not accept: torch's refuses fake tensors in fp32. Both save the same."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._grouped_mm:  # pyright: ignore[reportPrivateImportUsage]
+            return torch.ops.transformers.grouped_mm_fallback(*args, offs=kwargs["offs"])
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -279,36 +396,29 @@ def _sizes_forward(
         batch * rows, batch * keys, pairs, heads * width, shared * width, shared * out, heads * out
     )
     vars(module)[_NOTE](module, sizes, rows != keys or not getattr(module, "is_causal", False))
-    return _Attended.apply(query, key, value), None
+    query, key, value = prepare(query, key, value, None)
+    learned = isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad
+    return _Attended.apply(query, key, value, learned).transpose(1, 2).contiguous(), None
 
 
 class _Attended(torch.autograd.Function):
-    """What flash attention keeps: its inputs, its output, and a number per row."""
+    """Attention, as far as what it saves: its inputs, its output in the layout of the query, and
+    a number per row; or, where its mask is learned, as torch has no flash attention for, all of its
+    weights."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, learned: bool
+    ) -> Any:
         batch, heads, rows, _ = query.shape
-        result = query.new_empty(batch, rows, heads, value.shape[3])
-        sums = query.new_empty(batch, heads, rows, dtype=torch.float32)
+        if query.stride(2) > query.stride(1):
+            result = query.new_empty(batch, rows, heads, value.shape[3]).transpose(1, 2)
+        else:
+            result = query.new_empty(batch, heads, rows, value.shape[3])
+        weights = key.shape[2] if learned else 1
+        sums = query.new_empty(batch, heads, rows, weights, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, sums)
         return result
-
-
-def kept_elements(fp32: Observation, bf16: Observation) -> tuple[tuple[float, float], ...]:
-    """Return, by layer, elements that autograd keeps in the compute dtype and in fp32, for each
-    token of the blocks; empty if a forward did not end.
-
-    Args:
-        fp32, bf16: the same forward without autocast, and with it.
-    """
-    if fp32.output is None or bf16.output is None or not fp32.tokens:
-        return ()
-    total = fp32.rows * fp32.tokens
-    halves = [max(0.0, (a - b) / 2) for a, b in zip(fp32.kept, bf16.kept, strict=True)]
-    return tuple(
-        (half / total, (size / 4 - half) / total)
-        for half, size in zip(halves, fp32.kept, strict=True)
-    )
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

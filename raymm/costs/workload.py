@@ -13,14 +13,9 @@ from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext, first_tensor
 from raymm.actors.probe.whole.cut import of_zeros
 from raymm.actors.weights.model_part import PartSource, is_within
+from raymm.costs.kept_bytes import kept_elements
 from raymm.costs.load import Load, LoadError, default_tokens
-from raymm.costs.observed_load import (
-    FLAT_ROWS,
-    IMAGE_DIMENSIONS,
-    Observation,
-    kept_elements,
-    observe,
-)
+from raymm.costs.observed_load import FLAT_ROWS, IMAGE_DIMENSIONS, Observation, observe
 from raymm.data.sampling.batching import ItemTokens
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
@@ -135,7 +130,7 @@ def tower_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> L
     load = seen.load()
     if load is not None and seen.output is not None:
         (halved,) = observe(model_part, inputs, model_part, dtype=torch.bfloat16)
-        load = replace(load, kept=kept_elements(seen, halved))
+        load = replace(load, kept=kept_elements(seen, halved, load.total))
         tensors, _ = tower.form.like(seen.output).packed(seen.output)
         load = replace(load, handed=sum(t.numel() for t in tensors) / load.total)
     return load
@@ -166,17 +161,14 @@ def encoder_load(
     if load is None or load.handed is None:
         return None
     halved, *projected_halved = observe(run, first, *modules, dtype=torch.bfloat16)
-    load = replace(load, kept=kept_elements(observed, halved))
+    load = replace(load, kept=kept_elements(observed, halved, load.total // count))
     for seen, half in zip(projected, projected_halved, strict=True):
         item_total = load.total // count
         load = replace(load, projector_places=seen.places_per(item_total))
         if seen.output is not None:
             handed = first_tensor(seen.output).numel() / item_total
-            kept = [
-                (a * seen.rows * seen.tokens / item_total, b * seen.rows * seen.tokens / item_total)
-                for a, b in kept_elements(seen, half)
-            ]
-            load = replace(load, projector_handed=handed, projector_kept=tuple(kept))
+            kept = kept_elements(seen, half, item_total)
+            load = replace(load, projector_handed=handed, projector_kept=kept)
     return load
 
 

@@ -52,11 +52,11 @@ def test_an_encoder(dtype: str) -> None:
         "cpu", "bfloat16" if dtype == "bf16" else None, False, 1,
     ).measure(ProfileRequest(inputs, {}), repeats=1).layers
     analytic = analytic_layers(source.skeleton(), Load(ROWS, 144), "H100", dtype)
-    # With the first are patches, which are kept as data.
+    # With the first are pixels, which are data; under autocast, a cast of them is saved instead.
     kept = [layer.activation_bytes for layer in analytic]
-    kept[0] -= inputs["pixel_values"].nbytes
+    kept[0] -= inputs["pixel_values"].nbytes if dtype == "fp32" else 0
     for layer, expected, activations in zip(measured, analytic, kept, strict=True):
-        assert activations == pytest.approx(float(layer.activation_bytes), rel=0.1)
+        assert activations == pytest.approx(float(layer.activation_bytes), rel=0.01)
         assert expected.working_bytes > 0.8 * layer.working_bytes
         assert expected.forward_bytes == pytest.approx(float(layer.forward_bytes), rel=0.2)
     # The gradient of what the last one hands on is there already.

@@ -1,0 +1,212 @@
+"""Bytes that autograd saves of a module's forward, seen when it runs without values.
+
+A microbatch of an encoder is run by :mod:`raymm.costs.workload`, and its load says what was saved.
+A language model is run here, on embeddings of one and two samples, since what is saved is linear in
+samples. Above :data:`MOST_TOKENS` tokens, the parabola through three shorter lengths says what is
+saved, since nothing grows faster than attention. An encoder whose load says only how many tokens
+there are is run on example inputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.blocks import input_embeddings
+from raymm.actors.probe.example_inputs import ExampleError, example_inputs
+from raymm.actors.weights.source import on_meta
+from raymm.costs.load import Load
+from raymm.costs.observed_load import Observation, observe
+from raymm.errors import USER_CODE_RAISES
+from raymm.kernels.cross_entropy import token_cross_entropy_sum
+
+# Longest sample that a language model is run on. Divided by 4, it is a multiple of the chunks that
+# linear attention and state-space layers pad samples to.
+MOST_TOKENS = 1024
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Runs that are remembered.
+_MOST_RUNS = 1024
+_EXAMPLE_TOKENS = 16
+_FP32_BYTES = 4
+
+Saved = tuple[float, ...]
+_RUNS: dict[Any, Saved | None] = {}
+_CONFIGURATIONS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+class KeptBytes(NamedTuple):
+    """Bytes that autograd saves of a microbatch, without parameters.
+
+    Attributes:
+        before, after: outside the blocks; the head and the loss of a language model are after.
+        blocks: by block; empty of a module without blocks.
+    """
+
+    before: float
+    blocks: Saved
+    after: float
+
+    @property
+    def layers(self) -> Saved:
+        """Bytes by layer, as :func:`raymm.costs.layer_count.count_layers` has layers."""
+        if len(self.blocks) < 2:
+            return (self.before + sum(self.blocks) + self.after,)
+        first, *inner, last = self.blocks
+        return (self.before + first, *inner, last + self.after)
+
+
+def kept_bytes(
+    module: nn.Module, load: Load, dtype: str, causal: bool = False
+) -> KeptBytes | None:
+    """Return what autograd saves of a microbatch, as if every parameter, or every parameter of its
+    adapters, were trained; None if the module does not run without values.
+
+    Args:
+        module: a skeleton; parameters may be on the meta device.
+        load: what the module has to do.
+        dtype: compute dtype, one of :data:`DTYPES`.
+        causal: True for a language model.
+    """
+    saved: Saved | None
+    if load.kept:
+        size = DTYPES[dtype].itemsize
+        saved = tuple((half * size + full * _FP32_BYTES) * load.total for half, full in load.kept)
+    elif causal:
+        saved = _language_bytes(module, load, dtype)
+    else:
+        saved = _encoder_bytes(module, load, dtype)
+    if saved is None:
+        return None
+    labels = load.total if load.labels is None else load.labels
+    before, *blocks, after, head = saved
+    return KeptBytes(before, tuple(blocks), after + head * labels / load.total)
+
+
+def kept_elements(
+    fp32: Observation, bf16: Observation, tokens: int
+) -> tuple[tuple[float, float], ...]:
+    """Return elements that autograd saves in the compute dtype and in fp32, as ``kept`` of a
+    :class:`~raymm.costs.load.Load`; empty if a forward did not end.
+
+    Args:
+        fp32, bf16: the same forward without autocast, and with it.
+        tokens: divide by this.
+    """
+    if fp32.output is None or bf16.output is None or not tokens:
+        return ()
+    halves = [max(0.0, (a - b) / 2) for a, b in zip(fp32.kept, bf16.kept, strict=True)]
+    return tuple(
+        (half / tokens, (size / _FP32_BYTES - half) / tokens)
+        for half, size in zip(halves, fp32.kept, strict=True)
+    )
+
+
+def _language_bytes(module: nn.Module, load: Load, dtype: str) -> Saved | None:
+    if load.samples <= 2:
+        return _of_rows(module, load.samples, load.tokens, dtype)
+    single = _of_rows(module, 1, load.tokens, dtype)
+    double = _of_rows(module, 2, load.tokens, dtype)
+    if single is None or double is None:
+        return None
+    return tuple(a + (load.samples - 1) * (b - a) for a, b in zip(single, double, strict=True))
+
+
+def _of_rows(module: nn.Module, samples: int, tokens: int, dtype: str) -> Saved | None:
+    if tokens <= MOST_TOKENS:
+        return _language_run(module, samples, tokens, dtype)
+    lengths = MOST_TOKENS // 4, MOST_TOKENS // 2, MOST_TOKENS
+    runs = [_language_run(module, samples, length, dtype) for length in lengths]
+    total = [0.0] * len(runs[0] or ())
+    for length, run in zip(lengths, runs, strict=True):
+        if run is None:
+            return None
+        weight = 1.0
+        for other in lengths:
+            if other != length:
+                weight *= (tokens - other) / (length - other)
+        total = [before + weight * size for before, size in zip(total, run, strict=True)]
+    return tuple(max(0.0, size) for size in total)
+
+
+def _language_run(module: nn.Module, samples: int, tokens: int, dtype: str) -> Saved | None:
+    key = _configuration(module), samples, tokens, dtype
+    if key not in _RUNS:
+        seen = _observed_language(module, samples, tokens, dtype)
+        _remember(key, None if seen is None else tuple(map(float, seen.kept)))
+    return _RUNS[key]
+
+
+def _observed_language(
+    module: nn.Module, samples: int, tokens: int, dtype: str
+) -> Observation | None:
+    try:
+        copy = on_meta(module)
+        width = input_embeddings(copy).weight.shape[1]
+    except USER_CODE_RAISES:  # no language model of transformers
+        return None
+
+    def run(embeddings: torch.Tensor, targets: torch.Tensor) -> None:
+        logits = copy(inputs_embeds=embeddings.requires_grad_(), use_cache=False).logits
+        token_cross_entropy_sum(logits.flatten(0, 1), targets)
+
+    inputs = {
+        "embeddings": torch.empty(samples, tokens, width, device="meta"),
+        "targets": torch.zeros(samples * tokens, dtype=torch.int64),
+    }
+    (seen,) = observe(run, inputs, copy, masks=False, dtype=DTYPES[dtype], few=True)
+    return None if seen.output is None else seen
+
+
+def _encoder_bytes(module: nn.Module, load: Load, dtype: str) -> Saved | None:
+    """Return bytes of as many tokens as the load has, at the rate of example inputs."""
+    key = _configuration(module), dtype
+    if key not in _RUNS:
+        _remember(key, _example_bytes(module, dtype))
+    rate = _RUNS[key]
+    return None if rate is None else tuple(size * load.total for size in rate)
+
+
+def _example_bytes(module: nn.Module, dtype: str) -> Saved | None:
+    """Return bytes per token of the blocks, on example inputs."""
+    try:
+        copy = on_meta(module)
+        inputs = _example(copy)
+    except USER_CODE_RAISES:  # a module of any kind
+        return None
+    (seen,) = observe(copy, inputs, copy, masks=False, dtype=DTYPES[dtype])
+    if seen.output is None or not seen.tokens:
+        return None
+    return tuple(size / (seen.rows * seen.tokens) for size in seen.kept)
+
+
+def _example(module: nn.Module) -> dict[str, Any]:
+    try:
+        return example_inputs(module)
+    except ExampleError:  # features, then, as wide as its first weight
+        name = next(iter(inspect.signature(module.forward).parameters))
+        width = next(p.shape[1] for p in module.parameters() if p.dim() == 2)
+        return {name: torch.empty(1, _EXAMPLE_TOKENS, width)}
+
+
+def _remember(key: Any, saved: Saved | None) -> None:
+    if len(_RUNS) >= _MOST_RUNS:
+        _RUNS.clear()
+    _RUNS[key] = saved
+
+
+def _configuration(module: nn.Module) -> Any:
+    """Return a key that modules with the same structure share."""
+    if module not in _CONFIGURATIONS:
+        config = getattr(module, "config", None)
+        text = getattr(config, "to_json_string", lambda **_: "")(use_diff=False)
+        _CONFIGURATIONS[module] = (
+            text, module.training,
+            tuple((name, type(child)) for name, child in module.named_modules()),
+            tuple((name, p.shape, p.dtype) for name, p in module.named_parameters()),
+        )
+    return _CONFIGURATIONS[module]
