@@ -1,5 +1,6 @@
 """Every error that raymm defines is one of its own, and says how it ends."""
 
+import ast
 import importlib
 import inspect
 import pickle
@@ -53,3 +54,43 @@ def test_they_arrive_from_other_processes():
         error = kind("a sentence")
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error)
+
+
+# Handlers of whatever code of a model or a user raises.
+ANYTHING = {"USER_CODE_RAISES", "_FAILURES"}
+
+
+def bare_texts(source):
+    """Yield lines where a text of any library's error stands as the reason of a refusal."""
+    for handler in ast.walk(ast.parse(source)):
+        if not isinstance(handler, ast.ExceptHandler) or handler.type is None or not handler.name:
+            continue
+        if not ANYTHING & {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)}:
+            continue
+        for raised in ast.walk(handler):
+            if not isinstance(raised, ast.Raise) or raised.exc is None:
+                continue
+            line = raised.lineno
+            for node in ast.walk(raised.exc):
+                if isinstance(node, ast.Call) and ast.unparse(node) == f"str({handler.name})":
+                    yield line
+                values = node.values if isinstance(node, ast.JoinedStr) else []
+                for before, value in zip([None, *values], values, strict=False):
+                    text = str(before.value) if isinstance(before, ast.Constant) else ""
+                    is_shown = isinstance(value, ast.FormattedValue)
+                    shown = ast.unparse(value.value) if is_shown else ""
+                    is_reason = shown == f"brief({handler.name})" and not text.endswith("(")
+                    if shown == handler.name or is_reason:
+                        yield line
+
+
+def test_texts_of_other_libraries_are_details_of_refusals():
+    refusal = "try: run()\nexcept USER_CODE_RAISES as error: raise ProbeError({})"
+    for reason in ('f"it fails: {error}"', "str(error)", 'f"it fails: {brief(error)}"'):
+        assert list(bare_texts(refusal.format(reason)))
+    for reason in ('f"it fails{because(error)}"', 'f"it fails ({brief(error)})"'):
+        assert not list(bare_texts(refusal.format(reason)))
+    rooms = "actors/probe", "raymm/model", "raymm/batch", "raymm/runtime", "raymm/layout"
+    files = [file for file in house.files() if file.startswith(rooms)]
+    found = {file: list(bare_texts((house.ROOT / file).read_text())) for file in files}
+    assert not {file: lines for file, lines in found.items() if lines}

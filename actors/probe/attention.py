@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings, method_of
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import ProbeError, small_language_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.attention import attention
@@ -34,6 +35,7 @@ _TOKENS = 8
 # tokens chose them, which changes the last bits of other tokens.
 _NOISE = 1e-5
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+_FAILS = "its forward fails with the arguments that this needs"
 
 
 def find_mixers(source: ModuleSource) -> frozenset[str]:
@@ -152,7 +154,7 @@ def probe_mask(source: ModuleSource, mixers: Collection[str] = ()) -> None:
             for each in (embeds, other)
         )
     except _FAILURES as error:
-        raise ProbeError(f"{name} cannot have a mask: {error}") from error
+        raise ProbeError(f"{name} cannot have a mask{because(error, _FAILS)}") from error
     change = (first - second).norm(dim=-1)[0] / first.norm(dim=-1).max()
     if not bool((change[half:] <= _NOISE).all()):
         raise ProbeError(
@@ -206,7 +208,7 @@ def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]
         arguments = _mixing(model, mixers, (lengths,))
         packed = _logits(model, joined, raymm_mask=(mask,), position_ids=positions, **arguments)
     except _FAILURES as error:
-        raise ProbeError(f"{name} cannot {what}: {error}") from error
+        raise ProbeError(f"{name} cannot {what}{because(error, _FAILS)}") from error
     due = torch.cat(rows, dim=1)
     if not bool((packed - due).norm() <= _NOISE * due.norm()):
         raise ProbeError(
@@ -252,7 +254,7 @@ def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
         first = _logits(model, embeds, **(masks | whole if has_mask else {}))
         second = _logits(model, embeds[:, order], **masks, **shared)
     except _FAILURES as error:
-        raise ProbeError(f"{name} cannot {what}: {error}") from error
+        raise ProbeError(f"{name} cannot {what}{because(error, _FAILS)}") from error
     change = (first[:, order] - second).norm(dim=-1) / first.norm(dim=-1).max()
     if not bool((change <= _NOISE).all()):
         raise ProbeError(

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from raymm.actors.modules.blocks import block_list, hidden_state
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import Passage, prune
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, Read, first_tensor
@@ -164,7 +164,8 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
             inputs = preprocess(inputs)
     except USER_CODE_RAISES as error:  # whatever a callback may raise
         raise ProbeError(
-            f"preprocess_callback of {spec.name!r} fails on {in_words(example)}: {brief(error)}"
+            f"preprocess_callback of {spec.name!r} fails on {in_words(example)}{because(error)}; "
+            "give example_inputs that it takes"
         ) from error
     if not isinstance(inputs, Mapping):
         raise ProbeError(
@@ -260,11 +261,11 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
         raise ProbeError(
             f"callbacks of {spec.name!r} fail on {in_words(example)} and a copy of "
             f"{type(model).__name__} of {chain.spec.num_blocks} blocks, with which they are tried "
-            f"where it is cut: {brief(error)}; give example_inputs that they take, or {_ONE_STAGE}"
+            f"where it is cut{because(error)}; give example_inputs that they take, or {_ONE_STAGE}"
         ) from error
     if failure is not None:
         raise ProbeError(
-            f"callbacks of {spec.name!r} fail where it is cut: {brief(failure)}; what one "
+            f"callbacks of {spec.name!r} fail where it is cut{because(failure)}; what one "
             f"callback keeps is not there for another one in a later stage: {_ONE_STAGE}"
         ) from failure
     if difference := staged.difference(whole):

@@ -22,7 +22,7 @@ from raymm.actors.modules.blocks import (
     find_blocks,
     input_embeddings,
 )
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because, brief
 from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.probe.error import NotRunError, NotTakenError, ProbeError
@@ -58,8 +58,8 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
             copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotTakenError(
-            f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs give: "
-            f"{brief(error)}; give what a batch has for the encoder", inputs,
+            f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs "
+            f"give{because(error)}; give what a batch has for the encoder", inputs,
         ) from error
     return dict(inputs)
 
@@ -89,7 +89,8 @@ def _merged_run(model: nn.Module, arguments: Callable[[nn.Module], Mapping[str, 
             copy.deepcopy(model)(**called_with, use_cache=False)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
-            f"{type(model).__name__} does not run on what the merge policy returns: {brief(error)}"
+            f"{type(model).__name__} does not run on what the merge policy returns"
+            f"{because(error)}; return arguments that its forward takes"
         ) from error
     ids = torch.ones(called_with["inputs_embeds"].shape[:2], dtype=torch.int64)
 
@@ -173,8 +174,8 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
             "that are merged with those of encoders have no ids; take another model"
         )
     raise NotRunError(
-        f"{name} does not run on inputs_embeds and give logits, as a language model must: "
-        f"{brief(of_embeds)}"
+        f"{name} does not run on inputs_embeds and give logits, as a language model must"
+        f"{because(of_embeds)}; take another model"
     )
 
 

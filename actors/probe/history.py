@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.rotary import RotaryState
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.quota.generators import generators_kept, seed_generators
@@ -65,7 +66,9 @@ def check_history(
             model.load_state_dict(saved)
             again = result(trains, False)
         except USER_CODE_RAISES as error:  # whatever a model may raise
-            raise NotRunError(str(error)) from error
+            raise NotRunError(
+                f"{name!r} does not run on the inputs that it is tried with{because(error)}"
+            ) from error
     limit = _ROUNDING * float(first.abs().max()) if first.numel() else 0.0
     if first.shape == again.shape and torch.allclose(
         first, again, rtol=0, atol=limit, equal_nan=True

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, find_blocks
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
 from raymm.actors.probe.draws import DrawnShapes
@@ -64,7 +65,8 @@ def probe_shared_items(
                 parameter.add_(torch.randn_like(parameter) * _PERTURBATION)
             _check_shares(model, inputs, skeleton.training, read)
     except _FAILURES as error:
-        raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
+        raise ProbeError(f"{name} cannot have cp above 1"
+            f"{because(error, 'its forward fails where it is tried')}") from error
 
 
 def _check_structure(skeleton: nn.Module) -> None:
@@ -106,7 +108,7 @@ def _check_shares(
         except SharedItemsError:
             raise
         except _FAILURES as error:
-            raise ProbeError(f"it does not run on a part of its tokens: {error}") from error
+            raise ProbeError(f"it does not run on a part of its tokens{because(error)}") from error
         if part.calls != len(whole.attended):
             raise ProbeError("a process attends another number of times than the whole does")
         why = "something besides attention mixes tokens in its blocks, or counts them"

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
 from raymm.actors.probe.cut import of_one_that_runs
@@ -68,7 +69,10 @@ def _check(
                 assert postprocess is not None
                 output = postprocess(inputs, output)
     except USER_CODE_RAISES as error:  # whatever a module or callback may raise
-        raise NotRunError(str(error)) from error
+        raise NotRunError(
+            f"{spec.name!r} does not run on its example_inputs{because(error)}; give what its "
+            "forward takes"
+        ) from error
     _check_history(spec, model, inputs)
     if isinstance(output, torch.Tensor):
         return example
@@ -107,7 +111,7 @@ def check_node_history(spec: EncoderSpec, example: Mapping[str, Any] | None = No
         try:
             inputs = module_inputs(spec, chain_example(spec, model, example))
         except (ProbeError, *USER_CODE_RAISES) as error:  # whatever a callback may raise
-            raise NotRunError(str(error)) from error
+            raise NotRunError(f"{spec.name!r} has no inputs to be tried{because(error)}") from error
         _check_history(spec, model, inputs)
 
     with contextlib.suppress(NotRunError):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.error import ProbeError
 from raymm.errors import USER_CODE_RAISES
 from raymm.kernels.hf.known_masks import no_packed_rows
@@ -61,7 +61,7 @@ def reading_layers(
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
             f"{type(module).__name__} does not run with {', '.join(ports)}, which its layers are "
-            f"to read: {brief(error)}"
+            f"to read{because(error)}; accepted: features of the shape that its layers take"
         ) from error
     finally:
         for hook in hooks:

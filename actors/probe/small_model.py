@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.experts.routing import SWITCH, switched_on
 from raymm.actors.modules.blocks import block_list, config_depth_names, find_blocks
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.weights.source import ModuleSource, on_meta
 from raymm.errors import USER_CODE_RAISES
@@ -71,8 +71,8 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
             yield _ready(model)
     if not count:
         raise ProbeError(
-            f"no small copy of {type(skeleton).__name__} can be made to try how it is cut: "
-            f"{brief(failed[0])}; give it one stage (pp 1)"
+            f"no small copy of {type(skeleton).__name__} can be made to try how it is cut"
+            f"{because(failed[0])}; give it one stage (pp 1)"
         ) from failed[0]
 
 

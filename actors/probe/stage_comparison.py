@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import CutInfo, CutReached, Passage, ghost_parameter, prune
 from raymm.actors.modules.draws import BlockDraws, Draws
 from raymm.actors.probe.draws import extreme_draws
@@ -221,7 +221,7 @@ def _drawing(
 def _not_run(model: nn.Module, error: BaseException) -> NotRunError:
     mode = " in training" if model.training else ""
     return NotRunError(
-        f"{type(model).__name__} does not run as stages run it{mode}: {brief(error)}; a "
+        f"{type(model).__name__} does not run as stages run it{mode}{because(error)}; a "
         "language model must take inputs_embeds and give logits, an encoder features"
     )
 
@@ -326,8 +326,8 @@ class _Stages:
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise self._error(
                 "it reads more of them than the hidden state that one stage hands to the next, "
-                "such as those of all of them, of which feature maps are picked, or their sizes "
-                f"(a part of it ends in {brief(error)})"
+                "such as those of all of them, of which feature maps are picked, or their sizes"
+                f"{because(error)}"
             ) from error
         assert hidden is not None  # there are stages
         return hidden

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import input_embeddings
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.modules.projector import Projector
 from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
@@ -204,7 +205,7 @@ def compare_shards(
     if errors:
         own = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
         error = next(own, errors[0])
-        return Comparison(f"its shards fail with {type(error).__name__}: {error}")
+        return Comparison(f"its shards do not run{because(error)}")
     done = [result for result in results if result is not None]  # all, as there was no error
     return _compare(plan, done, expected)
 

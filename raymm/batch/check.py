@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from raymm.actors.modules.blocks import input_embeddings
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.merge import IGNORE_INDEX, MergeError
 from raymm.actors.stages.labels import label_mask
 from raymm.batch.length_trial import LengthTrial
@@ -120,7 +120,7 @@ class BatchCheck:
                 raise BatchError(str(error)) from None
             except USER_CODE_RAISES as error:  # a user's function may raise anything
                 raise BatchError(
-                    f"the merge policy does not take it: {brief(error)}. (If it would on a rank: "
+                    f"the merge policy does not take it{because(error)}. (If it would on a rank: "
                     "give the policy a method check, raymm.actors.modules.merge)"
                 ) from error
         self._length.check(length)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.node import OutputError, call
 from raymm.actors.probe.example_inputs import in_words
 from raymm.errors import USER_CODE_RAISES
@@ -84,7 +84,7 @@ class DagCheck:
                     if "meta" in str(error).lower():  # it looks at values
                         break
                     raise BatchError(
-                        f"{name!r} does not take the batch, {in_words(read)}: {brief(error)}; "
+                        f"{name!r} does not take the batch, {in_words(read)}{because(error)}; "
                         "accepted: entries that its forward takes"
                     ) from error
         return ids

@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raymm.actors.features.kept_features import every_item
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import prune
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.callbacks import Cuts, Inputs, chain_example, module_inputs, probe_chain
@@ -53,7 +53,7 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
             hidden = [stage.run(item, {}, context) for item in every_item(_two(inputs))]
             after = host_states()
     except USER_CODE_RAISES as error:  # not every forward runs without data
-        return f"they do not run without data: {brief(error)}"
+        return f"they do not run without data{because(error)}"
     if drawn or after != before:
         return "they draw random numbers in training, as dropout does"
     entries = kept_entries(joined(hidden))

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from raymm.actors.features.kept_features import FEATURES
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
 from raymm.actors.probe.small_model import shrink_config, small_model
@@ -188,7 +188,7 @@ class EncoderTrial:
             except ExampleError:
                 pass
         accepted = "" if example is None else f"; accepted: for example {in_words(example)}"
-        return f"encoder {self._spec.name!r} does not take {in_words(tensors)}: {brief(error)}" + (
+        return f"encoder {self._spec.name!r} does not take {in_words(tensors)}{because(error)}" + (
             accepted
         )
 

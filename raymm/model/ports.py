@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import input_embeddings
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.node import ONLY
 from raymm.actors.probe.callbacks import chain_example
 from raymm.actors.probe.cut import of_one_that_runs
@@ -94,7 +94,7 @@ def merged_arguments(spec: LanguageSpec, model: nn.Module) -> dict[str, Any]:
     except USER_CODE_RAISES as error:  # whatever a policy may raise
         raise ProbeError(
             f"the merge policy fails on {_ROWS} rows of {_TOKENS} tokens, with one item of "
-            f"{_ITEM_TOKENS} tokens each: {brief(error)}"
+            f"{_ITEM_TOKENS} tokens each{because(error)}"
         ) from error
     arguments = {k: v for k, v in merged.items() if k not in _NOT_FOR_MODEL and v is not None}
     arguments.pop("attention_mask", None)  # all tokens are real

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import input_embeddings, num_blocks
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Decode, MicrobatchContext
 from raymm.actors.probe.cut import small_language_model
@@ -45,7 +45,7 @@ def why_not_written(source: ModuleSource) -> str | None:
             whole = [_at_once(copy.deepcopy(model), text) for text in texts]
             return _one_by_one(model, source, texts, whole)
     except USER_CODE_RAISES as error:  # whatever a model may raise
-        return f"{name} does not go on from keys and values of tokens before: {brief(error)}"
+        return f"{name} does not go on from keys and values of tokens before{because(error)}"
 
 
 def _at_once(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from raymm.actors.experts.router_loss import Mixture, RouterLoss
 from raymm.actors.experts.routing import SWITCH, configs_of, experts, routers, switched_on
 from raymm.actors.modules.blocks import input_embeddings
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs, small_language_model
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.experts.own_loss import check_own_loss, cross_entropy
@@ -117,7 +117,7 @@ def _fitted(
             output: Any = model(**inputs, labels=ids, use_cache=False)
     except USER_CODE_RAISES as error:  # whatever a module may raise
         raise NotRunError(
-            f"{type(model).__name__} does not run with labels: {brief(error)}"
+            f"{type(model).__name__} does not run with labels{because(error)}"
         ) from error
     finally:
         for hook in hooks:

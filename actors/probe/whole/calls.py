@@ -16,8 +16,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.blocks import method_of
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.error import NotRunError
+from raymm.actors.probe.example_inputs import in_words
 from raymm.actors.weights.model_part import Call, is_within
 from raymm.errors import USER_CODE_RAISES
 
@@ -52,7 +53,8 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
         return model(**inputs, use_cache=False)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
-            f"{type(model).__name__} does not run on the example: {brief(error)}"
+            f"{type(model).__name__} does not run on the example{because(error)}; "
+            f"its forward must take what a batch has: {in_words(inputs)}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from raymm.actors.modules.blocks import block_list, find_blocks
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
@@ -227,7 +227,7 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
             f"{tower.call} of {type(own.skeleton()).__name__} does not run on the example without "
-            f"values: {brief(error)}"
+            f"values{because(error)}"
         ) from error
     return replace(tower, form=tower.form.like(outputs[-1]))
 
@@ -277,7 +277,7 @@ def _compare(model: nn.Module, source: ModuleSource, run: Run) -> CutInfo:
     try:
         whole = uncut_forward(model, blocks, run, 0)
     except USER_CODE_RAISES as error:  # whatever a model may raise
-        raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
+        raise NotRunError(f"{name} does not run on the example{because(error)}") from error
     relayed = read_outputs(
         copy.deepcopy(model), blocks, whole.tuple_length, lambda part: run(part, True), whole.shapes
     )

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from raymm.actors.features.root_features import RootCall, RootForm, RootFormError, RootReached
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.whole.cut import run_without_values
@@ -82,7 +82,7 @@ class _Trial:
             whole = _root_output(self._model, self._spec, self._place, inputs)
             form = _read_form(self._model, self._spec, self._place, inputs, whole)
         except USER_CODE_RAISES as error:  # whatever a model may raise
-            raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
+            raise NotRunError(f"{name} does not run on the example{because(error)}") from error
         form = replace(form, zeros_left_out=self._zeros)
         try:
             items = features_of_items(
@@ -92,7 +92,7 @@ class _Trial:
         except (RootFormError, SplitSamplesError) as error:
             raise ProbeError(str(error)) from error
         except USER_CODE_RAISES as error:  # whatever a model may raise
-            raise ProbeError(f"{name} does not run on one item: {brief(error)}") from error
+            raise ProbeError(f"{name} does not run on one item{because(error)}") from error
         for dim in range(_DIMENSIONS):
             form = replace(form, dim=dim)
             if self._is_of(form, items, expected):
@@ -131,7 +131,7 @@ class _Trial:
                 features = self._trial.read(model, shown)
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise ProbeError(
-                f"what comes after {form.place} reads more than its features: {brief(error)}"
+                f"what comes after {form.place} reads more than its features{because(error)}"
             ) from error
         if not _alike(features, due):
             raise ProbeError(
@@ -228,5 +228,5 @@ def _in_own_depth(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
     try:
         run_without_values(cast(PartSource, spec.source), run)
     except USER_CODE_RAISES as error:  # whatever a model may raise
-        raise ProbeError(f"{spec.name} does not run without values: {brief(error)}") from error
+        raise ProbeError(f"{spec.name} does not run without values{because(error)}") from error
     return forms[-1]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, find_blocks
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.attention import mixing_layers
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError, ProbeError
@@ -202,7 +202,7 @@ def _of_whole(trial: LanguageTrial) -> torch.Tensor:
             return trial.logits(copy.deepcopy(trial.model), trial.features)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
-            f"{type(trial.model).__name__} does not run on the example: {brief(error)}"
+            f"{type(trial.model).__name__} does not run on the example{because(error)}"
         ) from error
 
 
@@ -243,7 +243,7 @@ def _compare_tokens(
             logits = trial.logits(model, trial.features)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
-            f"{name} does not run on a part of its tokens: {brief(error)}"
+            f"{name} does not run on a part of its tokens{because(error)}"
         ) from error
     due = part.of_tokens(expected)
     if real is not None and logits.shape == due.shape:
@@ -284,14 +284,14 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
             try:
                 form, expected, side = trial.packed(copy.deepcopy(model), trial.inputs)
             except USER_CODE_RAISES as error:  # whatever a model may raise
-                raise NotRunError(f"{name} does not run on the example: {brief(error)}") from error
+                raise NotRunError(f"{name} does not run on the example{because(error)}") from error
             try:
                 inputs_of = [items_of_share(spec.name, trial.inputs, place, _PROCESSES)[0]
                              for place in range(_PROCESSES)]  # fmt: skip
                 parts = [trial.packed(copy.deepcopy(model), each) for each in inputs_of]
             except USER_CODE_RAISES as error:  # whatever a model may raise
                 raise ProbeError(
-                    f"{name} does not run on some of the items: {brief(error)}"
+                    f"{name} does not run on some of the items{because(error)}"
                 ) from error
         counts = [_list_lengths(own) for own in (side, *(part[2] for part in parts))]
         layers = frozenset(n for n, count in counts[0].items()

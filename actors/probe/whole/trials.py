@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import ghost_inputs
 from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.whole.towers import Tower, as_copied
@@ -124,5 +124,5 @@ def _features(
         return form, *form.packed(output)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
-            f"{tower.call} of {type(whole).__name__} does not run on the example: {brief(error)}"
+            f"{tower.call} of {type(whole).__name__} does not run on the example{because(error)}"
         ) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.whole.trials import TowerTrial
@@ -40,7 +40,7 @@ def leaves_out_zeros(spec: TowerSpec, inputs: Inputs) -> bool:
             try:
                 due = trial.read(copy.deepcopy(model), trial.inputs)
             except USER_CODE_RAISES as error:  # whatever a model may raise
-                raise NotRunError(f"it does not run on the example: {brief(error)}") from error
+                raise NotRunError(f"it does not run on the example{because(error)}") from error
             try:
                 features = trial.read(copy.deepcopy(model), padded)
             except USER_CODE_RAISES:  # it takes no such items

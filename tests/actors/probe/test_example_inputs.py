@@ -61,7 +61,7 @@ def test_what_an_encoder_does_not_take_is_a_sentence():
     config = hf.SiglipVisionConfig(**SMALL, image_size=32)
     model = small_model(ConfigSource(hf.SiglipVisionModel, config))
     with pytest.raises(ProbeError, match=r"SiglipVisionModel does not take pixel_values \(1, 3, 48,"
-                       r" 48\) float32, which example_inputs give: \w+Error: .*give what a batch"):
+                       r" 48\) float32, which example_inputs give \(\w+Error: .*give what a batch"):
         encoder_inputs(model, {"pixel_values": torch.zeros(1, 3, 48, 48)})
     with pytest.raises(ProbeError, match="cannot guess inputs named 'input' for Linear"):
         encoder_inputs(small_model(LiveSource.of(nn.Linear(2, 2))), None)
@@ -82,7 +82,7 @@ def test_an_encoder_whose_smallest_copy_does_not_run_is_tried_wider(monkeypatch)
         encoder_inputs(small_model(source), inputs)
     assert probe_encoder(source, inputs).blocks == "model.layers"
     odd = {"pixel_values": torch.randn(1, 5, 16, 16)}
-    with pytest.raises(ProbeError, match=r"48x48\); give what a batch has for the encoder$"):
+    with pytest.raises(ProbeError, match=r"48x48\)\); give what a batch has for the encoder$"):
         probe_encoder(source, odd)
     monkeypatch.setattr(small_model_file, "_MOST_PARAMETERS", 0)
     with pytest.raises(ProbeError, match=r"does not take.*of its own size, [\d,]+ parameters, it"):
