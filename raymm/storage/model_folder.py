@@ -129,7 +129,8 @@ class ModelFolder:
         kept = None if self._forced is not None else source.get("dtype", source.get("torch_dtype"))
         _set_dtypes(written, source, None if self._forced is None else name)
         written["dtype"] = kept or name
-        file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+        # Sections stay in the order of transformers, which sorts keys that are numbers as numbers.
+        file.write_text(json.dumps(dict(sorted(written.items())), indent=2) + "\n")
 
 
 def _set_dtypes(written: dict[str, Any], source: dict[str, Any], forced: str | None) -> None:
@@ -137,7 +138,7 @@ def _set_dtypes(written: dict[str, Any], source: dict[str, Any], forced: str | N
     if "dtype" in written:
         due = source.get("dtype", source.get("torch_dtype"))
         written["dtype"] = forced if due and forced else due
-        if due is None:
+        if not {"dtype", "torch_dtype"} & source.keys():
             del written["dtype"]
     for name, section in written.items():
         if isinstance(section, dict):

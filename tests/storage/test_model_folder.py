@@ -60,6 +60,17 @@ def test_an_untrained_model_is_written_byte_for_byte(tmp_path, dtype, tied):
     assert contents(tmp_path / "out") == contents(tmp_path / "due")
 
 
+@pytest.mark.parametrize("values", [
+    {"num_labels": 12},  # transformers sorts the keys of id2label as numbers
+    {"section": {"dtype": None}}, {"section": {"dtype": "float16"}}, {"section": {}},
+    {"section": {"sections": [{"dtype": None}]}},
+])  # fmt: skip
+def test_sections_of_a_configuration_are_written_as_they_were(tmp_path, values):
+    source = folder(tmp_path / "in", **values)
+    ModelFolder(str(source), "source").save(read(source), tmp_path / "out", INPUTS)
+    assert contents(tmp_path / "out") == contents(source)
+
+
 def test_trained_weights_are_rounded_and_a_second_export_is_equal(tmp_path):
     source = folder(tmp_path / "in", **TIED)
     model = read(source)
