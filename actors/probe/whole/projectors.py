@@ -85,7 +85,8 @@ def inflows(model: nn.Module, called: Called, modules: Collection[str]) -> dict[
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            sums[name] += [t.sum() for t in _with_gradient((args, kwargs))]
+            with torch.enable_grad():  # a call may run its encoder under no_grad
+                sums[name] += [t.sum() for t in _with_gradient((args, kwargs))]
         return hook
 
     for name in modules:
