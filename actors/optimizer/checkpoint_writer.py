@@ -16,6 +16,7 @@ from raymm.actors.optimizer.checkpoint_shards import (
     store_shard,
 )
 from raymm.actors.optimizer.finite import not_finite
+from raymm.actors.optimizer.pinned_arena import PinnedArena
 
 Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by their stored names, by file."""
@@ -46,33 +47,26 @@ class HostCopy:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._pinned: dict[tuple[str, str], torch.Tensor] = {}
+        self._arena = PinnedArena() if device.type == "cuda" else None
         self._files: Files | None = None
         self._copied: torch.cuda.Event | None = None
 
     def copy(self, files: Files) -> int:
         """Copy them; tensors may change once this returns, as far as that is in the order of the
         device's current stream. Returns bytes."""
-        self._files = {
-            file: {name: self._copy(file, name, tensor) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
-        if self._on_gpu:
+        names = [(file, name) for file, tensors in files.items() for name in tensors]
+        originals = [files[file][name].detach() for file, name in names]
+        if self._arena is None:
+            targets = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in originals]
+        else:
+            targets = self._arena.tensors(originals)
+        self._files = {file: {} for file in files}
+        for (file, name), target, tensor in zip(names, targets, originals, strict=True):
+            self._files[file][name] = target.copy_(tensor, non_blocking=True)
+        if self._arena is not None:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        return sum(t.nbytes for tensors in self._files.values() for t in tensors.values())
-
-    def _copy(self, file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        target = self._pinned.get((file, name))
-        if target is None or (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
-            target = torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._on_gpu
-            )
-            if self._on_gpu:
-                self._pinned[file, name] = target
-        return target.copy_(tensor, non_blocking=True)
+        return sum(target.nbytes for target in targets)
 
     def write(self, location: str) -> WrittenCopy:
         """Write what was copied last; in any thread.
