@@ -149,6 +149,15 @@ def test_no_operator_draws_numbers_of_local_rows_unnoticed():
     assert not unnoticed and len(operators_that_draw()) > 50
 
 
+def test_attention_without_dropout_draws_nothing():
+    """Its kernel may draw, and is called without the probability, whose default is 0."""
+    query, key, value = torch.randn(3, 2, 2, 5, 8, requires_grad=True).unbind()
+    for grid in (Grid(ROWS), Grid(ROWS, TOKENS)):
+        with SharedDraws(grid, Features(FEATURES)):
+            local = F.scaled_dot_product_attention(query, key, value)
+        assert local.equal(F.scaled_dot_product_attention(query, key, value))
+
+
 def test_gradients_pass_the_mask():
     ones = torch.ones(2, 4, 7, requires_grad=True)
     with SharedDraws(Grid(ROWS, TOKENS)) as draws:
