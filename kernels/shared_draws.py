@@ -149,9 +149,11 @@ class SharedDraws(TorchDispatchMode):
         uncut = self.grid is None and self.features is None
         if uncut or _DRAWS not in func.tags:
             return func(*args, **kwargs)
-        names = [argument.name for argument in func._schema.arguments]
-        named = dict(zip(names, args, strict=False)) | kwargs
-        if not named.get("dropout_p", 1.0) or named.get("train") is False:
+        schema = func._schema.arguments
+        named = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+        # A call comes without the arguments that have their default values.
+        defaults = {argument.name: argument.default_value for argument in schema}
+        if named.get("dropout_p", defaults.get("dropout_p")) == 0 or named.get("train") is False:
             return func(*args, **kwargs)
         with _disable_current_modes():  # selective checkpointing knows the model's operators only
             drawn = self._draw(func, args, kwargs, named)
