@@ -3,9 +3,10 @@
 The language model has the tokens of the rows, with those that stand for items. What a tower does
 per token of its blocks is counted once, from its structure and from how often its products were
 seen to run on the example; how many tokens a microbatch has follows from the size of the tower's
-largest input. A tower's tokens are taken to attend to all of their item, also where its blocks have
-windows. A product counts once for the forward, once more where its weights are trained, and once
-more where something before it is.
+largest input. A tower's tokens attend to all of their item. In blocks that were seen to attend to
+fewer tokens than other blocks do (windows), they attend to as many tokens as on the example. A
+product counts once for the forward, once more where its weights are trained, and once more where
+something before it is.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from raymm.costs.workload import tower_load
 from raymm.data import MicrobatchMeta
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import WholeModel
-
-Places = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class WholeStepFlops:
             if load is None:
                 raise LoadError(f"tower {name!r} does not come to its blocks on the example")
             skeleton = model.tower_spec(name).source.skeleton()
-            self._flops[name] = _step_flops(skeleton, False, False, load.places)
+            self._flops[name] = _step_flops(skeleton, False, False, load)
             self._units[name] = _unit(model, name, load)
         self._flops[LANGUAGE_MODEL] = _step_flops(
             model.language_spec().source.skeleton(), True,
@@ -106,15 +105,20 @@ class WholeStepFlops:
         )
 
 
-def _step_flops(module: nn.Module, causal: bool, earlier: bool, places: Places = ()) -> ModuleFlops:
+def _step_flops(
+    module: nn.Module, causal: bool, earlier: bool, example: Load | None = None
+) -> ModuleFlops:
     """Count a training step of a module, whose submodules run in the order of registration.
 
     Args:
         module: a skeleton, frozen as it is trained.
         causal: True for a language model.
         earlier: True if something is trained before the module.
-        places: as of :class:`raymm.costs.load.Load`.
+        example: what the module was seen to do on the example.
     """
+    places = () if example is None else example.places
+    seen = () if example is None else example.attention
+    most_pairs = max((sizes.pairs for _, sizes in seen), default=0.0)
 
     def products(samples: int, tokens: int, labels: int) -> dict[str, tuple[float, float]]:
         return count_products(module, Load(samples, tokens, labels, places), causal)
@@ -142,7 +146,12 @@ def _step_flops(module: nn.Module, causal: bool, earlier: bool, places: Places =
         block = f"{path}.{index}"
         inside = [flag for name, flag in onward_at.items() if is_within(name, (block,))]
         backward = any(inside) if inside else onward
-        total += ModuleFlops(per_pair=attention) * (1 + ATTENTION_BACKWARD * backward)
+        windowed = sum(
+            sizes.pairs * 2.0 * (sizes.query + sizes.out) for name, sizes in seen
+            if is_within(name, (block,)) and sizes.pairs < most_pairs
+        )
+        of_block = ModuleFlops(windowed) if windowed else ModuleFlops(per_pair=attention)
+        total += of_block * (1 + ATTENTION_BACKWARD * backward)
     return total
 
 
