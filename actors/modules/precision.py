@@ -18,6 +18,13 @@ CAST_ONCE = "_computes_in_autocast"
 """An attribute of other modules that are to compute with weights in autocast's dtype, too."""
 
 
+def disable_tf32() -> None:
+    """Compute fp32 products and convolutions in fp32: cuDNN uses TF32 (10 bits of mantissa) by
+    default, and cuBLAS where ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`` is set, as in NVIDIA's images."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Keep frozen matrix-product weights in ``dtype``, in place.
 

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from raymm.actors.adapters.lora import has_adapters, is_adapter
+from raymm.actors.host.gpus import check_gpu_node
 from raymm.actors.memory.live_bytes import live_bytes
 from raymm.actors.memory.live_storages import LiveStorages
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.modules.precision import ComputeCopies, cast_frozen
+from raymm.actors.modules.precision import ComputeCopies, cast_frozen, disable_tf32
 from raymm.actors.rank.layer_peaks import layer_peaks
 from raymm.actors.rank.layer_trace import LayerTrace
 from raymm.actors.recompute.recomputed_layers import layers_recomputed
@@ -108,6 +109,9 @@ class ModuleProfiler:
     ) -> None:
         torch.set_num_threads(threads)
         self._device = torch.device(device)
+        disable_tf32()
+        if self._device.type == "cuda":
+            check_gpu_node()
         self._autocast = getattr(torch, autocast) if autocast else None
         stage = builder()
         # F as the run will have it: of frozen weights kept in the compute dtype, or of fp32

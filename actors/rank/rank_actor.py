@@ -20,9 +20,10 @@ from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.features.kept_features import FeatureWriter
+from raymm.actors.host.gpus import check_gpu_node
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import step_inputs
-from raymm.actors.modules.precision import cast_frozen
+from raymm.actors.modules.precision import cast_frozen, disable_tf32
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.progress import Progress
 from raymm.actors.optimizer.snapshot import copy_of, restore
@@ -49,6 +50,7 @@ class RankActor(StoredRank):
     def __init__(self, spec: RankSpec) -> None:
         super().__init__(spec)
         prepare_nccl(self._device)
+        disable_tf32()
         self._programs: OrderedDict[str, Prepared] = OrderedDict()
         self._colocation: Colocation | None = None
 
@@ -86,6 +88,8 @@ class RankActor(StoredRank):
         """
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
         torch.set_num_threads(self._spec.threads)
+        if self._device.type == "cuda":
+            check_gpu_node()
         KERNEL_CHOICE.use(self._spec.kernels)
         self._meet(actors, generation)
         if self._device.type == "cuda":

@@ -55,6 +55,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from raymm.planning.request import PlanRequest
     from raymm.runtime.cluster import connected, pick_device
     from raymm.runtime.generation import WritingModule, WritingRules, generate
+    from raymm.runtime.options import resolve_precision
     from raymm.storage.checkpoint import CheckpointStore
     from raymm.storage.loading import restore
     from raymm.training.execution import Execution
@@ -77,13 +78,13 @@ def run_generate(args: argparse.Namespace) -> int:
     builder, prompts = _prompts(data, args.prompt, items)
     with connected():
         device = pick_device(config.run.device, config.resources.for_device)
+        precision = resolve_precision(config.run.precision, device)
         resources = config.resources.for_device(device)
         plan = phases.plan(build_plan(config, model)) or RunPlanner(
-            PlanRequest.of_config(config), model, config.data, config.run.precision, optimizer,
-            print,
+            PlanRequest.of_config(config), model, config.data, precision, optimizer, print,
         ).plan(checkpoint, device, resources, _nothing_beside())
         with Execution(plan).start(
-            model, optimizer=optimizer, precision=config.run.precision, device=device,
+            model, optimizer=optimizer, precision=precision, device=device,
             exact_autocast=config.run.exact_autocast, kernels=config.run.kernels,
             resources=resources, threads=config.resources.threads, seed=config.run.seed,
             timeout_s=config.run.timeout_s, nccl_timeout_s=config.run.nccl_timeout_s,

@@ -18,6 +18,7 @@ from raymm.cli.plan_styles import (
     check_style,
     given_plan,
     plan_files,
+    planned_precision,
     run_style,
     save_pipelined,
     show,
@@ -181,7 +182,11 @@ def _planned(
     from raymm.scheduler.progress.search_control import SearchControl
 
     request.check(model)
-    workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
+    note = None
+    if plan is None:
+        request, note = _known_ranks(request, config)
+    precision = planned_precision(config, request)
+    workload = Workload.of_config(config.data, model.encoder_names, precision)
     workload = replace(workload, optimizer=config.optimizer.build(config.run.steps))
     if plan is not None:
         if plan.profile is not None:
@@ -193,7 +198,6 @@ def _planned(
         else:
             costs = costs_of(model, request, workload)
         return Planned.evaluated(plan, costs, costs.memory_limit(request.memory_gib))
-    request, note = _known_ranks(request, config)
     text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:
         console.print(f"{text} ...")
@@ -239,6 +243,7 @@ def _measured(
     from raymm.model.whole_model import of_parts
     from raymm.profiling.measure_plans import distinct_options, measure_options
     from raymm.runtime.cluster import pick_device
+    from raymm.runtime.options import resolve_precision
 
     options = distinct_options(planned.proposal.options, count)
     device = pick_device(config.run.device, config.resources.for_device)
@@ -246,7 +251,8 @@ def _measured(
     results = measure_options(
         of_parts(model, "--measure is given"), options,
         full_microbatch(config.data, model.encoder_names), device=device,
-        precision=config.run.precision, resources=config.resources.for_device(device),
+        precision=resolve_precision(config.run.precision, device),
+        resources=config.resources.for_device(device),
         threads=config.resources.threads,
         say=lambda result: console.print(
             f"{result.seconds * 1e3:.4g} ms  {result.option.label}", highlight=False, soft_wrap=True

@@ -84,6 +84,17 @@ def with_given(
     return with_ranks_of(plan, request)
 
 
+def planned_precision(config: TrainConfig, request: PlanRequest) -> str:
+    """Return the precision of the run on the device that is planned for."""
+    from raymm.costs.named_devices import CPU
+    from raymm.runtime.options import resolve_precision
+
+    device = config.run.device
+    if device == "auto":
+        device = CPU if request.device in (None, CPU) else "cuda"
+    return resolve_precision(config.run.precision, device)
+
+
 def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
     """The plan that the configuration gives by layouts or a file, if it does.
 
@@ -135,7 +146,8 @@ def run_style(
 
     request = _with_surfaces(args, request)
     request.check(model)
-    workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
+    precision = planned_precision(config, request)
+    workload = Workload.of_config(config.data, model.encoder_names, precision)
     _say_what_is_mapped(workload, request, model, note, console)
     inputs = PlanInputs.of(model, request, workload)
     if request.style == MULTIPLEXED:

@@ -80,6 +80,7 @@ def run_profile(args: argparse.Namespace) -> None:
     from raymm.model.whole_model import of_parts
     from raymm.profiling.layers import profile_model
     from raymm.runtime.cluster import connected, pick_device
+    from raymm.runtime.options import resolve_precision
 
     model = of_parts(build_model(config), "raymm profile measures layers of modules")
     if args.multiplex:
@@ -92,7 +93,7 @@ def run_profile(args: argparse.Namespace) -> None:
         device = pick_device(args.device or config.run.device, config.resources.for_device)
         table = profile_model(
             model, microbatch, lengths=lengths, repeats=args.repeats,
-            precision=config.run.precision, device=device,
+            precision=resolve_precision(config.run.precision, device), device=device,
             resources=config.resources.for_device(device), threads=config.resources.threads,
         )
     graph = module_graph(model)

@@ -35,6 +35,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
     """
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.runtime.cluster import connected, pick_device
+    from raymm.runtime.options import resolve_precision
 
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
@@ -42,7 +43,8 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
         profile = profile_surfaces(
             model, microbatch, batch=config.data.batch_size,
             gpus=args.gpus if args.gpus is not None else config.planning.ranks or DEFAULT_GPUS,
-            repeats=args.repeats, precision=config.run.precision, device=device,
+            repeats=args.repeats, device=device,
+            precision=resolve_precision(config.run.precision, device),
             resources=config.resources.for_device(device), threads=config.resources.threads,
             ranks_per_node=config.planning.ranks_per_node,
         )

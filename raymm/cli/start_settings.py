@@ -197,9 +197,10 @@ def _device() -> dict[str, Any]:
     from raymm.runtime.cluster import connected, pick_device
 
     if os.environ.get("RAY_ADDRESS") in (None, "", "local"):
-        import torch
+        from raymm.actors.host.gpus import read_gpus
 
-        is_gpu = torch.cuda.is_available()
+        gpus = read_gpus()
+        is_gpu = gpus is not None and bool(gpus.names)
     else:
         with connected():
             is_gpu = pick_device("auto") == "cuda"

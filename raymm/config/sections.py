@@ -155,7 +155,9 @@ class RunConfig(Section):
             samples: the gap to the right ones is what the model gets out of them.
         log_every: steps between printed lines.
         seed: of random weights and dropout.
-        precision, exact_autocast, kernels: as of :class:`raymm.runtime.options.RuntimeOptions`.
+        precision: as of :class:`raymm.runtime.options.RuntimeOptions`; with ``"auto"``, a run that
+            resumes keeps the precision of its checkpoint.
+        exact_autocast, kernels: as of :class:`raymm.runtime.options.RuntimeOptions`.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
             or, where not given, if the cluster has some or its autoscaler can bring them.
         max_failures: times that the run goes on by itself, from its last checkpoint, after a
@@ -193,7 +195,7 @@ class RunConfig(Section):
     eval_shuffled: bool = True
     log_every: Count = 10
     seed: Seed = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     exact_autocast: bool = False
     kernels: Literal["raymm", "raymm_unordered", "auto"] = "raymm"
     device: Literal["auto", "cpu", "cuda"] = "auto"

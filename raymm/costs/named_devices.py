@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-import torch
-
-from raymm.scheduler.costs.devices import DEVICES, DeviceSpec
+from raymm.actors.host.gpus import read_gpus
+from raymm.scheduler.costs.devices import DEVICES, DeviceSpec, find_device
 
 CPU = "cpu"
 # What a GPU that raymm has no data of is taken for.
@@ -29,6 +28,25 @@ def device_called(name: str) -> DeviceSpec | None:
     return best and best[1]
 
 
+def precision_notes(device: str, precision: str) -> list[str]:
+    """Return a line on what fp32 costs on the connected cluster's GPUs; nothing to say else.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        precision: ``"fp32"`` or ``"bf16"``.
+    """
+    if device == CPU or precision != "fp32":
+        return []
+    name, unknown = cluster_device(device)
+    if unknown:
+        return ["note: run.precision is 'fp32': matrix products do not use tensor cores"]
+    fp32, bf16 = (find_device(name).peak(dtype) for dtype in ("fp32", "bf16"))
+    return [
+        f"note: run.precision is 'fp32': matrix products run at up to {fp32 / 1e12:.0f} TFLOP/s on "
+        f"{name}, with 'bf16' at {bf16 / 1e12:.0f} ({bf16 / fp32:.0f} times as fast)"
+    ]
+
+
 def cluster_device(device: str) -> tuple[str, str | None]:
     """(name, note): the device of the connected cluster as raymm's table calls it, and what to
     say if it is not in there.
@@ -42,8 +60,8 @@ def cluster_device(device: str) -> tuple[str, str | None]:
         return "cpu", None
     prefix = "accelerator_type:"
     names = [key.removeprefix(prefix) for key in reachable_resources() if key.startswith(prefix)]
-    if torch.cuda.is_available():
-        names.insert(0, torch.cuda.get_device_name(0))
+    if (gpus := read_gpus()) is not None:
+        names[:0] = gpus.names[:1]
     for name in names:
         if (spec := device_called(name)) is not None:
             return spec.name, None

@@ -13,8 +13,15 @@ from raymm.actors.quota import Backend
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.kernels.choice.choice import check_kernels
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("auto", "fp32", "bf16")
 DEVICES = ("cpu", "cuda")
+
+
+def resolve_precision(precision: str, device: str) -> str:
+    """Return the precision on a device, ``"fp32"`` or ``"bf16"``, where it may be ``"auto"``."""
+    if precision != "auto":
+        return precision
+    return "bf16" if device == "cuda" else "fp32"
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class RuntimeOptions:
 
     Attributes:
         optimizer: AdamW, its schedule, and clipping.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        precision: ``"fp32"``; ``"bf16"`` for autocast with fp32 parameters; or ``"auto"``, which
+            becomes bf16 on CUDA and fp32 on CPUs.
         exact_autocast: with bf16 and sharding ``fsdp``, gather fp32 parameters and leave them to
             autocast, as all others are, instead of gathering blocks in bf16 (norms, too). It
             costs a copy of a stage's weights per microbatch under way, and twice the traffic.
@@ -54,7 +62,7 @@ class RuntimeOptions:
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: str = "fp32"
+    precision: str = "auto"
     exact_autocast: bool = False
     kernels: str = "raymm"
     device: str = "cpu"
@@ -74,6 +82,7 @@ class RuntimeOptions:
         if self.device not in DEVICES:
             raise ValueError(f"device is {self.device!r}; accepted: {', '.join(DEVICES)}")
         self.reserved.check_device(self.device)
+        object.__setattr__(self, "precision", resolve_precision(self.precision, self.device))
 
     @classmethod
     def of(cls, options: Mapping[str, Any], without: Collection[str] = ()) -> RuntimeOptions:

@@ -64,9 +64,9 @@ def check_updates(
     if isinstance(model, MultimodalModule):
         check_preference(model, plan if isinstance(plan, Plan) else None)
     if isinstance(plan, Plan):
-        check_optimizer(optimizer, plan, run.precision == "bf16")
+        check_optimizer(optimizer, plan, run.precision != "fp32")
     else:
-        check_modules(optimizer, model.graph, run.precision == "bf16")
+        check_modules(optimizer, model.graph, run.precision != "fp32")
     steps = run.steps
     rules = {"optimizer": optimizer} | {
         f"optimizer.modules.{name}": optimizer.rule(name) for name in optimizer.modules

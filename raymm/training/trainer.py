@@ -21,6 +21,7 @@ from raymm.callbacks.named import named_callbacks
 from raymm.callbacks.ray_metrics import RayMetrics
 from raymm.config.cache_section import CacheSection
 from raymm.config.sections import ConfigError, RunConfig
+from raymm.costs.named_devices import precision_notes
 from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset
 from raymm.errors import RunFailedError
@@ -39,6 +40,7 @@ from raymm.planning.request import PlanRequest, whole_microbatches
 from raymm.recovery.failure_policy import Cause, FailurePolicy
 from raymm.recovery.run_controller import RunController
 from raymm.runtime.cluster import connected, pick_device
+from raymm.runtime.options import resolve_precision
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
@@ -249,6 +251,8 @@ class Trainer:
         splits = open_splits(self.data)
         self._changed = []
         self._phases.enter_before(checkpoint)
+        if checkpoint is not None:
+            self._choose_precision(checkpoint.manifest.run.get("run.precision", "auto"))
         store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         if checkpoint is not None:
             self._changed = compare(
@@ -291,6 +295,11 @@ class Trainer:
 
             return restarts.until_done(attempt)
 
+    def _choose_precision(self, precision: str) -> None:
+        """Use a precision where ``run.precision`` is ``"auto"``."""
+        if self.run.precision == "auto":
+            self.run = self.run.model_copy(update={"precision": precision})
+
     def _newest(self, store: CheckpointStore) -> Checkpoint | None:
         for removed in (*remove_partial(self.path), *store.remove_leftovers()):
             self._say(f"removed {removed}")
@@ -321,8 +330,10 @@ class Trainer:
         attempted: Attempted | None, splits: Mapping[str, Dataset],
     ) -> Result:
         step = self._phases.enter_after(checkpoint, self._say)
-        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         device = pick_device(self.run.device, self._resources)
+        self._choose_precision(resolve_precision("auto", device))
+        check_updates(self.optimizer, self.run, self.model, self.plan)
+        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         resources, placement = self._resources(device), self._placement()
         resources.check_device(device)
         if self._elastic is not None:
@@ -426,5 +437,6 @@ class Trainer:
         notes += layout_notes(self.model, execution.plan, device)
         trained = [name for name, (updated, _) in counts.items() if updated]
         notes += self.optimizer.notes(self.run.steps, trained)
+        notes += precision_notes(device, self.run.precision)
         for line in filter(None, (where, parameters, *notes, job_stop_note())):
             self._say(line)

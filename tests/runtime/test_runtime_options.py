@@ -41,8 +41,17 @@ def test_the_environment_of_ranks_is_names_and_texts():
 
 @pytest.mark.parametrize("make", CLASSES)
 def test_precisions_are_refused_by_name(make):
-    with pytest.raises(ValueError, match="precision is 'fp8'; accepted: fp32, bf16"):
+    with pytest.raises(ValueError, match="precision is 'fp8'; accepted: auto, fp32, bf16"):
         make(None, None, precision="fp8")
+
+
+@pytest.mark.parametrize("precision, device, autocast", [
+    ("auto", "cpu", None), ("auto", "cuda", "bfloat16"),
+    ("fp32", "cuda", None), ("bf16", "cpu", "bfloat16"),
+])  # fmt: skip
+def test_precision_follows_the_device(precision, device, autocast):
+    options = RuntimeOptions(precision=precision, device=device)
+    assert options.autocast == autocast and options.precision in ("fp32", "bf16")
 
 
 def test_what_follows_from_options():

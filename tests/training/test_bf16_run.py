@@ -14,10 +14,11 @@ from raymm.storage.checkpoint import CheckpointStore
     {"parameters": "bf16_master"}, {"parameters": "bf16_stochastic", "name": "adamw_8bit"},
 ])
 def test_a_run_goes_on_and_is_exported(ray_cluster, raymm, make_config, tmp_path, rule):
-    config, run = make_config({
+    changes = {
         "run.precision": "bf16", "run.steps": 4, "run.keep_checkpoints": 4,
         **{f"optimizer.{name}": value for name, value in rule.items()},
-    }), tmp_path / "run"
+    }
+    config, run = make_config(changes), tmp_path / "run"
     assert raymm("train", config)[0] == 0
     whole, stored = curve(run), checkpoint_tensors(run)
     assert {t.dtype for t in stored.values()} == {torch.float32}
@@ -30,6 +31,9 @@ def test_a_run_goes_on_and_is_exported(ray_cluster, raymm, make_config, tmp_path
     assert curve(run) == whole
     again = checkpoint_tensors(run)
     assert all(again[name].equal(tensor) for name, tensor in stored.items())
+    code, text = raymm("train", make_config({**changes, "run.precision": "auto"}))
+    assert code == 0 and "run.precision" not in text  # the checkpoint's
+    config = make_config(changes)
     other = make_config({"run.precision": "bf16", "run.steps": 5})
     code, text = raymm("train", other)
     assert code == 2 and "optimizer.parameters is 'fp32'" in text

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raymm.actors.host.gpus import Gpus
 from raymm.cli.main import main
 from raymm.cli.without_config import FolderStart
 from raymm.config.sections import load_config
@@ -175,7 +176,8 @@ def test_held_out_rows_are_a_fraction_that_is_never_trained_on(monkeypatch, tmp_
 
 def test_on_gpus_the_precision_is_bfloat16(monkeypatch, tmp_path):
     model, data = tiny("idefics3")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    gpus = Gpus("580.65.06", (13, 0), ("NVIDIA L4",))
+    monkeypatch.setattr("raymm.actors.host.gpus.read_gpus", lambda: gpus)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = start(monkeypatch, tmp_path, "--model", model, "--data", data)
     assert (config.run.device, config.run.precision) == ("cuda", "bf16")

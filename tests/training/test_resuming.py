@@ -35,6 +35,7 @@ def described(folder, tmp_path):
     def describe(changes=None):
         values = settings(folder, tmp_path / "run", 12)
         change(values, "data.heldout", str(folder / "heldout.jsonl"))
+        change(values, "run.precision", "fp32")  # what "auto" is on this device
         for path, value in (changes or {}).items():
             change(values, path, value)
         config = load_config(write_config(values, tmp_path / "described.yaml"))

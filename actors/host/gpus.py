@@ -1,0 +1,116 @@
+"""GPUs of a node as its driver reports them, and checks of what ranks on them need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from raymm.errors import InputError
+from raymm.packages import is_installed
+
+# Oldest driver branch for each major version of CUDA (CUDA's release notes, table of minor version
+# compatibility); within a major version, drivers run what newer minor versions compile.
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+# Requirement of the newest torch whose wheels are for an older major version of CUDA.
+_TORCH_FOR_CUDA = {12: "torch<2.11"}
+
+
+class HostError(InputError, RuntimeError):
+    """A node that cannot run ranks on its GPUs: driver, compiler or headers. Names the remedies."""
+
+
+class Gpus(NamedTuple):
+    """GPUs of a node.
+
+    Attributes:
+        driver: version of the driver, such as ``"580.65.06"``.
+        cuda: newest version of CUDA that the driver supports, as (major, minor).
+        names: by index.
+    """
+
+    driver: str
+    cuda: tuple[int, int]
+    names: tuple[str, ...]
+
+
+def read_gpus() -> Gpus | None:
+    """Return what NVML reports of this node, without initialising CUDA; None without an NVIDIA
+    driver, or where ``CUDA_VISIBLE_DEVICES`` hides all GPUs."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # installed on Linux only
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        names = tuple(map(pynvml.nvmlDeviceGetName, handles))
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return Gpus(version, (cuda // 1000, cuda % 1000 // 10), names)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def check_gpu_node() -> None:
+    """Check what a rank on a GPU needs of its node; call this before CUDA is initialised.
+
+    Raises:
+        HostError: torch is built without CUDA or for a newer driver, or Triton cannot compile.
+    """
+    for problem in (_driver_problem(read_gpus()), _compiler_problem()):
+        if problem is not None:
+            raise HostError(problem)
+
+
+def _driver_problem(gpus: Gpus | None) -> str | None:
+    built_for = torch.version.cuda
+    if built_for is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA, and the device is 'cuda'; install "
+            "a build with CUDA (https://pytorch.org/get-started), or set run.device=cpu"
+        )
+    major = int(built_for.partition(".")[0])
+    if gpus is None or gpus.cuda[0] >= major:
+        return None
+    oldest, other = _OLDEST_DRIVER.get(major), _TORCH_FOR_CUDA.get(gpus.cuda[0])
+    return (
+        f"the GPU driver of this node is {gpus.driver}, for CUDA {gpus.cuda[0]}.{gpus.cuda[1]} at "
+        f"most, and torch {torch.__version__} is built for CUDA {built_for}; update the driver"
+        + (f" to {oldest} or newer" if oldest else "")
+        + f", or install a torch for CUDA {gpus.cuda[0]} "
+        + (f"(pip install '{other}')" if other
+           else "(https://pytorch.org/get-started/previous-versions)")
+    )  # fmt: skip
+
+
+def _compiler_problem() -> str | None:
+    """Return what Triton, which compiles a module for Python at its first kernel, does not find."""
+    if not is_installed("triton"):
+        return None
+    compiler = os.environ.get("CC")
+    if shutil.which(compiler or "gcc") is None and (compiler or shutil.which("clang") is None):
+        tried = f"CC is {compiler!r}, which is missing" if compiler else "gcc and clang are missing"
+        return (
+            f"Triton compiles attention kernels with a C compiler, and {tried} on this node; "
+            "install one (apt-get install gcc), or set CC to its path (resources.env)"
+        )
+    # Debian's "posix_local" has no headers; Triton looks here, too.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    if not headers.is_file():
+        return (
+            f"Triton compiles attention kernels with Python's headers, and {headers} is not there "
+            "on this node; install them (apt-get install python3-dev), or use a Python that comes "
+            "with its headers (conda, uv)"
+        )
+    return None
