@@ -1,5 +1,5 @@
 """The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``check``, ``export``,
-``generate``, ``data``."""
+``generate``, ``data``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ COMMANDS = {
     "trace": "summarise a run's last timeline",
     "check": "check, compare or prune checkpoints",
     "data": "show rows of a data set as training reads them",
+    "doctor": "check the nodes of a cluster and measure the connections between them",
 }
 
 # What a user can set right; anything else is a defect and keeps its traceback.
@@ -143,7 +144,7 @@ def _parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
 
 def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    if name not in ("trace", "check", "data"):
+    if name not in ("trace", "check", "data", "doctor"):
         add("config", help="YAML file", nargs="?" if name == "train" else None)
         add(
             "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
@@ -193,6 +194,11 @@ def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
             from raymm.cli.data import add_data_arguments
 
             add_data_arguments(command)
+        case "doctor":
+            from raymm.cli.doctor import add_doctor_arguments, run_doctor
+
+            add_doctor_arguments(command)
+            command.set_defaults(run=run_doctor)
 
 
 def _train(args: argparse.Namespace) -> int:

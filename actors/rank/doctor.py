@@ -1,0 +1,175 @@
+"""Processes that connect as ranks do and measure their connections, for ``raymm doctor``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from raymm.actors.faults.whereabouts import task
+from raymm.actors.host.description import NodeDescription, describe_node
+from raymm.actors.host.gpus import check_gpu_node
+from raymm.actors.rank.connection_plan import LINK_CTAS
+from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
+from raymm.actors.rank.meeting_store import EVERYONE, peers
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.kernels.collectives.waiting import receive_from, send_to, wait
+
+
+@dataclass(frozen=True)
+class DoctorSpec:
+    """One of the processes.
+
+    Attributes:
+        rank, world_size: its number, and how many processes there are.
+        device: ``"cpu"`` or ``"cuda"``.
+        timeout_s: seconds any wait on another process may take.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    timeout_s: float
+    modules: frozenset[str] = frozenset()
+
+    @property
+    def ring(self) -> list[tuple[int, int]]:
+        """Sender and receiver of every link, which is a group with its index plus 1."""
+        count = self.world_size if self.world_size > 1 else 0
+        return [(rank, (rank + 1) % self.world_size) for rank in range(count)]
+
+    @property
+    def members(self) -> dict[int, Sequence[int]]:
+        """Members of the groups of this process, by number."""
+        links = {n: link for n, link in enumerate(self.ring, start=1) if self.rank in link}
+        return {EVERYONE: range(self.world_size), **links}
+
+    @property
+    def peers(self) -> set[int]:
+        """Processes whose actors this one calls."""
+        return peers(self.rank, self.members.values())
+
+    def unbuilt(self) -> DoctorSpec:
+        """Return the same; there is nothing to build."""
+        return self
+
+
+class Transfers(NamedTuple):
+    """Bytes per second.
+
+    Attributes:
+        received: from the previous process of the ring, while all send at once.
+        reduced: of an all-reduce, as the bytes that every process sends (bus bandwidth).
+    """
+
+    received: float
+    reduced: float
+
+
+class DoctorActor(MeetingActor):
+    """One process.
+
+    Args:
+        spec: what it is.
+    """
+
+    def __init__(self, spec: DoctorSpec) -> None:
+        super().__init__(spec.rank, spec.device, Timeouts.of(spec.timeout_s, None))
+        self._spec, self._device = spec, torch.device(spec.device)
+        prepare_nccl(self._device)
+
+    @task("meeting the other processes")
+    def connect(self, actors: Mapping[int, Any]) -> None:
+        """Connect with all processes, and with the two neighbours of the ring.
+
+        Args:
+            actors: of the spec's peers, by number.
+        """
+        if self._device.type == "cuda":
+            check_gpu_node()
+        spec, rank = self._spec, self._spec.rank
+        with self._meeting(spec.members, actors):
+            meeting = MeetingPlace(self._device, self._store, rank, spec.world_size, self._timeouts)
+            self._device = meeting.device
+            self._links = {
+                link: meeting.new_link(number, *link, ctas=LINK_CTAS)[0]
+                for number, link in enumerate(spec.ring, start=1) if rank in link
+            }  # fmt: skip
+
+    def build(self) -> int:
+        """Return the number of parameters: none."""
+        return 0
+
+    def describe_node(self) -> NodeDescription:
+        """Describe the node and the GPU."""
+        import ray
+
+        return describe_node(self._device, ray.util.get_node_ip_address())
+
+    @task("measuring connections")
+    def measure(self, size: int, repeats: int) -> Transfers:
+        """Send to the next process and receive from the previous one, then all-reduce.
+
+        Args:
+            size: bytes of a message.
+            repeats: messages, after one that is not counted; the median counts.
+
+        Raises:
+            RuntimeError: what was received is not what was sent.
+        """
+        spec, number = self._spec, self._spec.rank
+        values = size // 4
+        sent = torch.full((values,), float(number), device=self._device)
+        received = torch.empty_like(sent)
+        following, previous = (number + 1) % spec.world_size, (number - 1) % spec.world_size
+        seconds: dict[str, list[float]] = {"ring": [], "reduce": []}
+        for _ in range(repeats + 1):
+            received.fill_(-1)
+            self._synchronize()
+            start = time.perf_counter()
+            if self._links:
+                into, out = self._links[previous, number], self._links[number, following]
+                works = [
+                    receive_from(into, 1 - into.rank(), 0, received),
+                    send_to(out, 1 - out.rank(), 0, sent),
+                ]
+                for work in works:
+                    wait(work)
+                self._synchronize()
+                seconds["ring"].append(time.perf_counter() - start)
+                _check(received, float(previous), f"a message from process {previous}")
+            total = sent.clone()
+            dist.barrier()
+            self._synchronize()
+            start = time.perf_counter()
+            dist.all_reduce(total)
+            self._synchronize()
+            seconds["reduce"].append(time.perf_counter() - start)
+            _check(total, float(sum(range(spec.world_size))), "an all-reduce")
+        ring, reduce = (sorted(times[1:]) for times in seconds.values())
+        share = 2 * (spec.world_size - 1) / spec.world_size
+        return Transfers(
+            size / ring[len(ring) // 2] if ring else 0.0,
+            share * size / reduce[len(reduce) // 2],
+        )
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _check(tensor: torch.Tensor, expected: float, operation: str) -> None:
+    wrong = int((tensor != expected).sum())
+    if wrong:
+        raise RuntimeError(f"{operation} has {wrong} of {tensor.numel()} values wrong")
+
+
+class DoctorGroup(RankGroup):
+    """The processes, as one group of actors."""
+
+    actor_class = DoctorActor
+    renews = False
