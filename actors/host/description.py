@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+from torch.cuda.nccl import version as nccl_version
 
 from raymm.actors.host.gpus import read_gpus
 from raymm.actors.host.interfaces import interface_with
@@ -51,7 +52,7 @@ def describe_node(device: torch.device, address: str) -> NodeDescription:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, nvlinks = properties.name, _active_nvlinks(f"GPU-{properties.uuid}")
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, nccl_version()))
     default = interface_with(address) or "default"
     variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     interfaces = {name: os.environ.get(name, default).removeprefix("=") for name in variables}

@@ -2,8 +2,9 @@
 
 Rates are the vendors' data-sheet values, without sparsity:
 
-- NVIDIA A40 (PB-10337), A100 (Ampere architecture whitepaper and data sheet), H100 SXM and
-  H200 data sheets, L4 data sheet; RTX 4090: Ada GPU architecture whitepaper, appendix A.
+- NVIDIA A40 (PB-10337), A100 (Ampere architecture whitepaper and data sheet); data sheets of H100
+  and H200 (SXM by these names, PCIe and NVL by longer ones), H20, GH200 (the GPU with 96 GB), HGX
+  B200, L4 and L40S; RTX 4090: Ada GPU architecture whitepaper, appendix A.
 - fp32 is that of the ordinary cores, because torch keeps TF32 off for matrix products unless
   it is asked for.
 - Memory is in decimal gigabytes, slightly less than what the driver reports.
@@ -135,6 +136,7 @@ class DeviceSpec:
 
 _NVLINK_3 = Link(5e-6, 300e9)
 _NVLINK_4 = Link(5e-6, 450e9)
+_NVLINK_5 = Link(5e-6, 900e9)
 _PCIE_4 = Link(10e-6, 25e9)
 _PCIE_5 = Link(10e-6, 50e9)
 _NETWORK_200 = Link(10e-6, 25e9)
@@ -154,6 +156,22 @@ DEVICES: Mapping[str, DeviceSpec] = {
                    _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
         DeviceSpec("H200", {"bf16": 989.4e12, "fp32": 66.9e12}, 4800e9, 141 * 10**9,
                    _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        # A bridge of NVLink joins two of these at most; between pairs it is PCIe 5.0.
+        DeviceSpec("H100-PCIe", {"bf16": 756e12, "fp32": 51e12}, 2000e9, 80 * 10**9,
+                   _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        DeviceSpec("H100-NVL", {"bf16": 835e12, "fp32": 60e12}, 3900e9, 94 * 10**9,
+                   _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        DeviceSpec("H200-NVL", {"bf16": 835e12, "fp32": 60e12}, 4800e9, 141 * 10**9,
+                   _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        DeviceSpec("H20", {"bf16": 148e12, "fp32": 44e12}, 4000e9, 96 * 10**9,
+                   _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        # One GPU per node; NVLink-C2C to the memory of its CPU.
+        DeviceSpec("GH200", {"bf16": 989.4e12, "fp32": 66.9e12}, 4000e9, 96 * 10**9,
+                   _NETWORK_400, _NETWORK_400, to_host=450e9),
+        DeviceSpec("B200", {"bf16": 2250e12, "fp32": 75e12}, 7700e9, 180 * 10**9,
+                   _NVLINK_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        DeviceSpec("L40S", {"bf16": 362e12, "fp32": 91.6e12}, 864e9, 48 * 10**9,
+                   _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         DeviceSpec("L4", {"bf16": 121e12, "fp32": 30.3e12}, 300e9, 24 * 10**9,
                    _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         DeviceSpec("RTX4090", {"bf16": 165.2e12, "fp32": 82.6e12}, 1008e9, 24 * 10**9,

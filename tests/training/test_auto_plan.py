@@ -161,7 +161,10 @@ def test_a_module_that_cannot_be_cut_stays_whole():
         ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("A100-40G", "A100-40GB"), ("A100-80G", "A100-80GB"), ("A100", "A100-40GB"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA L4", "L4"), ("NVIDIA H200", "H200"),
-        ("NVIDIA L40S", None), ("AMD EPYC", None), ("Tesla V100-SXM2-16GB", None),
+        ("NVIDIA H100 PCIe", "H100-PCIe"), ("NVIDIA H100 NVL", "H100-NVL"), ("H100", "H100"),
+        ("NVIDIA H200 NVL", "H200-NVL"), ("NVIDIA H20", "H20"), ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"), ("NVIDIA L40S", "L40S"), ("NVIDIA GB200", None),
+        ("AMD EPYC", None), ("Tesla V100-SXM2-16GB", None),
     ],
 )
 def test_devices_as_drivers_call_them(name, expected):

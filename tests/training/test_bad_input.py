@@ -42,7 +42,7 @@ BAD_SETTINGS = {
         ["tp of 'llm' is 2", "'muon'", "accepted: tp 1, or adamw"],
     ),
     "bf16 parameters of fp32 products": (
-        ["optimizer.modules={llm: {parameters: bf16_master}}"],
+        ["optimizer.modules={llm: {parameters: bf16_master}}", "run.device=cpu"],
         ["optimizer.modules.llm.parameters is 'bf16_master'", "accepted: fp32, or precision bf16"],
     ),
     "unknown key of a layout": (
