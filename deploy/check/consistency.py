@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from deploy.check.kustomize import Manifest
+from deploy.check.quantities import quantity
 from raymm.actors.storage.location import check_location, is_bucket
 
+# Share of a pod's memory that Ray's object store takes; it uses the disk if /dev/shm is smaller.
+OBJECT_STORE = 0.3
+# Bytes of host memory per GPU: what trains is copied there for checkpoints and snapshots.
+HOST_MEMORY = 32 * 2**30
 # Seconds that Ray takes to end after the preStop command.
 END_SECONDS = 15
 
@@ -57,6 +62,7 @@ def problems(manifest: Manifest, version: str) -> Iterator[str]:
         if "metrics" not in {one.get("name") for one in ray.get("ports") or ()}:
             yield f"{where}: no port named metrics, which the PodMonitor reads"
         yield from (f"{where}: {text}" for text in _gpus(ray))
+        yield from (f"{where}: {text}" for text in _memory(pod, ray))
         if group is not head:
             yield from (f"{where}: {text}" for text in _leaving(pod, ray))
         yield from (f"{where}: {text}" for text in _run_folder(manifest, pod, ray))
@@ -76,6 +82,30 @@ def _gpus(container: dict[str, Any]) -> Iterator[str]:
     asked, limit = ((resources.get(k) or {}).get("nvidia.com/gpu") for k in ("requests", "limits"))
     if asked is not None and asked != limit:
         yield f"requests nvidia.com/gpu {asked}, limit {limit}; GPUs must have both alike"
+
+
+def _memory(pod: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:
+    limits = (container.get("resources") or {}).get("limits") or {}
+    if "memory" not in limits:
+        return
+    memory, gpus = quantity(limits["memory"]), quantity(limits.get("nvidia.com/gpu", 0))
+    if memory < gpus * HOST_MEMORY:
+        yield (
+            f"memory {limits['memory']} for {gpus:g} GPUs; checkpoints and snapshots copy what "
+            f"trains to the host: give at least {gpus * HOST_MEMORY / 2**30:g}Gi"
+        )
+    names = {
+        mount["name"] for mount in container.get("volumeMounts") or ()
+        if mount["mountPath"] == "/dev/shm"
+    }
+    for volume in pod.get("volumes") or ():
+        size = (volume.get("emptyDir") or {}).get("sizeLimit")
+        if volume["name"] in names and size is not None:
+            if quantity(size) < OBJECT_STORE * memory:
+                yield (
+                    f"/dev/shm has {size}, memory is {limits['memory']}; Ray's object store takes "
+                    f"{OBJECT_STORE:.0%} of the memory and uses the disk where /dev/shm is smaller"
+                )
 
 
 def _run_folder(

@@ -53,7 +53,8 @@ class PlanningOptions:
         None, "GiB a rank may use (default: all but the driver's context; on CPUs no limit)", "X"
     )
     ranks_per_node: Count = _field(
-        8, "devices that share a node, which decides which links are fast (default 8)"
+        8, "devices that share a node, which decides which links are fast (default 8; on a cluster "
+        "at most what its nodes hold)"
     )
     time_limit: Seconds | None = _field(
         None, "end a search for pipelines after S seconds, with the best plan so far (default: "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.placement.node_types import reachable_resources
+from raymm.actors.placement.node_types import all_types, reachable_resources
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.planning_options import AUTO, PIPELINED
 from raymm.costs.named_devices import cluster_device
@@ -106,6 +106,8 @@ def request_for_cluster(
     """
     if request.ranks is None:
         request = replace(request, ranks=cluster_ranks(resources, worker_cpus))
+    per_node = min(request.ranks_per_node, ranks_of_a_node(resources))
+    request = replace(request, ranks_per_node=per_node)
     if request.device is not None or request.profile is not None:
         return request, None
     name, note = cluster_device(device)
@@ -132,6 +134,17 @@ def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
             "nodes; accepted: how many ranks to plan for"
         )
     return max(1, int(most))
+
+
+def ranks_of_a_node(resources: RankResources) -> int:
+    """Return how many ranks a node of the connected cluster has room for, of the type of nodes that
+    can have most of the ranks; at least 1.
+
+    Links within a node are those between its GPUs: pods of one GPU each have none.
+    """
+    rooms = [(kind.holds(resources.bundle()), kind.most) for kind in all_types()]
+    room, _ = max(rooms, key=lambda each: each[0] and each[0] * each[1], default=(1, 1))
+    return max(1, room)
 
 
 def _pipelined(planned: Planned) -> PlannedRun:

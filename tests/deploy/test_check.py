@@ -46,12 +46,14 @@ def test_overlays_are_built_as_kubectl_does(folder: str):
 
 
 CLUSTER, JOB = ("overlays/interactive", "RayCluster"), ("overlays/job", "RayJob")
+EIGHT = "overlays/eight-gpus", "RayJob"
 BUCKET = "overlays/bucket", "RayJob"
 KUEUE, QUEUE = ("overlays/kueue", "RayJob"), ("overlays/kueue", "ClusterQueue")
 VOLUME, MONITOR = ("base", "PersistentVolumeClaim"), ("overlays/monitoring", "PodMonitor")
 HEAD, WORKER = "/spec/headGroupSpec", "/spec/workerGroupSpecs/0"
 HEAD_POD, POD = f"{HEAD}/template/spec", f"{WORKER}/template/spec"
 RAY_CONTAINER = f"{POD}/containers/0"
+OF_JOB = RAY_CONTAINER.replace("/spec/", "/spec/rayClusterSpec/", 1)
 
 # (of what, the mistake as a JSON patch, a part of what must be said)
 MISTAKES = {
@@ -139,6 +141,12 @@ MISTAKES = {
                          "num-cpus"),
     "no shared memory": (CLUSTER, {"op": "remove", "path": f"{RAY_CONTAINER}/volumeMounts/0"},
                          "/dev/shm"),
+    "little shared memory": (
+        CLUSTER, {"op": "replace", "path": f"{POD}/volumes/0/emptyDir/sizeLimit", "value": "14Gi"},
+        "/dev/shm has 14Gi, memory is 48Gi"),
+    "little memory for the GPUs of a pod": (
+        EIGHT, {"op": "replace", "path": f"{OF_JOB}/resources/limits/memory", "value": "255Gi"},
+        "give at least 256Gi"),
     "mounts a volume that is not there": (
         CLUSTER, {"op": "replace", "path": f"{POD}/volumes/1/name", "value": "disk"},
         "mounts 'storage'"),
