@@ -62,7 +62,8 @@ def run_doctor(args: argparse.Namespace) -> None:
         finally:
             group.shutdown()
     backend = "NCCL" if device == "cuda" else "gloo"
-    console.print(f"{count} processes on {len(set(hosts))} nodes, {device}, over {backend}")
+    on = "1 node" if len(set(hosts)) == 1 else f"{len(set(hosts))} nodes"
+    console.print(f"{count} processes on {on}, {device}, over {backend}")
     console.print(_nodes_table(hosts, nodes))
     console.print(_processes_table(hosts, nodes, transfers))
     if count > 1:

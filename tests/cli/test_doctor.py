@@ -12,7 +12,7 @@ from raymm.cli.main import main
 def test_the_ring_and_the_all_reduce_are_measured(ray_cluster, capsys):
     assert main(["doctor", "--device", "cpu", "--processes", "3", "--megabytes", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "3 processes on 1 nodes, cpu, over gloo" in printed
+    assert "3 processes on 1 node, cpu, over gloo" in printed
     for rank in range(3):
         row = rf"\b{rank} +\S+ +none +0 +{(rank - 1) % 3} \(the same node\) +[\d.]+"
         assert re.search(row, printed), printed

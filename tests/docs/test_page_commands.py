@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
+from raymm.cli.main import COMMANDS as SUBCOMMANDS
 from raymm.cli.main import _parser
 from raymm.files.config_file import apply_override
 from tests.docs.pages import PAGES, ROOT, blocks
 
-SUBCOMMANDS = ("train", "plan", "profile", "trace", "check", "export", "data")
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 _INLINE = re.compile(r"`((?:raymm|make) [a-z][^`]*)`")
 _RAYMM = re.compile(r"(?:^|-- |-m |&& )raymm ([a-z]+\b.*)$")
