@@ -324,7 +324,8 @@ class RankOptimizer:
         """Optimizer state by (stage, name, key)."""
         return {
             (*place, key): value
-            for place in self.updated for key, value in self._updates.state(place).items()
+            for place, state in self._updates.states(self.updated).items()
+            for key, value in state.items()
         } | {
             (*place, key): value
             for place in (*self.updated, *self.frozen)

@@ -6,7 +6,7 @@ the host must not wait for that: whether parameters and state change, a number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -111,6 +111,13 @@ class ParameterUpdates:
                 for group in groups:
                     own = dict.fromkeys(map(id, group["params"]), self._optimizers[-1])
                     self._optimizer_of |= own
+        # By id of a parameter, its group and its index in that.
+        self._positions = {
+            id(parameter): (optimizer, number, index)
+            for optimizer in self._optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
 
     def step(
         self, parameters: Iterable[nn.Parameter], refused: torch.Tensor, step: int
@@ -129,31 +136,50 @@ class ParameterUpdates:
                 wide.append(parameter)
                 continue
             kept.open()  # one after another: in fp32 there is one of them at a time
-            self._step({id(kept.wide)}, refused, step)
+            self._step([kept.wide], refused, step)
             kept.close(step)
-        self._step(set(map(id, wide)), refused, step)
+        self._step(wide, refused, step)
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """What an optimizer has in place of a parameter."""
         kept = self._in_bf16.get(id(parameter))
         return parameter if kept is None else kept.wide
 
-    def _step(self, chosen: set[int], refused: torch.Tensor, step: int) -> None:
+    def _step(self, chosen: Sequence[nn.Parameter], refused: torch.Tensor, step: int) -> None:
+        """Update the chosen parameters, in the order of their groups."""
+        by_group: dict[tuple[torch.optim.Optimizer, int], dict[int, nn.Parameter]] = {}
+        for parameter in chosen:
+            optimizer, number, index = self._positions[id(parameter)]
+            by_group.setdefault((optimizer, number), {})[index] = parameter
         for optimizer in cast(list[Any], self._optimizers):
             every = [group["params"] for group in optimizer.param_groups]
             optimizer.found_inf = refused
-            for group in optimizer.param_groups:
+            for number, group in enumerate(optimizer.param_groups):
                 group["lr"] = group["rule"].rate(step)
-                group["params"] = [p for p in group["params"] if id(p) in chosen]
+                members = by_group.get((optimizer, number), {})
+                group["params"] = [members[index] for index in sorted(members)]
             try:
                 optimizer.step()
             finally:
                 for group, own in zip(optimizer.param_groups, every, strict=True):
                     group["params"] = own
 
-    def state(self, key: Key) -> dict[str, torch.Tensor]:
-        """What is kept of a parameter; but for a master, nothing before a step was applied to
-        it."""
+    def states(self, keys: Iterable[Key]) -> dict[Key, dict[str, torch.Tensor]]:
+        """Return the state of parameters; but for masters, nothing before a step was applied.
+
+        The host waits for the device once, for the counts of steps of all parameters.
+        """
+        states = {key: self._state(key) for key in keys}
+        counts = {key: state["step"] for key, state in states.items() if "step" in state}
+        stacked = torch.stack([count.float() for count in counts.values()]) if counts else None
+        applied = [] if stacked is None else stacked.tolist()
+        for key, count in zip(counts, applied, strict=True):
+            if not count:
+                master = states[key].get(MASTER_NAME)
+                states[key] = {} if master is None else {MASTER_NAME: master}
+        return states
+
+    def _state(self, key: Key) -> dict[str, torch.Tensor]:
         kept = self._in_bf16.get(id(self.parameters[key]))
         parameter = self._updated(self.parameters[key])
         optimizer = self._optimizer_of[id(parameter)]
@@ -161,9 +187,8 @@ class ParameterUpdates:
             state = optimizer.plain_state(parameter)
         else:
             state = optimizer.state.get(parameter, {})
-        state = dict(state) if "step" not in state or bool(state["step"]) else {}
         master = {MASTER_NAME: parameter.detach()} if kept is not None and kept.master else {}
-        return state | master
+        return {**state, **master}
 
     def forget(self) -> None:
         """Nothing is kept of any parameter."""
@@ -171,7 +196,7 @@ class ParameterUpdates:
             optimizer.state.clear()
 
     def load_state(self, key: Key, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of :meth:`state`."""
+        """Inverse of :meth:`states`, for one parameter."""
         kept = self._in_bf16.get(id(self.parameters[key]))
         parameter = self._updated(self.parameters[key])
         optimizer = self._optimizer_of[id(parameter)]

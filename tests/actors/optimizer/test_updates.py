@@ -1,9 +1,12 @@
 """Updates by rules, against torch's own optimizers; and steps that must change nothing."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from raymm.actors.optimizer.bf16_parameters import keep_in_bf16
 from raymm.actors.optimizer.optimizer_config import ALGORITHMS, OptimizerConfig
 from raymm.actors.optimizer.updates import (
     ParameterUpdates,
@@ -132,7 +135,7 @@ def test_state_goes_into_a_checkpoint_and_back(name):
     with torch.no_grad():
         for key, parameter in updates.parameters.items():
             later.parameters[key].copy_(parameter)
-            later.load_state(key, {n: v.clone() for n, v in updates.state(key).items()})
+            later.load_state(key, {n: v.clone() for n, v in updates.states([key])[key].items()})
     for one in (updates, later):
         one.step(with_gradients(one.parameters, 1), GO, 1)
     assert all(p.equal(later.parameters[key]) for key, p in updates.parameters.items())
@@ -144,7 +147,7 @@ def test_only_what_is_asked_for_is_updated():
     updates.step(chosen, GO, 0)
     for key, parameter in updates.parameters.items():
         assert parameter.equal(before.parameters[key]) != any(parameter is c for c in chosen)
-        assert bool(updates.state(key)) == any(parameter is c for c in chosen)
+        assert bool(updates.states([key])[key]) == any(parameter is c for c in chosen)
 
 
 @pytest.mark.parametrize(("values", "says"), [
@@ -158,3 +161,44 @@ def test_wrong_values_are_named(values, says):
     with pytest.raises(ValueError) as error:
         OptimizerConfig(**values)
     assert says in str(error.value)
+
+
+def test_the_host_waits_once_for_the_state_of_all_parameters(monkeypatch):
+    updates = updates_of(OptimizerConfig())
+    updates.step(with_gradients(updates.parameters, 0), GO, 0)
+    reads = []
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: reads.append(self) or True)
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self) or read(self))
+    states = updates.states(updates.parameters)
+    assert len(reads) == 1 and all(len(state) == 3 for state in states.values())
+
+
+def test_work_of_a_step_in_bf16_grows_with_the_number_of_parameters(monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
+
+    def lines(count: int) -> int:
+        parts = {StageId("llm", 0): nn.ModuleList(nn.Linear(1, 1) for _ in range(count))}
+        parameters = {(s, n): p for s, part in parts.items() for n, p in part.named_parameters()}
+        config = OptimizerConfig(parameters="bf16_master")
+        in_bf16 = keep_in_bf16(parameters, config, parts.values(), {}, 0)
+        assert len(in_bf16) == 2 * count
+        updates = ParameterUpdates(parameters, config, (), in_bf16=in_bf16)
+        executed = 0
+
+        def trace(frame, event, argument):
+            nonlocal executed
+            if frame.f_code.co_filename != ParameterUpdates.step.__code__.co_filename:
+                return None
+            executed += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            updates.step(parameters.values(), GO, 0)
+        finally:
+            sys.settrace(before)
+        return executed
+
+    assert lines(80) < 2.5 * lines(40)
