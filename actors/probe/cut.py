@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -218,7 +219,7 @@ def _encoder_run(
 
 def draws_of_training(
     source: ModuleSource, language_model: bool, inputs: Mapping[str, Any] | None = None,
-    read: Read = first_tensor,
+    read: Read = first_tensor, cuts_rows: bool = False,
 ) -> TrainingDraws:  # fmt: skip
     """Return what a training forward of a module decides at random.
 
@@ -227,6 +228,7 @@ def draws_of_training(
         language_model: whether it is a causal language model.
         inputs: example keyword arguments of an encoder.
         read: as of :func:`probe_encoder`.
+        cuts_rows: True if processes are going to have some rows of a batch each.
 
     Raises:
         ProbeError: no inputs to try it with.
@@ -236,9 +238,29 @@ def draws_of_training(
 
     def probe(model: nn.Module) -> TrainingDraws:
         run = _language_run(model) if language_model else _encoder_run(model, inputs, read=read)
-        return training_draws(model.train(), find_blocks(model), run)
+        doubled, ids = None, None
+        if cuts_rows and language_model:
+            ids = torch.arange(8)[None] % _vocabulary(model)
+            doubled = partial(_run_two_texts, ids)
+        elif cuts_rows:
+            doubled = partial(_run_two_items, encoder_inputs(model, inputs))
+        return training_draws(
+            model.train(), find_blocks(model), run, doubled, None if ids is None else ids.shape[1]
+        )
 
     return of_one_that_runs(source, probe)
+
+
+def _run_two_texts(ids: torch.Tensor, model: nn.Module, _: bool) -> torch.Tensor:
+    embeds = input_embeddings(model)(ids.repeat(2, 1))
+    return model(inputs_embeds=embeds, use_cache=False).logits
+
+
+def _run_two_items(inputs: Mapping[str, Any], model: nn.Module, _: bool) -> Any:
+    return model(**{
+        name: torch.cat([value[:1]] * 2) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    })
 
 
 def ghost_inputs(inputs: Mapping[str, Any], travels: Collection[str] = ()) -> dict[str, Any]:

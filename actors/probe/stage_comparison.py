@@ -28,6 +28,7 @@ from raymm.actors.quota.generators import (
     seed_generators,
 )
 from raymm.errors import USER_CODE_RAISES
+from raymm.kernels.shared_draws import Cut, Grid, SharedDrawError, SharedDraws
 
 # Of forced random decisions. To see what can happen (that it does not in any of them, with three
 # blocks of which each is skipped in every second forward, is a chance of one in 2**24):
@@ -112,19 +113,27 @@ class TrainingDraws(NamedTuple):
         skips_blocks: True if a forward may leave out blocks.
         on_host: True if a forward draws numbers with NumPy or Python.
         on_host_in_blocks: True if a block does.
+        refused: why numbers that are drawn for some rows of a batch are not known to be those of
+            one process; empty if they are.
     """
 
     skips_blocks: bool = False
     on_host: bool = False
     on_host_in_blocks: bool = False
+    refused: str = ""
 
 
-def training_draws(model: nn.Module, blocks: str | None, run: Run) -> TrainingDraws:
+def training_draws(
+    model: nn.Module, blocks: str | None, run: Run, two_rows: Run | None = None,
+    tokens: int | None = None,
+) -> TrainingDraws:  # fmt: skip
     """
     Args:
         model: in training mode.
         blocks: dotted name of the list of blocks, None if there is none.
         run: calls the model.
+        two_rows: calls the model with two rows; None if rows are not cut.
+        tokens: of these rows, None if unknown.
 
     Raises:
         NotRunError: the model does not run.
@@ -143,7 +152,27 @@ def training_draws(model: nn.Module, blocks: str | None, run: Run) -> TrainingDr
             )
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise _not_run(model, error) from error
-    return TrainingDraws(blocks is not None and skips_blocks(model, blocks, run), whole, inside)
+    skips = blocks is not None and skips_blocks(model, blocks, run)
+    return TrainingDraws(skips, whole, inside, _refused_shape(model, two_rows, tokens))
+
+
+def _refused_shape(model: nn.Module, two_rows: Run | None, tokens: int | None) -> str:
+    """Return why numbers that are drawn for two rows of four cannot be cut, empty if they can.
+
+    Two rows tell a first dimension of rows from a first dimension of 1 that all rows share. With
+    one row a process cannot tell them apart, and would draw other numbers than one process.
+    """
+    if two_rows is None:
+        return ""
+    grid = Grid(Cut.from_range(0, 2, 4), None if tokens is None else Cut.uncut(tokens))
+    try:
+        with generators_kept(), torch.no_grad(), SharedDraws(grid):
+            two_rows(copy.deepcopy(model), True)
+    except SharedDrawError as error:
+        return str(error)
+    except USER_CODE_RAISES:
+        pass  # its inputs are not doubled along the first dimension: the first step decides
+    return ""
 
 
 def _draws_on_host(model: nn.Module, run: Run, blocks: str | None, seed: int) -> bool:

@@ -209,7 +209,10 @@ def _shared(
     if first.cp > 1 or first.fsdp > 1 or shares_samples:
         language = isinstance(spec, LanguageSpec)
         try:
-            draws = draws_of_training(spec.source, language, example, read_of(spec))
+            draws = draws_of_training(
+                spec.source, language, example, read_of(spec),
+                cuts_rows=(first.fsdp > 1 or shares_samples) and not getattr(spec, "packing", False)
+            )
         except ProbeError:
             if first.cp > 1 or first.fsdp > 1:
                 raise
@@ -284,6 +287,8 @@ def check_training_draws(spec: AnySpec, stage: Stage, draws: TrainingDraws) -> N
     cuts_samples = stage.fsdp > 1 or stage.split == SAMPLES
     if draws.on_host_in_blocks or (draws.on_host and (cuts_samples or cuts_tokens)):
         raise PlanError(_HOST_DRAWS.format(spec.name, planned))
+    if draws.refused:
+        raise PlanError(f"{spec.name!r} cannot share samples ({planned}): {draws.refused}")
 
 
 def _check_tokens(

@@ -12,7 +12,12 @@ from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.modules.cut import stage_parameters
-from raymm.actors.probe.cut import ProbeError, probe_encoder, probe_language_model
+from raymm.actors.probe.cut import (
+    ProbeError,
+    draws_of_training,
+    probe_encoder,
+    probe_language_model,
+)
 from raymm.actors.probe.small_model import small_model
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ConfigSource, LiveSource
@@ -360,3 +365,33 @@ def test_numbers_drawn_on_the_host_for_some_samples_are_refused(encoder, example
     with pytest.raises(PlanError, match="'tower' draws random numbers with NumPy or Python"):
         build(encoder())
     build(encoder().eval(), frozen=True)
+
+
+class SharedNoise(HostDraws):
+    """Adds numbers to all items that are the same for each of them."""
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        noise = nn.functional.dropout(torch.ones(1, *pixel_values.shape[1:]), 0.5, self.training)
+        return super().forward(pixel_values + noise)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_that_all_items_share_are_refused_before_a_start(count):
+    """With one local row, a first dimension of 1 looks like that of the rows."""
+    example = {"pixel_values": torch.ones(count, 3, 4)}
+    for module, refused in (
+        (SharedNoise("", None), True), (SharedNoise("", None).requires_grad_(False), False),
+        (HostDraws("outside", lambda n: torch.rand(n, 3, 4)), False),
+        (HostDraws("outside", lambda n: torch.rand(n * 3)), True),
+        (HostDraws("outside", lambda n: torch.rand(())), False),
+    ):
+        source = LiveSource.of(module)
+        draws = draws_of_training(source, False, example, cuts_rows=True)
+        assert ("random numbers of shape" in draws.refused) == refused
+        assert not draws_of_training(source, False, example).refused
+    text = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=32))
+    noise = nn.Dropout(0.1)  # of tokens of all rows, as routers draw it
+    text.transformer.h[0].register_forward_hook(
+        lambda _, __, out: noise(out.flatten(0, 1)).view_as(out)
+    )
+    assert not draws_of_training(LiveSource.of(text), True, cuts_rows=True).refused
