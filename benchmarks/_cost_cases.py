@@ -106,9 +106,33 @@ def _language_models() -> list[Case]:
         _text("latent attention", _config(
             "DeepseekV3ForCausalLM", {**TEXT, **latent, "num_key_value_heads": 4}
         )),
+        *_mixers(),
         _text("adapters", _adapted(llama, LoraConfig(r=4))),
         _text("adapters of queries", _adapted(llama, LoraConfig(r=4, targets=("q_proj",)))),
         _text("adapters with norms", _adapted(llama, LoraConfig(r=4, dora=True))),
+    ]
+
+
+def _mixers() -> list[Case]:
+    """Language models whose layers mix tokens by other means than attention."""
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    linear = dict(
+        **experts, head_dim=16, layer_types=["linear_attention"] * 2 + ["full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, shared_expert_intermediate_size=48,
+    )
+    states = dict(hidden_size=WIDTH, num_hidden_layers=3, vocab_size=VOCABULARY)
+    mixed = dict(attn_layer_period=3, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1)
+    return [
+        _text("state space", _config("MambaForCausalLM", {**states, "state_size": 8})),
+        _text("state space, chunks", _config("Mamba2ForCausalLM", {
+            **states, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1,
+            "chunk_size": 32,
+        })),
+        _text("state space and attention", _config(
+            "JambaForCausalLM", {**TEXT, **mixed, "mamba_d_state": 8}
+        )),
+        _text("linear attention", _config("Qwen3NextForCausalLM", {**TEXT, **linear})),
     ]
 
 
