@@ -18,7 +18,6 @@ from raymm.model.batch_rules import Vocabulary
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
-from raymm.runtime.options import resolve_precision
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import Checkpoint, CheckpointError
 
@@ -64,9 +63,8 @@ def check_updates(
             )
     if isinstance(model, MultimodalModule):
         check_preference(model, plan if isinstance(plan, Plan) else None)
-    # Where the device is not known yet, it may be a GPU; an attempt checks again.
-    device = "cuda" if run.device == "auto" else run.device
-    in_bf16 = resolve_precision(run.precision, device) == "bf16"
+    # "auto" may become bf16 on a GPU or by a checkpoint; a trainer checks again once it is known.
+    in_bf16 = run.precision != "fp32"
     if isinstance(plan, Plan):
         check_optimizer(optimizer, plan, in_bf16)
     else:

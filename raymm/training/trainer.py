@@ -253,6 +253,9 @@ class Trainer:
         self._phases.enter_before(checkpoint)
         if checkpoint is not None:
             self._choose_precision(checkpoint.manifest.run.get("run.precision", "auto"))
+        elif self.run.device != "auto":
+            self._choose_precision(resolve_precision("auto", self.run.device))
+        check_updates(self.optimizer, self.run, self.model, self.plan)
         store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         if checkpoint is not None:
             self._changed = compare(
