@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from transformers import AutoProcessor
 
 from examples.vlm.kinds import KINDS
 from raymm.cli.generate import _prompts
@@ -20,6 +22,7 @@ from raymm.config.whole_model import example_batch
 from raymm.data import DataConfig, ModalityDataConfig, Sample, SampleError, local_steps
 from raymm.data.conversations.text import TextEncoder, load_tokenizer
 from raymm.data.samples.sample import Preference
+from raymm.evaluation.text_evaluation import last_answer, prompt_before
 from raymm.model.whole_model import WholeModel, from_pretrained
 from tests.tiny_folders import modalities, tiny
 
@@ -170,3 +173,125 @@ def test_a_model_by_parts_refuses_placeholders_without_items(name, repeat):
         else:
             encoder.encode(row)
     assert "the-row" in str(error.value) and MARK in str(error.value)
+
+
+WRITES_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+VIDEO_KINDS = {"qwen2_5_vl": "<|video_pad|>", "qwen3_vl": "<|video_pad|>"}
+
+
+def folder_with(kind: str, out: Path, change) -> str:
+    """Return a folder of a kind's processor with a changed chat template."""
+    processor = AutoProcessor.from_pretrained(tiny(kind)[0])
+    processor.chat_template = change(processor.chat_template)
+    processor.tokenizer.chat_template = processor.chat_template
+    processor.save_pretrained(out)
+    return str(out)
+
+
+def step_of(data: DataConfig, file: Path, row: dict):
+    """Return the step of the one row of a data set, or the sentence that refuses the row."""
+    file.write_text(json.dumps({"id": "the-row", **row}) + "\n")
+    try:
+        (step,) = local_steps(data, steps=1)
+    except SampleError as error:
+        return str(error)
+    return step
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
+def test_item_tokens_in_definitions_of_tools(kind, tmp_path):
+    column, items = item_of(kind)
+    items = [str(Path(tiny(kind)[1]).parent / item) for item in items]
+    (part,), whole = modalities(kind), model(kind)
+    processor = folder_with(kind, tmp_path / "processor", lambda text: WRITES_TOOLS + text)
+    data = config(kind, tmp_path / "rows.jsonl").model_copy(update={"processor": processor})
+    for token in tokens(kind):
+        tools = [{"type": "function", "function": {"name": "look", "description": f"at {token}"}}]
+        row = {"messages": [turn("user", {"type": part}, "what"), turn("assistant", "red")],
+               "tools": tools, column: items}  # fmt: skip
+        step = step_of(data, tmp_path / "rows.jsonl", row)
+        if isinstance(step, str):
+            assert "the-row" in step and token in step, step
+            continue
+        with torch.no_grad():
+            assert math.isfinite(whole.loss([dict(step.microbatches[0])]))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
+def test_item_tokens_in_pairs_of_answers(kind, tmp_path):
+    column, items = item_of(kind)
+    items = [str(Path(tiny(kind)[1]).parent / item) for item in items]
+    (part,), whole = modalities(kind), model(kind)
+    data = config(kind, tmp_path / "rows.jsonl").model_copy(update={"preferences": True})
+    for token in tokens(kind):
+        for texts in ([token, "red", "blue"], ["what", token, "blue"], ["what", "red", token]):
+            row = {
+                "prompt": [turn("user", {"type": part}, texts[0])],
+                "chosen": [turn("assistant", texts[1])], "rejected": [turn("assistant", texts[2])],
+                column: items,
+            }
+            step = step_of(data, tmp_path / "rows.jsonl", row)
+            if isinstance(step, str):
+                assert "the-row" in step and token in step, step
+                continue
+            with torch.no_grad():
+                assert math.isfinite(whole.loss([dict(step.microbatches[0])]))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "qwen2_audio"])
+def test_prompts_of_references_with_item_tokens_are_taken_by_the_forward(kind, tmp_path):
+    """A prompt of an evaluation ends where the reference begins; its items are those of the row."""
+    column, items = item_of(kind)
+    items = [str(Path(tiny(kind)[1]).parent / item) for item in items]
+    (part,), whole = modalities(kind), model(kind)
+    data = config(kind, tmp_path / "rows.jsonl")
+    for token in tokens(kind):
+        messages = [turn("user", {"type": part}, "what"), turn("assistant", f"red {token} blue")]
+        step = step_of(data, tmp_path / "rows.jsonl", {"messages": messages, column: items})
+        if isinstance(step, str):
+            assert "the-row" in step and token in step, step
+            continue
+        (microbatch,), (meta,) = step.microbatches, step.meta
+        start, _ = last_answer(microbatch["labels"][0])
+        prompt = prompt_before(start, {"text": microbatch}, meta)
+        inputs = {name: each for name, each in prompt.parts["text"].items() if name != "labels"}
+        with torch.no_grad():
+            whole.materialize()(**inputs)
+
+
+@pytest.mark.parametrize("kind", VIDEO_KINDS)
+def test_item_tokens_in_rows_with_videos(kind, tmp_path):
+    frames = []
+    for number in range(4):
+        frames.append(str(tmp_path / f"{number}.png"))
+        Image.new("RGB", (56, 56), (40 * number, 0, 0)).save(frames[-1])
+    image = KINDS[kind].item
+    processor = folder_with(
+        kind, tmp_path / "processor",
+        lambda text: text.replace(image, image.replace("image", "video")),
+    )
+    videos = {"video": ModalityDataConfig(column="videos", frames=True, fps=2)}
+    data = config(kind, tmp_path / "rows.jsonl").model_copy(update={
+        "processor": processor, "modalities": videos, "media_folders": [str(tmp_path)],
+    })  # fmt: skip
+    plain = [turn("user", {"type": "video"}, "what"), turn("assistant", "red")]
+    step = step_of(data, tmp_path / "rows.jsonl", {"messages": plain, "videos": [frames]})
+    assert not isinstance(step, str), step
+    whole = from_pretrained(tiny(kind)[0], dict(step.microbatches[0]))
+    whole.materialize()
+    outcomes = set()
+    for token in tokens(kind):
+        for name, form in FORMS.items():
+            row = {"messages": form(token, {"type": "video"})}
+            if name != "no item":
+                row["videos"] = [frames]
+            some = data if name != "no item" else data.model_copy(update={"modalities": {}})
+            step = step_of(some, tmp_path / "rows.jsonl", row)
+            outcomes.add(type(step))
+            if isinstance(step, str):
+                assert "the-row" in step and token in step, (name, token, step)
+                continue
+            whole.check(step.microbatches[0])
+            with torch.no_grad():
+                assert math.isfinite(whole.loss([dict(step.microbatches[0])])), (name, token)
+    assert str in outcomes
