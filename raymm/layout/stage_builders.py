@@ -214,7 +214,7 @@ def _shared(
                 cuts_rows=(first.fsdp > 1 or shares_samples) and not getattr(spec, "packing", False)
             )
         except ProbeError:
-            if first.cp > 1 or first.fsdp > 1:
+            if (first.cp > 1 or first.fsdp > 1) and find_blocks(spec.source.skeleton()) is not None:
                 raise
             draws = TrainingDraws()  # not every module of a graph can be tried by itself
         check_training_draws(spec, first, draws)
