@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -221,15 +220,17 @@ class Executor:
             inputs: per stage that reads data, its inputs per microbatch.
             meta: the step's metadata.
         """
-        with ExitStack() as shown:
+        colocation = self._colocation
+        try:
             for module, copies in self._copies.items():
-                colocation = self._colocation
-                stream = None if colocation is None else colocation.on_stream(module)
-                shown.enter_context(copies.shown(stream))
+                copies.show(None if colocation is None else colocation.on_stream(module))
             if meta.training:
                 return self._run(prepared, inputs, meta)
             with evaluating(self._stages.values()):
                 return self._run(prepared, inputs, meta)
+        finally:
+            for copies in self._copies.values():
+                copies.hide()
 
     def _run(
         self,

@@ -83,10 +83,16 @@ class ComputeCopies:
         ]
 
     @contextmanager
-    def shown(
-        self, stream: AbstractContextManager[None] | None = None
-    ) -> Iterator[list[torch.Tensor]]:
-        """Within, modules compute with copies of what their parameters are now; gives these.
+    def shown(self) -> Iterator[list[torch.Tensor]]:
+        """Context in which modules compute with copies of their parameters; yields the copies."""
+        try:
+            self.show()
+            yield [child.__dict__[name] for child, name, _ in self._places]
+        finally:
+            self.hide()
+
+    def show(self, stream: AbstractContextManager[None] | None = None) -> None:
+        """Have the modules compute with copies of their present parameters, until :meth:`hide`.
 
         Args:
             stream: entered while the copies are made, if there are any. Autograd runs the backward
@@ -98,11 +104,6 @@ class ComputeCopies:
                 if id(parameter) not in copies:
                     copies[id(parameter)] = _early_gradient(parameter.to(self._dtype))
                 child.__dict__[name] = copies[id(parameter)]
-        del copies  # from here on modules alone have them
-        try:
-            yield [child.__dict__[name] for child, name, _ in self._places]
-        finally:
-            self.hide()
 
     def hide(self) -> None:
         """Let go of the copies, before parameters change."""
