@@ -134,11 +134,11 @@ TABLE: dict[str, tuple[str, ...]] = {
         "actors/optimizer", "actors/stages", "actors/executor", "actors/recovery",
     ),
     # raymm: what a user touches
-    "raymm/files": ("actors/storage",),
+    "raymm/files": ("actors/faults", "actors/storage"),
     "raymm/data/video": (),
     "raymm/data/remote": ("actors/storage",),
     "raymm/data/samples": ("actors", "raymm/files", "raymm/data/video", "raymm/data/remote"),
-    "raymm/data/readers": ("raymm/data/remote", "raymm/data/samples"),
+    "raymm/data/readers": ("actors/faults", "raymm/data/remote", "raymm/data/samples"),
     "raymm/data/conversations": (
         "actors/modules", "actors/weights", "raymm/data/video", "raymm/data/samples",
     ),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from raymm.actors.storage.folder import PARTIAL
 from raymm.files.config_error import ConfigError
+from raymm.files.run_files import RunFileError, is_shortage
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Output:
         new_folders: list[Path] = []
         try:
             self._try_all(new_folders)
-        except ConfigError:
+        except (ConfigError, RunFileError):
             for folder in reversed(new_folders):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
@@ -155,11 +156,13 @@ class Output:
         except OSError as error:
             raise self._refused(error) from None
 
-    def _refused(self, error: OSError) -> ConfigError:
+    def _refused(self, error: OSError) -> ConfigError | RunFileError:
+        """Return the error to raise: what is named may be right, if the disk is full now."""
         reason = error.strerror or str(error)
         if error.filename is not None:
             reason = f"{os.fsdecode(error.filename)}: {reason}"
-        return _refusal(self.field, self.name, self.expected, reason)
+        refusal = _refusal(self.field, self.name, self.expected, reason)
+        return RunFileError(str(refusal)) if is_shortage(error) else refusal
 
 
 # Another process that begins in the same folder may remove it so many times.

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from raymm.actors.storage.folder import PARTIAL, replace_file
-from raymm.errors import RunError
+from raymm.errors import FailureKind, RunError
 
 
 class RunFileError(RunError, OSError):
     """A file of a run that cannot be written: the disk is full, read-only, ... Says the path and
     the cause."""
+
+
+def is_shortage(error: OSError) -> bool:
+    """Return True if what could not be written may be written later: a full disk, say."""
+    from raymm.actors.faults.failure_kind import failure_kind  # imports torch
+
+    return failure_kind(error) is FailureKind.RESOURCE
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from typing import Self
 from raymm.actors.storage.plain_file import open_plain
 from raymm.errors import RunError
 from raymm.files.config_error import ConfigError
-from raymm.files.run_files import RunFileError
+from raymm.files.run_files import RunFileError, is_shortage
 
 OWNER = "owner.json"
 # Seconds between two signs of life of an owner.
@@ -169,6 +169,7 @@ class FolderOwner(ABC):
     Raises:
         RunOwnedError: on entering: it is another's, who lives.
         ConfigError: on entering: the folder cannot be written.
+        RunFileError: on entering: its disk is full.
     """
 
     def __init__(self, folder: object, expected: str, say: Callable[[str], None]) -> None:
@@ -214,9 +215,8 @@ class FolderOwner(ABC):
         try:
             self._acquire()
         except OSError as error:
-            raise ConfigError(
-                f"run.storage_path is {str(self._place)!r}; expected {self._expected}: {error}"
-            ) from None
+            text = f"run.storage_path is {str(self._place)!r}; expected {self._expected}: {error}"
+            raise (RunFileError if is_shortage(error) else ConfigError)(text) from None
         self._beating = threading.Thread(target=self._beat, name="raymm-owner", daemon=True)
         self._beating.start()
         return self

@@ -16,7 +16,7 @@ from raymm.actors.storage.location import storage_folder
 from raymm.files.bucket_owner import BucketOwner
 from raymm.files.config_error import ConfigError
 from raymm.files.output import Output
-from raymm.files.run_files import RunFileError, writing
+from raymm.files.run_files import RunFileError, is_shortage, writing
 from raymm.files.run_owner import OWNER, RunOwner
 
 # What is not mirrored: checkpoints are in the storage from the beginning.
@@ -55,6 +55,7 @@ class RunFolder:
 
         Raises:
             ConfigError: it cannot be written.
+            RunFileError: its disk is full.
         """
         name = str(self.path) if self._is_mirrored else self._location
         with Output.folder("run.storage_path", name).writing():
@@ -64,10 +65,11 @@ class RunFolder:
             self.storage.replace(token, b"")
             self.storage.unlink(token)
         except OSError as error:
-            raise ConfigError(
+            text = (
                 f"run.storage_path is {self._location!r}; expected a folder that can be written: "
                 f"{error}"
-            ) from None
+            )
+            raise (RunFileError if is_shortage(error) else ConfigError)(text) from None
 
     @contextmanager
     def owned(self, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:

@@ -33,6 +33,22 @@ def test_a_full_disk_costs_checkpoints_but_no_step_and_no_row(
     assert CheckpointStore(run).latest().name == f"step-{STEPS:08d}"
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_start_on_a_full_disk_ends_with_1_and_leaves_nothing(
+    exists, make_config, raymm, small_disk
+):
+    """Nothing that was given is wrong: the same command runs once there is room."""
+    run = small_disk.path / "run"
+    if exists:
+        run.mkdir()
+    small_disk.fill()
+    code, text = raymm("train", make_config({"run.storage_path": str(run)}))
+    assert code == 1, text
+    assert "the run failed" in text and f"run.storage_path is {str(run)!r}; expected" in text
+    assert "No space left on device" in text and "Traceback" not in text
+    assert not run.exists() or not list(run.iterdir())
+
+
 def test_a_decision_that_cannot_be_written_is_not_in_the_log(small_disk):
     log = DecisionLog(small_disk.path / "rebalancing.jsonl", "digest")
     small_disk.fill()

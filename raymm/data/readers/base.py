@@ -144,7 +144,11 @@ class Reader(ABC):
             of_row = isinstance(error, OutsideError) or not self.checked_when_opened
             if isinstance(error, RowError) and of_row:
                 raise self._sample_error(sample_id, place, error) from None
-            raise DataError(f"{place} changed while the run was reading it: {error}") from error
+            from raymm.actors.faults.failure_kind import failure_kind  # imports torch
+
+            passes = failure_kind(error).passes
+            what = "cannot be read now" if passes else "changed while the run was reading it"
+            raise DataError(f"{place} {what}: {error}") from error
         text = parsed.text
         role = "messages" if text.text is None else "text"
         return Sample(

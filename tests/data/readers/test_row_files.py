@@ -1,5 +1,6 @@
 """Files of rows: arrays, folders, globs, compressed files, broken lines, unused columns."""
 
+import errno
 import gzip
 import json
 import os
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymm.actors.faults.failure_kind import failure_kind
 from raymm.data import DataConfig, DataError, JsonDataset, SampleError, open_source, open_split
 from raymm.data.readers import ReaderOptions, json_rows, row_index
+from raymm.errors import FailureKind
 from raymm.packages import PackageError
 
 TURNS = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "é 日本"}]
@@ -181,6 +184,20 @@ def test_compressed_files_are_read_at_random(tmp_path, cache, suffix, name):
     with pytest.raises(DataError, match="changed while the run"):
         pickle.loads(packed)[31]
     assert len(open_source(path)) == 2
+
+
+def test_a_file_that_cannot_be_opened_now_has_not_changed(tmp_path, monkeypatch):
+    path = tmp_path / "d.jsonl"
+    path.write_text(lines(rows_of(2)))
+    source = open_source(path)
+
+    def fail(index):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(source, "_row", fail)
+    with pytest.raises(DataError, match="cannot be read now: .*Too many open files") as caught:
+        source[0]
+    assert failure_kind(caught.value) is FailureKind.RESOURCE
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
