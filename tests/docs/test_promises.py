@@ -6,6 +6,7 @@ compared with its test again.
 
 import ast
 import functools
+import re
 
 import pytest
 
@@ -23,6 +24,54 @@ PROMISES = {
         "the run goes on and saves when the next one is due":
             "tests/training/test_full_disk.py::"
             "test_a_full_disk_costs_checkpoints_but_no_step_and_no_row",
+        "verified before use and committed by a manifest that comes last":
+            "tests/training/test_corrupt_checkpoints.py::"
+            "test_no_mutation_changes_what_is_loaded_without_being_named",
+        "A corrupt one is named, and the newest whole one used.":
+            "tests/training/test_corrupt_checkpoints.py::"
+            "test_a_run_goes_on_from_the_newest_whole_checkpoint",
+        "Nothing is ever unpickled.":
+            "tests/training/test_planted_attacks.py::"
+            "test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits",
+        "a resumed run repeats the uninterrupted one, data included":
+            "tests/training/test_resume.py::test_two_halves_equal_the_whole_bit_for_bit",
+        "is refused unless `run.allow_changes` names it":
+            "tests/training/test_resuming.py::"
+            "test_what_may_not_change_is_refused_with_old_and_new",
+        "a run may go on with other stages, degrees or replicas":
+            "tests/training/test_resume.py::"
+            "test_another_layout_goes_on_from_the_same_checkpoint",
+        "a second one is refused while the first lives":
+            "tests/training/test_run_owner.py::"
+            "test_of_two_commands_at_once_one_trains_and_the_other_names_it",
+        "a save that comes before the one before it is committed waits":
+            "tests/storage/test_background_save.py::"
+            "test_at_most_one_is_under_way_and_the_next_one_says_that_it_waits",
+        "Whatever is killed at whatever moment, the newest whole checkpoint is the old one or":
+            "tests/storage/test_background_save.py::"
+            "test_whenever_it_is_killed_the_old_one_or_the_new_one_is_whole",
+        "The third in a row ends it":
+            "tests/storage/test_background_save.py::"
+            "test_the_third_in_a_row_that_cannot_be_written_ends_the_run",
+        "a run that goes on elsewhere begins with those":
+            "tests/storage/test_run_folder.py::"
+            "test_a_bucket_has_what_has_changed_and_the_next_start_begins_with_it",
+        "What fails is tried again, after waits of":
+            "tests/actors/storage/test_storage_folders.py::"
+            "test_what_fails_for_a_moment_is_tried_again",
+        "prints a line each: whole, corrupt (with the file and why), or torn":
+            "tests/training/test_check_command.py::"
+            "test_what_is_corrupt_is_named_and_what_is_torn_is_not_an_error",
+        "also removes all but the newest whole one, unless a run goes on in the folder":
+            "tests/training/test_check_command.py::test_pruning_keeps_the_newest_whole_ones",
+        "Each tensor is stored in the dtype that the source folder has for it":
+            "tests/storage/test_model_folder.py::test_each_tensor_keeps_its_own_dtype",
+        "or the command fails and leaves no folder":
+            "tests/storage/test_model_folder.py::"
+            "test_a_folder_that_reads_back_differently_is_refused",
+        "Exporting an exported folder gives the same bytes.":
+            "tests/storage/test_model_folder.py::"
+            "test_an_untrained_model_is_written_byte_for_byte",
         "A folder that has other files in it is renamed":
             "tests/storage/test_links.py::test_a_run_on_another_disk_keeps_what_is_beside_it",
     },
@@ -42,6 +91,9 @@ PROMISES = {
             "test_retries_of_a_shortage_wait_longer_until_a_step_is_done",
         "by the type of the error and of what it was raised from":
             "tests/actors/faults/test_failure_kind.py::test_kinds_of_real_faults",
+        "A command that begins while the disk of its folder is full ends with code 1":
+            "tests/training/test_full_disk.py::"
+            "test_a_start_on_a_full_disk_ends_with_1_and_leaves_nothing",
         "in one step ends the run with code 1":
             "tests/training/test_recovery.py::"
             "test_a_shortage_that_lasts_ends_the_run_after_its_retries",
@@ -49,6 +101,47 @@ PROMISES = {
             "tests/training/test_recovery.py::test_shortages_that_pass_change_no_loss",
     },
     "docs/security.md": {
+        "run only with `model.trust_remote_code: true`":
+            "tests/actors/weights/test_custom_code.py::"
+            "test_unknown_classes_are_refused_with_file_and_cure",
+        "checkpoints are safetensors and JSON, and nothing is ever unpickled":
+            "tests/training/test_planted_attacks.py::"
+            "test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits",
+        "scans with NumPy's format without objects":
+            "tests/data/sampling/test_scan.py::test_nothing_is_unpickled",
+        "settings and safetensors are downloaded, no pickles":
+            "tests/training/test_hub_ids.py::test_a_model_and_rows_train_by_their_ids",
+        "never with options of a connection or credentials of its own":
+            "tests/data/readers/test_remote_sources.py::"
+            "test_media_of_rows_lie_below_the_sources_url",
+        "to `http://` nothing is followed":
+            "tests/data/readers/test_remote_sources.py::"
+            "test_servers_that_refuse_are_named_before_anything_starts",
+        "Certificates are verified.":
+            "tests/data/readers/test_remote_sources.py::"
+            "test_a_certificate_of_another_server_is_refused",
+        "stay within the source's folder, with links followed":
+            "tests/data/samples/test_media_folders.py::"
+            "test_a_file_that_is_a_link_is_refused_when_it_is_read",
+        "hold before anything is decoded":
+            "tests/data/samples/test_media_limits.py::test_large_files_are_refused_unread",
+        "are refused by their header":
+            "tests/data/samples/test_media_limits.py::test_images_are_refused_by_their_headers",
+        "They run in Jinja's sandbox":
+            "tests/data/conversations/test_template_limits.py::"
+            "test_templates_reach_no_python_objects",
+        "no playlist makes it open other files or URLs":
+            "tests/data/video/test_frames.py::test_nothing_else_is_opened",
+        "makes no frame larger than `data.max_image_pixels`":
+            "tests/data/video/test_frames.py::test_large_frames_are_refused_by_the_header",
+        "find damage, not forgery":
+            "tests/training/test_corrupt_checkpoints.py::"
+            "test_edits_that_are_signed_again_are_refused_or_read_but_never_break",
+        "torch's own store (TCPStore) would listen":
+            "tests/actors/rank/test_meeting_store.py::"
+            "test_a_stranger_who_scans_ports_finds_no_store",
+        "every overlay of `deploy/` has a `NetworkPolicy`":
+            "tests/deploy/test_check.py::test_what_is_shipped_is_in_order",
         "more than a million times for one sample is refused with that sample":
             "tests/data/conversations/test_template_limits.py::test_endless_templates_are_refused",
         "is refused before it is tokenized":
@@ -72,6 +165,20 @@ PROMISES = {
             "tests/storage/test_links.py::test_a_linked_step_loses_its_link_only",
     },
 }
+
+
+# Pages on which every list item with a title promises something.
+TITLED = re.compile(r"^- \*\*(.+?)\*\*.*?(?=^- |^\n|^#|\Z)", re.MULTILINE | re.DOTALL)
+WHOLE_PAGES = ("docs/checkpoints.md", "docs/security.md")
+
+
+@pytest.mark.parametrize("page", WHOLE_PAGES)
+def test_every_titled_item_has_a_promise_with_a_test(page):
+    items = list(TITLED.finditer((ROOT / page).read_text()))
+    assert items
+    for item in items:
+        text = " ".join(item[0].split())
+        assert any(promise in text for promise in PROMISES[page]), f"{page}: {item[1]}"
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 from jinja2 import UndefinedError
+from jinja2.exceptions import SecurityError
 from transformers.utils import chat_template_utils
 
 from raymm.data.conversations import template_limits
@@ -72,6 +73,16 @@ def test_endless_templates_are_refused(name, monkeypatch):
     monkeypatch.setattr(template_limits, "MOST_PASSES", 20_000)
     with pytest.raises(TemplateLimitError, match="more than 20,000 times for one sample"):
         rendered(ENDLESS[name], MESSAGES * 5)
+
+
+@pytest.mark.parametrize("source", [
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}",
+    "{% macro f() %}{% endmacro %}{{ f.__init__.__globals__.os.getcwd() }}",
+])
+def test_templates_reach_no_python_objects(source):
+    with pytest.raises(SecurityError):
+        rendered(source)
 
 
 @pytest.mark.parametrize("name", USUAL)
