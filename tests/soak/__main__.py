@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 FOLDERS = [HERE, HERE.parent / "training", HERE.parent]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
+from small_disk import mounted  # noqa: E402  # pyright: ignore[reportMissingImports]
 from soak_checks import (  # noqa: E402  of these folders
     not_as_it_should_be,
     other_heldout_losses,
@@ -34,7 +37,7 @@ from soak_checks import (  # noqa: E402  of these folders
     other_steps_not_finite,
 )
 from soak_files import FOLDER, write_json  # noqa: E402
-from soak_places import KINDS, left_out  # noqa: E402
+from soak_places import KINDS, SMALL_DISK, left_out  # noqa: E402
 from soaked_run import UNDISTURBED  # noqa: E402
 from trials import (  # noqa: E402
     EVERY,
@@ -64,10 +67,11 @@ def main() -> int:
     parser.add_argument("--draw", type=Path, metavar="FILE")
     options = parser.parse_args()
     os.environ[EVERY_VARIABLE] = str(options.every)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unmounts its disks
     trials = draw(options.kills, options.seed, options.part, options.kind)
     with tempfile.TemporaryDirectory(prefix="raymm-soak-", dir="/tmp") as folder:
-        soak = SoakRun(Path(folder), trials, options.every + MORE_STEPS)
-        return soak.run(options.draw)
+        with SoakRun(Path(folder), trials, options.every + MORE_STEPS) as soak:
+            return soak.run(options.draw)
 
 
 class SoakRun:
@@ -88,6 +92,13 @@ class SoakRun:
         longest = max(map(len, self._of_part.values()))
         self._steps = longest * steps + LONGEST
         self._notes: list[str] = []
+        self._disks = ExitStack()
+
+    def __enter__(self) -> SoakRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._disks.close()
 
     def run(self, picture: Path | None = None) -> int:
         """Run all of them and say what became of each; 0 if all is as it should.
@@ -134,6 +145,8 @@ class SoakRun:
 
     def _run_part(self, part: str, trials: Sequence[Trial]) -> None:
         (self._folder / part).mkdir()
+        if any(trial.kind == SMALL_DISK for trial in trials):
+            self._disks.enter_context(mounted(self._folder / part / "run", "32m"))
         self._write(part, trials)
         ends = 1 + sum(trial.ends for trial in trials)
         for _ in range(ends):

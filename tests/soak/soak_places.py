@@ -8,7 +8,15 @@ from typing import NamedTuple
 RANKS = 2
 STOPPED = "SIGSTOP, SIGCONT"
 SIGNALS = ("SIGKILL", "SIGSTOP", STOPPED)
-KINDS = (*SIGNALS, "hang", "MemoryError", "full disk", "slow disk", "NaN input")
+# Limits of a process (prlimit), for a while; a disk that is really full, for a while; files that
+# somebody else has put into the run's folder when the same command starts.
+LIMITS = ("no files", "no threads")
+SMALL_DISK = "small disk"
+FILES = ("linked checkpoint", "FIFO manifest")
+KINDS = (
+    *SIGNALS, "hang", "MemoryError", "full disk", "slow disk", "NaN input", *LIMITS, SMALL_DISK,
+    *FILES,
+)
 # Of a rank's part of a checkpoint.
 WRITING = ("checkpoint: create", "checkpoint: write", "checkpoint: sync", "checkpoint: written")
 STEP = ("forward", "backward", "message", "reduction", "optimizer")
@@ -22,11 +30,11 @@ USERS = ("forward", "backward", "evaluation")
 COMMIT = tuple(f"checkpoint: file {number}" for number in range(10))
 # What each role does.
 PHASES_OF = {
-    **{f"rank {number}": OF_RANKS for number in range(RANKS)},
+    **{f"rank {number}": (*OF_RANKS, "between steps") for number in range(RANKS)},
     "spare": ("waiting",), "data worker": ("loading",),
     "driver": ("between steps", "evaluation", "start", "recovery", *COMMIT),
     "node": ("between steps", *OF_RANKS),
-    "raylet": ("between steps",), "GCS": ("between steps",),
+    "raylet": ("between steps",), "GCS": ("between steps",), "agent": ("between steps",),
 }
 PHASES = tuple(dict.fromkeys(itertools.chain(*PHASES_OF.values())))
 
@@ -48,12 +56,17 @@ def why_not(place: Place) -> str:
         return "" if role == "data worker" else "inputs come from data workers"
     rule = {
         "spare": _of_spare, "data worker": _of_worker, "driver": _of_driver, "node": _of_node,
-        "raylet": _of_server, "GCS": _of_server,
+        "raylet": _of_server, "GCS": _of_server, "agent": _of_server,
     }.get(role, _of_rank)
     return rule(phase, kind)
 
 
 def _of_rank(phase: str, kind: str) -> str:
+    if kind in (SMALL_DISK, *FILES):
+        return "the driver is drawn for the run's folder"
+    if kind in LIMITS or phase == "between steps":
+        same = kind in LIMITS and phase == "between steps"
+        return "" if same else "a limit lasts for more than a phase, and begins between steps"
     if kind == "hang" and phase not in USERS:
         return "no code of the user's runs there; SIGSTOP is what else hangs"
     if kind == "full disk" and phase == WRITING[-1]:
@@ -68,10 +81,16 @@ def _of_spare(phase: str, kind: str) -> str:
 
 
 def _of_worker(phase: str, kind: str) -> str:
+    if kind in FILES:
+        return "the driver is drawn for the run's folder"
     return "it writes no file" if "disk" in kind else ""
 
 
 def _of_driver(phase: str, kind: str) -> str:
+    if kind in LIMITS:
+        return "limits are of ranks and data workers"
+    if kind in (SMALL_DISK, *FILES):
+        return "" if phase == "between steps" else "files are changed between steps"
     if kind in ("SIGSTOP", "hang"):
         return "nobody looks after the driver but who started it"
     if kind == "MemoryError":
@@ -90,6 +109,8 @@ def _of_node(phase: str, kind: str) -> str:
 def _of_server(phase: str, kind: str) -> str:
     if kind in ("SIGKILL", STOPPED):
         return ""
+    if kind in LIMITS:
+        return "limits are of ranks and data workers"
     if kind == "SIGSTOP":
         return "it would outlive the soak: it is of whoever runs the cluster"
     return "it runs nothing of raymm's"
@@ -106,7 +127,8 @@ def places() -> dict[str, list[Place]]:
     ranks = [place for place in can if place.role.startswith("rank")]
     ends = [
         place for place in can
-        if place.role in ("raylet", "GCS") or place.role == "driver" and place.kind == "SIGKILL"
+        if place.role in ("raylet", "GCS", "agent")
+        or place.role == "driver" and place.kind in ("SIGKILL", *FILES)
     ]
     in_place = [
         *ranks, *[place for place in can if place.role == "data worker"],

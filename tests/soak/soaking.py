@@ -6,20 +6,23 @@ import errno
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
 from processes import descendants, titles  # pyright: ignore[reportMissingImports]
+from small_disk import SmallDisk  # pyright: ignore[reportMissingImports]
 from soak_files import FAULT, RANKS_SO_FAR, SLOW_DISK_S, write_json
-from soak_places import RANKS, STOPPED
+from soak_places import FILES, LIMITS, RANKS, SMALL_DISK, STOPPED
 from trials import EVERY, UNSAVED, Trial
 
 from raymm import Callback
@@ -74,6 +77,7 @@ class Soak(Callback):
         self._last = max((trial.last_step for trial in trials), default=0)
         self._due = self._last + EVERY
         self.group: Any = None
+        self._disk = SmallDisk(folder / "run")
         self._operations: int | None = None  # of files, until what is to go wrong does
         sys.addaudithook(self._audit)
         _note(self)
@@ -122,7 +126,9 @@ class Soak(Callback):
 
     def on_checkpoint(self, checkpoint: Any) -> None:
         now = self._now
-        if now is not None and now.unsaved and self._hit(now):  # it saves again
+        if now is None or now.kind == SMALL_DISK and not now.named:  # of before the disk was full
+            return
+        if now.unsaved and self._hit(now):  # it saves again
             now.recovered = time.time()
 
     def write(self) -> None:
@@ -144,9 +150,50 @@ class Soak(Callback):
             "driver": lambda: self._driver(trial),
             "raylet": lambda: self._signal(trial, _server("raylet/raylet")),
             "GCS": lambda: self._signal(trial, _server("gcs/gcs_server")),
+            "agent": lambda: self._signal(trial, _server("ray::DashboardAgent")),
             "node": lambda: self._node(trial),
         }.get(trial.role, lambda: self._actor(trial, trial.role, trial.kind))
-        begin()
+        if trial.kind in LIMITS:
+            self._limit(trial)
+        else:
+            begin()
+
+    def _limit(self, trial: Trial) -> None:
+        """Take a resource from a process, and give it back after a while."""
+        if trial.rank is None:
+            pid = _server("ray::DataWorker")
+        else:
+            pid = int((self._folder / f"rank-{trial.rank}.pid").read_text())
+        limit, value = resource.RLIMIT_NOFILE, 3
+        if trial.kind == "no threads":  # a stack needs 8 MiB of addresses; root may have any number
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+            limit, value = resource.RLIMIT_AS, pages * resource.getpagesize() + 2**20
+        before = resource.prlimit(pid, limit)
+        trial.at, trial.hits = time.time(), trial.hits + 1
+        resource.prlimit(pid, limit, (value, before[1]))
+
+        def give_back() -> None:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, limit, before)
+            trial.recovered = time.time()
+
+        threading.Timer(STOPPED_S, give_back).start()
+
+    def _change_files(self, trial: Trial) -> None:
+        """Change the checkpoints as somebody else may, and end."""
+        checkpoints = self._folder / "run" / "checkpoints"
+        if trial.kind == "linked checkpoint":
+            newest = max(folder for folder in checkpoints.glob("step-*[0-9]")
+                         if folder.is_dir() and not folder.is_symlink()
+                         and (folder / "manifest.json").is_file())
+            target = self._folder / f"moved-{trial.number}"
+            newest.rename(target)
+            newest.symlink_to(target)
+        else:
+            folder = checkpoints / f"step-{99_000_000 + trial.number}"
+            folder.mkdir()
+            os.mkfifo(folder / "manifest.json")
+        self._end_process(trial)
 
     def _actor(self, trial: Trial, role: str, kind: str) -> None:
         if kind == "NaN input":  # the next one comes by itself
@@ -185,7 +232,12 @@ class Soak(Callback):
             self._actor(trial, f"rank {trial.number % RANKS}", "node")
 
     def _driver(self, trial: Trial) -> None:
-        if trial.phase in ("between steps", "start"):
+        if trial.kind in FILES:
+            self._change_files(trial)
+        elif trial.kind == SMALL_DISK:
+            trial.at, trial.hits = time.time(), trial.hits + 1
+            self._disk.fill()
+        elif trial.phase in ("between steps", "start"):
             self._hit_driver(trial)
         elif trial.phase == "recovery":
             self._kill_rank(trial.number % RANKS)
@@ -266,6 +318,9 @@ class Soak(Callback):
         if self._now is not None:
             self._now.text += f"{text}\n"
             self.write()
+            if self._now.kind == SMALL_DISK and self._now.named:
+                with suppress(FileNotFoundError):
+                    self._disk.empty()
 
 
 def _note(soak: Soak) -> None:

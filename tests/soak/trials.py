@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from soak_places import RANKS, SNAPSHOT, STOPPED, WRITING, Place, places
+from soak_places import LIMITS, RANKS, SMALL_DISK, SNAPSHOT, STOPPED, WRITING, Place, places
 
 # Steps between what goes wrong and the next such thing.
 EVERY_VARIABLE = "RAYMM_SOAK_EVERY"
@@ -31,7 +31,7 @@ class Trial:
         number: of the trial.
         part: of the soak.
         role: who: ``"rank 0"``, ``"spare"``, ``"data worker"``, ``"driver"``, ``"raylet"``,
-            ``"node"``, ``"GCS"``.
+            ``"node"``, ``"GCS"``, ``"agent"``.
         phase: while it does what.
         kind: what goes wrong.
         hits: how often it did.
@@ -70,13 +70,15 @@ class Trial:
     @property
     def unsaved(self) -> bool:
         """Whether a checkpoint cannot be written by it; it is over once another one is."""
-        return self.kind == "full disk" or self.kind == "MemoryError" and self.phase in WRITING
+        if self.kind == "MemoryError":
+            return self.phase in WRITING
+        return self.kind in ("full disk", SMALL_DISK)
 
     @property
     def survives(self) -> bool:
         """Whether the run is to go on as if nothing were."""
         return (
-            self.kind in (STOPPED, "slow disk", "NaN input") or self.role == "spare"
+            self.kind in (STOPPED, "slow disk", "NaN input", *LIMITS) or self.role == "spare"
             or self.unsaved or self.kind == "MemoryError" and self.phase in SNAPSHOT
         )
 
