@@ -240,6 +240,9 @@ class Trainer:
     def _own_and_fit(self) -> Result:
         if isinstance(self.data, DataConfig):
             check_data(self.data)
+        if self.run.device != "auto" and self._latest() is None:
+            self._choose_precision(resolve_precision("auto", self.run.device))
+            check_updates(self.optimizer, self.run, self.model, self.plan)
         self._folder.check()
         with self._folder.owned(self._say) as check_owner:
             return self._fit(CheckpointStore(
@@ -253,9 +256,7 @@ class Trainer:
         self._phases.enter_before(checkpoint)
         if checkpoint is not None:
             self._choose_precision(checkpoint.manifest.run.get("run.precision", "auto"))
-        elif self.run.device != "auto":
-            self._choose_precision(resolve_precision("auto", self.run.device))
-        check_updates(self.optimizer, self.run, self.model, self.plan)
+            check_updates(self.optimizer, self.run, self.model, self.plan)
         store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         if checkpoint is not None:
             self._changed = compare(
