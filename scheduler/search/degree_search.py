@@ -2,11 +2,14 @@
 
 Around :func:`~raymm.scheduler.search.stage_search.joint_search`, which knows pipelines only. Every
 assignment of degrees to modules is one of its spaces, with the costs that processes then have.
-All assignments are estimated from the sums of the modules' work (:class:`Estimate`); in the order
-of what they promise, the best are searched. What is exact: the search of stage counts under
-one assignment, and that an assignment left out because of its bound cannot be better. What is
-not: at most ``searches`` assignments are searched, :data:`PER_BACKBONE` for each
-choice of the backbone's degrees, so a better one may have looked worse than all of them.
+All assignments are estimated from the sums of the modules' work (:class:`Estimate`), and searched
+in the order of these estimates. An assignment is skipped only if its bound shows that no plan of it
+is faster than the best known plan.
+
+Where there are few plans (:func:`are_few`), all assignments are searched with all schedules, which
+is exact to within the search's ``gap``. Where there are many, at most :data:`SEARCHES` assignments
+are searched, and at most :data:`PER_BACKBONE` for each choice of the backbone's degrees, so the
+best one may be missed.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,7 +35,6 @@ from raymm.scheduler.schedule.process_costs import (
     stage_layers,
 )
 from raymm.scheduler.search.module_degrees import (
-    ALONE,
     DegreeChoices,
     ModuleDegrees,
     SharedModules,
@@ -41,9 +43,12 @@ from raymm.scheduler.search.module_degrees import (
 from raymm.scheduler.search.stage_search import SearchResult, joint_search
 from raymm.scheduler.search.stage_space import ROUNDING, StageSearchError, StageSpace
 
-SEARCHES = 24
-# Of assignments with the same degrees of the backbone, so many are searched.
-PER_BACKBONE = 3
+# Assignments that are searched where there are many plans: in all, and with the same degrees of the
+# backbone.
+SEARCHES, PER_BACKBONE = 24, 3
+# Up to this many plans of one schedule (assignments times stage counts), all assignments are
+# searched.
+FEW_PLANS = 2_000
 # Sharing more is worth it if a step takes less by more than this.
 WORTHWHILE = 1e-3
 LEAST_PLANS = 8
@@ -152,45 +157,43 @@ class _Module:
 
 def search_degrees(
     space: StageSpace,
-    choices: Mapping[str, DegreeChoices],
-    per_node: int,
-    sharding: str,
+    estimated: Sequence[Estimate],
     iteration_time: Callable[[Plan], float],
     lower_bound: Callable[[Plan], float],
     fits: Callable[[Plan], bool],
     within: Callable[[StageSpace], StageSpace],
     incumbent: float = math.inf,
-    searches: int = SEARCHES,
+    searches: float = SEARCHES,
+    per_backbone: float = PER_BACKBONE,
     gap: float = ROUNDING,
     most_stages: float = math.inf,
     control: SearchControl | None = None,
 ) -> list[SearchResult]:
-    """Plans with degrees that are faster than what is known, the fastest last.
+    """Return plans with degrees that are faster than the incumbent, the fastest last.
 
     Args:
         space: without degrees; its ``ranks`` is the number of devices.
-        choices: per module, the degrees it may have; none where missing.
-        per_node: processes that share a node.
-        sharding: of modules that several processes hold; of
-            :data:`raymm.scheduler.plan.plan.SHARDINGS`.
+        estimated: assignments in the order in which to search them.
         iteration_time, lower_bound, fits: as of ``joint_search``.
         within: gives a space its :attr:`StageSpace.memory`.
-        incumbent: seconds of the best plan known.
-        searches: how many assignments are searched.
-        gap, control: as of ``joint_search``, for each.
-        most_stages: that are put into plans, or parts of plans, of an assignment, the most
-            promising plans first; but :data:`LEAST_PLANS` plans in any case.
+        incumbent: seconds of the best known plan, in the terms of ``iteration_time``.
+        searches: maximum number of assignments to search.
+        per_backbone: maximum number of assignments to search that have the same degrees of the
+            backbone.
+        gap, control: as of ``joint_search``, for each assignment.
+        most_stages: maximum number of stages of all plans (or equal parts of plans) that are made
+            for an assignment, the most promising plans first; :data:`LEAST_PLANS` plans are made in
+            any case.
     """
     results: list[SearchResult] = []
     tried: Counter[ModuleDegrees] = Counter()
-    estimated = estimates(space, choices, per_node, sharding)
     if space.by_part:
         estimated = [e for e in estimated if e.tasks <= MOST_TASKS] or estimated
     for estimate in estimated:
         if control is not None and control.should_stop():
             break
         degrees = estimate.degrees[space.graph.backbone]
-        if tried[degrees] == PER_BACKBONE:
+        if tried[degrees] == per_backbone:
             continue
         tried[degrees] += 1
         if tried.total() > searches:
@@ -212,11 +215,21 @@ def search_degrees(
     return results
 
 
+def are_few(space: StageSpace, estimated: Sequence[Estimate]) -> bool:
+    """Return True if assignments have at most :data:`FEW_PLANS` plans of one schedule together."""
+    if len(estimated) > FEW_PLANS:
+        return False
+    plans = itertools.chain.from_iterable(
+        replace(space, degrees=estimate.degrees).combinations() for estimate in estimated
+    )
+    return next(itertools.islice(plans, FEW_PLANS, None), None) is None
+
+
 def estimates(
     space: StageSpace, choices: Mapping[str, DegreeChoices], per_node: int, sharding: str
 ) -> list[Estimate]:
-    """All assignments that may fit, but for the one without degrees, the most promising first; of
-    about equally fast ones, those with less shared.
+    """Return all assignments that may fit, the most promising first; of about equally fast ones,
+    those that share less first.
 
     Args:
         space: the model, its costs and the ranks there are.
@@ -238,7 +251,7 @@ def estimates(
     estimated = []
     for chosen in _promising(space, _limited(space, options)):
         estimate = _estimate(space, chosen)
-        if estimate is not None and any(module.degrees != ALONE for module in chosen):
+        if estimate is not None:
             estimated.append(estimate)
     def order(estimate: Estimate) -> tuple[float, int, float]:
         about = math.log(estimate.seconds) // WORTHWHILE if estimate.seconds else 0.0

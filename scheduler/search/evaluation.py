@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -211,6 +212,7 @@ class Candidates:
         self.refused: list[tuple[str, str]] = []
         self._combinations = self._simulated = 0
         self._last: tuple[Plan, Forecast] | None = None
+        self._evaluated: tuple[Plan, float] | None = None
         self._fitting: Plan | None = None  # the last plan that was found to fit
 
     def seconds(self, plan: Plan) -> float:
@@ -244,6 +246,36 @@ class Candidates:
         self._fitting = plan
         return True
 
+    def best_seconds(self, plan: Plan) -> float:
+        """Return the seconds of a step under the fastest of the schedules with which the plan fits
+        in memory; infinity if it fits with none."""
+        if self._evaluated is None or self._evaluated[0] is not plan:
+            seconds = math.inf
+            for schedule in self._possible(plan):
+                option, reason = evaluate(replace(plan, schedule=schedule), self.network)
+                self.control.tried()
+                if reason is None:
+                    text = partial(limit_text, option.plan, option.seconds)
+                    self.control.fits(option.seconds, text)
+                    seconds = min(seconds, option.seconds)
+            self._evaluated = plan, seconds
+        return self._evaluated[1]
+
+    def best_bound(self, plan: Plan) -> float:
+        """Return seconds that :meth:`best_seconds` is never below."""
+        plans = [replace(plan, schedule=schedule) for schedule in self._possible(plan)]
+        return min(map(self.bound, plans), default=math.inf)
+
+    def any_fits(self, plan: Plan) -> bool:
+        """Return True if a plan fits in memory with one of the schedules."""
+        return self.best_seconds(plan) < math.inf
+
+    def _possible(self, plan: Plan) -> list[str]:
+        """Return the schedules that a plan can have."""
+        # Both halves of a backward that is split would make activations again.
+        whole = any(stage.layer_options for stage in plan.stages)
+        return [s for s in self.schedules if not whole or s != "zero_bubble"]
+
     def count(self, result: SearchResult) -> None:
         """Take note of how much a search looked at."""
         self._combinations += result.combinations
@@ -266,10 +298,8 @@ class Candidates:
         if plan.schedule in self.schedules and self.control.should_stop():
             self.add(layout, plan)
             return
-        for schedule in self.schedules:
-            # Both halves of a backward that is split would make activations again.
-            if schedule != "zero_bubble" or not any(s.layer_options for s in plan.stages):
-                self.add(layout, replace(plan, schedule=schedule))
+        for schedule in self._possible(plan):
+            self.add(layout, replace(plan, schedule=schedule))
 
     def proposal(self) -> Proposal:
         """All that was added.

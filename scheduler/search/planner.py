@@ -27,10 +27,10 @@ from raymm.scheduler.costs.layer_costs import layer_work, trainable_before
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.process_costs import stage_layers
-from raymm.scheduler.search.degree_search import search_degrees
+from raymm.scheduler.search.degree_search import are_few, estimates, search_degrees
 from raymm.scheduler.search.evaluation import Candidates, Proposal, step_bound
 from raymm.scheduler.search.layouts import chunked, colocated, replicated
-from raymm.scheduler.search.module_degrees import DegreeChoices
+from raymm.scheduler.search.module_degrees import ALONE, DegreeChoices
 from raymm.scheduler.search.options import LAYERS, RECOMPUTE, PlanProblem
 from raymm.scheduler.search.partition import cost_matrix
 from raymm.scheduler.search.stage_memory import (
@@ -62,8 +62,9 @@ def propose(
     """Plan a model.
 
     Plans without degrees are judged even if degrees may be searched (unless 1 is not among the
-    choices), so the best is never slower than it would be without. The search over degrees is not
-    exact.
+    choices), so the best is never slower than it would be without. The search over degrees is
+    exact to within :data:`GAP` only where there are few plans
+    (:func:`~raymm.scheduler.search.degree_search.are_few`).
 
     Args:
         problem: with a rank for each module.
@@ -200,20 +201,36 @@ class _Planner:
             )
 
     def _try_degrees(self) -> None:
-        """Every improvement on what is known, as pipelines; the best with every schedule."""
+        """Search pipelines whose modules have degrees: with all schedules where there are few
+        plans, else under 1F1B, and then the best of them with every schedule."""
         candidates, space = self.candidates, self.space
-        results = search_degrees(
+        estimated = estimates(
             space, self.degrees, candidates.network.ranks_per_node,
             "none" if space.memory_limit is None else "zero1",
-            candidates.seconds, candidates.bound, candidates.fits, self.within,
-            min((option.seconds for option in candidates.options), default=math.inf),
-            gap=GAP if self._many else ROUNDING,
-            most_stages=MOST_STAGES if self._many else math.inf,
-            control=candidates.control,
         )
+        if not self._many and are_few(space, estimated):
+            results = search_degrees(
+                replace(space, any_schedule=True), estimated,
+                candidates.best_seconds, candidates.best_bound, candidates.any_fits, self.within,
+                min((option.seconds for option in candidates.options), default=math.inf),
+                searches=math.inf, per_backbone=math.inf, gap=GAP, control=candidates.control,
+            )
+            finalists = 1
+        else:
+            shared = [e for e in estimated if any(d != ALONE for d in e.degrees.values())]
+            results = search_degrees(
+                space, shared, candidates.seconds, candidates.bound, candidates.fits, self.within,
+                # Of 1F1B, as other schedules of a plan may be faster than its own.
+                min((o.seconds for o in candidates.options if o.plan.schedule == space.schedule),
+                    default=math.inf),
+                gap=GAP if self._many else ROUNDING,
+                most_stages=MOST_STAGES if self._many else math.inf,
+                control=candidates.control,
+            )
+            finalists = DEGREE_FINALISTS
         for result in results:
             candidates.count(result)
-        for result in results[-DEGREE_FINALISTS:]:
+        for result in results[-finalists:]:
             candidates.add_schedules("modality_parallel", result.best.plan)
 
     def _try_shared(self, layout: str) -> None:

@@ -76,6 +76,8 @@ class StageSpace:
         degrees: how modules are shared; by default every stage is one process.
         by_part: whether plans that consist of equal parts, as replicas of all modules make them,
             are looked at as one of them (:class:`~raymm.scheduler.plan.equal_part.EqualPart`).
+        any_schedule: True if lower bounds have to hold for every schedule of a plan, False if only
+            for ``schedule``.
 
     Raises:
         StageSearchError: if there are fewer ranks than modules need for one stage each.
@@ -96,6 +98,7 @@ class StageSpace:
     expected: Mapping[str, tuple[LayerWork, ...]] | None = None
     degrees: SharedModules = field(default_factory=dict)
     by_part: bool = False
+    any_schedule: bool = False
     _partitions: dict[tuple[str, int, int], Ranges | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -327,7 +330,7 @@ class _ModuleTable:
 def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     works = layer_work(space.graph, space.process_profile)
     # Where B_w is split from B_d it can be put off, so only B_d is sure to hold up others.
-    whole = space.schedule in WHOLE_BACKWARD
+    whole = space.schedule in WHOLE_BACKWARD and not space.any_schedule
     forward = {m: np.array([w.forward for w in work]) for m, work in works.items()}
     gradient = {
         m: np.array([w.backward if whole else w.backward_input for w in work])
