@@ -13,8 +13,6 @@ from torch.cuda.nccl import version as nccl_version
 from raymm.actors.host.gpus import read_gpus
 from raymm.actors.host.interfaces import interface_with
 
-_NVLINKS = 18  # NVLINK_MAX_LINKS of NVML
-
 
 class NodeDescription(NamedTuple):
     """What a process finds on its node.
@@ -77,4 +75,4 @@ def _active_nvlinks(uuid: str) -> int:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError:
         return 0
-    return sum(is_active(handle, link) for link in range(_NVLINKS))
+    return sum(is_active(handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
