@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,11 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raymm.actors.host.interfaces import use_interface
 from raymm.actors.rank.meeting_store import MeetingStore
 
 LOCAL = "127.0.0.1"
 TIMEOUT = timedelta(seconds=120)
+
+
+def use_loopback() -> None:
+    """Make gloo and NCCL connect over the loopback interface; variables that are set stay."""
+    name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 class TcpMeeting(MeetingStore):
@@ -27,7 +35,7 @@ class TcpMeeting(MeetingStore):
 
     def __init__(self, me: int, processes: int, port: int) -> None:
         super().__init__(me, TIMEOUT)
-        use_interface(LOCAL)
+        use_loopback()
         self._shared = dist.TCPStore(
             LOCAL, port, processes, me == 0, TIMEOUT, wait_for_workers=False
         )

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks._tcp_meeting import use_loopback
 from benchmarks.gpu.device import Device
 from raymm.actors.executor.step_meta import StepMeta, StepResult
-from raymm.actors.host.interfaces import use_interface
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.costs.analytic import analytic_profile
@@ -29,7 +29,6 @@ from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.search.module_degrees import make_plan
 
-LOCAL = "127.0.0.1"
 OPTIMIZER = OptimizerConfig(lr=1e-4)
 VISION = "vision"
 
@@ -142,7 +141,7 @@ class OneRank:
         )  # fmt: skip
         self.plan = plan
         self.actor = RankActor(ranks.specs[0])
-        use_interface(LOCAL)
+        use_loopback()
         self.actor.connect({})  # it is alone
         self.parameters = self.actor.build()
         self.program = _program(plan, len(batches))
