@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-import psutil
-
 
 def use_interface(address: str) -> None:
     """Make gloo and NCCL listen on the interface that has an address; call this before the first
@@ -30,6 +28,8 @@ def use_interface(address: str) -> None:
 
 def interface_with(address: str) -> str | None:
     """Return the name of the interface that has an address; None if no interface has it."""
+    import psutil  # comes with Ray; a process that meets others without Ray may lack it
+
     kinds = (socket.AF_INET, socket.AF_INET6)
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
