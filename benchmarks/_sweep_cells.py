@@ -167,13 +167,14 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
                     store.save(parallel, {})
                 if end == UPDATES and not option.averages:
                     found.after.update(parallel.parameters(trainable_only=False))
+        features = any(kept.path.rglob("*.features"))
         if option.averages:
             model = cast(MultimodalModule, described(feature, option, layout.packing))
             load_into_model(model, store.latest(), averaged=True)
             found.after.update(
                 (name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
     problems = _problems(found, due, feature, option)
-    if caches and not any(kept.path.rglob("*.features")):
+    if option.cached and not features:
         problems.append("no features were kept")
     return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
 

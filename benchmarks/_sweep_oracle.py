@@ -249,11 +249,16 @@ class _Plain(nn.Module):
 
     def _pairs(self, microbatch: Microbatch) -> torch.Tensor:
         """The sum of the losses of pairs of a chosen and a rejected row."""
+        from peft import PeftModel
+
         with torch.no_grad():
             if self._preference.reference == "initial":
                 reference = self._initial[0]._scores(microbatch)
             else:
-                with self.language_model.module.disable_adapter():
+                with contextlib.ExitStack() as stack:
+                    for module in self.modules():
+                        if isinstance(module, PeftModel):
+                            stack.enter_context(module.disable_adapter())
                     reference = self._scores(microbatch)
         won = self._scores(microbatch) - reference
         return -F.logsigmoid(self._preference.beta * (won[0::2] - won[1::2])).sum()
