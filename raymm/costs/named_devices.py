@@ -47,6 +47,24 @@ def precision_notes(device: str, precision: str) -> list[str]:
     ]
 
 
+def device_names(device: str) -> list[str]:
+    """Return the names of the connected cluster's GPUs: the first of this node's, as its driver
+    has it, then types of GPUs as Ray has them. None for a CPU.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    from raymm.actors.placement.node_types import reachable_resources
+
+    if device == CPU:
+        return []
+    prefix = "accelerator_type:"
+    names = [key.removeprefix(prefix) for key in reachable_resources() if key.startswith(prefix)]
+    if (gpus := read_gpus()) is not None:
+        names[:0] = gpus.names[:1]
+    return names
+
+
 def cluster_device(device: str) -> tuple[str, str | None]:
     """(name, note): the device of the connected cluster as raymm's table calls it, and what to
     say if it is not in there.
@@ -54,14 +72,9 @@ def cluster_device(device: str) -> tuple[str, str | None]:
     Args:
         device: ``"cpu"`` or ``"cuda"``.
     """
-    from raymm.actors.placement.node_types import reachable_resources
-
-    if device == "cpu":
-        return "cpu", None
-    prefix = "accelerator_type:"
-    names = [key.removeprefix(prefix) for key in reachable_resources() if key.startswith(prefix)]
-    if (gpus := read_gpus()) is not None:
-        names[:0] = gpus.names[:1]
+    if device == CPU:
+        return CPU, None
+    names = device_names(device)
     for name in names:
         if (spec := device_called(name)) is not None:
             return spec.name, None

@@ -21,7 +21,7 @@ from raymm.callbacks.named import named_callbacks
 from raymm.callbacks.ray_metrics import RayMetrics
 from raymm.config.cache_section import CacheSection
 from raymm.config.sections import ConfigError, RunConfig
-from raymm.costs.named_devices import precision_notes
+from raymm.costs.named_devices import device_names, precision_notes
 from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset
 from raymm.errors import RunFailedError
@@ -435,7 +435,8 @@ class Trainer:
 
     def _say_what_runs(self, execution: Execution, device: str) -> None:
         first, *notes = execution.describe(device)
-        where = f"{first}, {self.run.precision}; run folder {self._folder}"
+        gpu = "".join(f" on {name}" for name in device_names(device)[:1])
+        where = f"{first}, {self.run.precision}{gpu}; run folder {self._folder}"
         counts = self.model.parameter_counts()
         parameters = counts_text(counts)
         notes += layout_notes(self.model, execution.plan, device)

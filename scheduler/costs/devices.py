@@ -2,9 +2,8 @@
 
 Rates are the vendors' data-sheet values, without sparsity:
 
-- NVIDIA A40 (PB-10337), A100 (Ampere architecture whitepaper and data sheet); data sheets of H100
-  and H200 (SXM by these names, PCIe and NVL by longer ones), H20, GH200 (the GPU with 96 GB), HGX
-  B200, L4 and L40S; RTX 4090: Ada GPU architecture whitepaper, appendix A.
+- Each device names its source. H100 and H200 are the SXM modules, PCIe cards have longer names.
+  Data sheets that print rates with sparsity only are halved.
 - fp32 is that of the ordinary cores, because torch keeps TF32 off for matrix products unless
   it is asked for.
 - Memory is in decimal gigabytes, slightly less than what the driver reports.
@@ -145,35 +144,48 @@ _NETWORK_400 = Link(10e-6, 50e9)
 DEVICES: Mapping[str, DeviceSpec] = {
     device.name: device
     for device in (
-        # An A40's NVLink joins it to one other GPU only; between pairs it is PCIe 4.0.
+        # Data sheet of A40 (product brief PB-10337): 149.7 | 299.4 with sparsity. Its NVLink joins
+        # it to one other GPU only; between pairs it is PCIe 4.0.
         DeviceSpec("A40", {"bf16": 149.7e12, "fp32": 37.4e12}, 696e9, 48 * 10**9,
                    Link(10e-6, 25e9), _NETWORK_200, to_host=_PCIE_4.bandwidth),
+        # Data sheet of A100 (r4) and Ampere whitepaper: SXM4; PCIe cards of 80 GB have 1935 GB/s.
         DeviceSpec("A100-40GB", {"bf16": 312e12, "fp32": 19.5e12}, 1555e9, 40 * 10**9,
                    _NVLINK_3, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         DeviceSpec("A100-80GB", {"bf16": 312e12, "fp32": 19.5e12}, 2039e9, 80 * 10**9,
                    _NVLINK_3, _NETWORK_200, to_host=_PCIE_4.bandwidth),
+        # Data sheet of H100: SXM5, 1979 with sparsity, 3.35 TB/s; Hopper whitepaper: 989.4, 66.9.
         DeviceSpec("H100", {"bf16": 989.4e12, "fp32": 66.9e12}, 3350e9, 80 * 10**9,
                    _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        # Data sheet of H200: SXM5, the rates of H100, 4.8 TB/s, 141 GB.
         DeviceSpec("H200", {"bf16": 989.4e12, "fp32": 66.9e12}, 4800e9, 141 * 10**9,
                    _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
-        # A bridge of NVLink joins two of these at most; between pairs it is PCIe 5.0.
+        # Data sheet of H100: PCIe, 1513 with sparsity, 2 TB/s. A bridge of NVLink joins two of the
+        # following cards, or up to four of H200-NVL; between these groups it is PCIe 5.0.
         DeviceSpec("H100-PCIe", {"bf16": 756e12, "fp32": 51e12}, 2000e9, 80 * 10**9,
                    _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        # Data sheet of H100: NVL, one card, 1671 with sparsity, 3.9 TB/s, 94 GB.
         DeviceSpec("H100-NVL", {"bf16": 835e12, "fp32": 60e12}, 3900e9, 94 * 10**9,
                    _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        # Data sheet of H200: NVL, 1671 with sparsity, 4.8 TB/s, 141 GB.
         DeviceSpec("H200-NVL", {"bf16": 835e12, "fp32": 60e12}, 4800e9, 141 * 10**9,
                    _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        # No data sheet is public; as NVIDIA's partners print it: 148, 44, 4.0 TB/s, 96 GB.
         DeviceSpec("H20", {"bf16": 148e12, "fp32": 44e12}, 4000e9, 96 * 10**9,
                    _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
-        # One GPU per node; NVLink-C2C to the memory of its CPU.
+        # Data sheet of GH200: 1979 with sparsity, 96 GB of HBM3 with 4 TB/s. One GPU per node;
+        # NVLink-C2C to the memory of its CPU.
         DeviceSpec("GH200", {"bf16": 989.4e12, "fp32": 66.9e12}, 4000e9, 96 * 10**9,
                    _NETWORK_400, _NETWORK_400, to_host=450e9),
+        # Data sheet of HGX B200: a GPU's share of eight.
         DeviceSpec("B200", {"bf16": 2250e12, "fp32": 75e12}, 7700e9, 180 * 10**9,
                    _NVLINK_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
+        # Data sheet of L40S: 362.05 | 733 with sparsity.
         DeviceSpec("L40S", {"bf16": 362e12, "fp32": 91.6e12}, 864e9, 48 * 10**9,
                    _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
+        # Data sheet of L4: 242 with sparsity.
         DeviceSpec("L4", {"bf16": 121e12, "fp32": 30.3e12}, 300e9, 24 * 10**9,
                    _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
+        # Ada GPU architecture whitepaper, appendix A: bf16 products that are summed in fp32.
         DeviceSpec("RTX4090", {"bf16": 165.2e12, "fp32": 82.6e12}, 1008e9, 24 * 10**9,
                    _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         # One core at 3 GHz with two AVX2 units: 32 fp32 multiply-adds' worth of FLOPs a cycle.
