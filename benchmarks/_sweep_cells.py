@@ -174,7 +174,7 @@ def _outcome(feature: Feature, option: Option, layout: Layout, due: _Due) -> Out
             found.after.update(
                 (name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
     problems = _problems(found, due, feature, option)
-    if option.cached and not features:
+    if caches and not features:
         problems.append("no features were kept")
     return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
 
