@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from raymm.scheduler.baselines.baseline import Baseline
+from benchmarks.baselines.baseline import Baseline
 from raymm.scheduler.minibatch.metrics import dist_ratio, loads
 from raymm.scheduler.minibatch.problem import (
     MiniBatchError,

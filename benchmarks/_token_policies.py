@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raymm.scheduler.baselines.baseline import Baseline
+from benchmarks.baselines.baseline import Baseline
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
 from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bound, descending

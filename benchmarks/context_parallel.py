@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks import _common
+from benchmarks import _common, _token_policies
 from benchmarks._ranks import Ranks, gloo_ranks
 from benchmarks._sharded_attention import (
     Call,
@@ -48,7 +48,6 @@ from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
-from raymm.scheduler.baselines import token_policies
 from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
 from raymm.scheduler.context_parallel.equal_counts import balanced
 from raymm.scheduler.context_parallel.traffic import choose_method, method_bytes
@@ -60,7 +59,7 @@ TEXT, TOKENS = 256, {1: 299, 2: 750}
 SAMPLE = TEXT + sum(TOKENS.values())
 LONGEST_DOCUMENT = 4  # samples
 POLICIES = ("balanced", "contiguous", "zigzag")
-BY_NAME = {"balanced": balanced, **token_policies.POLICIES}
+BY_NAME = {"balanced": balanced, **_token_policies.POLICIES}
 # Not at a block's edge, and in items and text alike.
 CHECKED_ROWS = slice(9000, 9300)
 

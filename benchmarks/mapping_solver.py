@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks import _common
 from benchmarks._colocations import random_colocations
 from benchmarks._mapping_instances import KINDS, random_problem
-from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
+from benchmarks.baselines.mappings import distmm, megatron, spindle
 from raymm.scheduler.costs.interference import Colocation, fit_interference, report
 from raymm.scheduler.multiplex.iteration_memory import balanced, fits_iteration
 from raymm.scheduler.multiplex.mapping import Mapping

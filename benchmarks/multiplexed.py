@@ -21,12 +21,12 @@ from rich.table import Table
 
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks._multiplexed_models import SHAPES, Shape
+from benchmarks.baselines.mappings import distmm, megatron, spindle
 from benchmarks.emulated_gpu import SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.draw import draw_timelines
 from raymm.runtime.parallel_dag import DagParallelModule
-from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve

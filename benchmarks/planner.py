@@ -20,9 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from benchmarks import _common
+from benchmarks.baselines.loosely_coupled import loosely_coupled
+from benchmarks.baselines.pipelines import unaware_work
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
-from raymm.scheduler.baselines.loosely_coupled import loosely_coupled
-from raymm.scheduler.baselines.pipelines import unaware_work
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage

@@ -80,10 +80,6 @@ TABLE: dict[str, tuple[str, ...]] = {
         "scheduler/graph", "scheduler/progress", "scheduler/costs", "scheduler/plan",
         "scheduler/schedule", "scheduler/search",
     ),
-    "scheduler/baselines": (
-        "scheduler/context_parallel", "scheduler/graph", "scheduler/costs", "scheduler/multiplex",
-        "scheduler/multiplex/solver", "scheduler/plan", "scheduler/minibatch", "scheduler/search",
-    ),
     # actors: what lives in Ray
     "actors/memory": ("kernels",),
     "actors/storage": (),

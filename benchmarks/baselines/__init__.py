@@ -1,1 +1,1 @@
-"""The contenders of `benchmarks.pipeline_overhead`, one file each."""
+"""Contenders of `benchmarks.pipeline_overhead`, and planners and mappings of other projects."""

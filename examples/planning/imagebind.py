@@ -64,11 +64,10 @@ def main() -> None:
     args = parser.parse_args()
     planned = raymm.plan_multiplexed(
         imagebind_like(), gpus=args.gpus, device=args.device, batch=args.batch, tokens=TOKENS
-    ).compared()
+    )
     console = Console()
     console.print(planned.table())
     console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
-    console.print(planned.comparison())
     args.out.parent.mkdir(parents=True, exist_ok=True)
     print(f"wrote {planned.draw(args.out, f'ImageBind-like towers on {args.gpus} {args.device}')}")
 

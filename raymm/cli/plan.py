@@ -24,7 +24,7 @@ from raymm.cli.plan_styles import (
     show,
     with_given,
 )
-from raymm.config.planning_options import MULTIPLEXED, PIPELINED, PlanOptions
+from raymm.config.planning_options import PIPELINED, PlanOptions
 from raymm.files.config_error import ConfigError
 from raymm.files.output import Output
 
@@ -45,8 +45,6 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add_option_arguments(command, PlanOptions)
     add("--microbatches", type=int, metavar="N", help="per step, instead of data.microbatches")
-    add("--compare", action="store_true",
-        help="also plan as others do, and print how long their step would take")
     add("--measure", type=int, metavar="K", help="run the best K plans and pick by measurement")
     add("--out", help="folder for plan.json and pictures (default: run.storage_path)")
     add("--svg", action="store_true", help="pictures as SVG instead of PNG")
@@ -89,11 +87,6 @@ def run_plan(args: argparse.Namespace) -> None:
     config = config.model_copy(update={"data": with_vocabulary(config.data, model)})
     plan = given_plan(config, model)
     _check_runs(config, model, plan)
-    if plan is not None and args.compare and style != MULTIPLEXED:
-        raise ConfigError(
-            "--compare is of plans that raymm makes, but the configuration gives one (parallel); "
-            "give one of them"
-        )
     console = Console()
     if not console.is_terminal:  # a file has room for every column
         console = Console(width=max(console.width, FILE_WIDTH))
@@ -108,7 +101,6 @@ def run_plan(args: argparse.Namespace) -> None:
         return
     with _cluster_if(args.measure is not None):
         planned = _planned(config, model, plan, request, console)
-        planned = planned.compared() if args.compare else planned
         show(planned, console)
         if planned.unfit:
             from raymm.scheduler.plan.plan import PlanError

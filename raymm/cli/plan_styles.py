@@ -14,10 +14,10 @@ from raymm.config.planning_options import (
     MULTIPLEXED,
     PIPELINED,
     MultiplexOptions,
-    PipelineOptions,
 )
 from raymm.files.config_error import ConfigError
 from raymm.files.output import Output
+from raymm.scheduler.search.options import SearchOptions
 
 if TYPE_CHECKING:
     from raymm.config.sections import TrainConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def _pipelined_only(args: argparse.Namespace) -> list[str]:
     """Options that only a search for pipelines has, of those given."""
-    names = [*given_options(args, PipelineOptions), "degrees", "measure"]
+    names = [*given_options(args, SearchOptions), "degrees", "measure"]
     return [name for name in names if getattr(args, name) is not None]
 
 
@@ -155,7 +155,6 @@ def run_style(
             console.print("note: the configuration's layouts (parallel) are of a pipelined plan: "
                           "not used here", highlight=False, soft_wrap=True)  # fmt: skip
         multiplexed = plan_step_multiplexed(inputs)
-        multiplexed = multiplexed.compared() if args.compare else multiplexed
         show(multiplexed, console)
         if multiplexed.unfit:
             raise MultiplexError(multiplexed.unfit)
@@ -168,8 +167,6 @@ def run_style(
         )
         with control.interruptible():
             comparison = compare_styles(inputs, plan, control=control)
-    if args.compare:
-        comparison = comparison.compared()
     for planned in (comparison.pipelined, comparison.multiplexed):
         if planned is not None:
             show(planned, console)
@@ -235,11 +232,9 @@ def has_surfaces(path: str) -> bool:
 
 
 def show(planned: Planned | PlannedMultiplexed, console: Console) -> None:
-    """Print the table, the explanation, and the comparison with baselines if there is one."""
+    """Print the table and the explanation."""
     console.print(planned.table())
     console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
-    if planned.baselines:
-        console.print(planned.comparison())
 
 
 def _save(

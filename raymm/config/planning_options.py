@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from raymm.files.section import MOST_COUNT, Count, Text
-from raymm.scheduler.baselines.baseline import PIPELINE_NAMES
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.problem import STEPS
@@ -20,8 +19,6 @@ from raymm.scheduler.search.options import SearchOptions
 
 PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
 STYLES = (PIPELINED, MULTIPLEXED, AUTO)
-JOINT = "joint"
-STRATEGIES = (JOINT, *PIPELINE_NAMES)
 Gib = Annotated[float, Field(gt=0, le=MOST_COUNT)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_COUNT)]
 
@@ -69,18 +66,6 @@ class PlanningOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions(SearchOptions):
-    """What only pipelined planning is asked.
-
-    Attributes:
-        strategy: of :data:`STRATEGIES`: raymm's own search, or one of
-            :mod:`raymm.scheduler.baselines.pipelines`.
-    """
-
-    strategy: str = _field(JOINT, f"joint (default), {', '.join(STRATEGIES[1:])}", "NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
 class MultiplexOptions:
     """What only multiplexed planning is asked.
 
@@ -112,7 +97,7 @@ class MultiplexOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(PlanningOptions, PipelineOptions, MultiplexOptions):
+class PlanOptions(PlanningOptions, SearchOptions, MultiplexOptions):
     """All that planning can be asked.
 
     Attributes:
@@ -133,8 +118,6 @@ class PlanOptions(PlanningOptions, PipelineOptions, MultiplexOptions):
         super().__post_init__()
         if self.style not in STYLES:
             raise PlanError(f"style is {self.style!r}; accepted: {', '.join(STYLES)}")
-        if self.strategy not in STRATEGIES:
-            raise PlanError(f"strategy is {self.strategy!r}; accepted: {', '.join(STRATEGIES)}")
         check_number("ranks_per_node", self.ranks_per_node)
         if self.ranks is not None:
             check_number("ranks", self.ranks)

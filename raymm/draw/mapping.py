@@ -32,7 +32,6 @@ def draw_mapping(
     mapping: StageMapping,
     path: str | os.PathLike[str],
     *,
-    others: Mapping[str, float] | None = None,
     title: str | None = None,
     note: str = "",
 ) -> Path:
@@ -40,13 +39,12 @@ def draw_mapping(
 
     Time goes to the right; a bar is a module's forward and backward together, as wide as what
     it takes beside the others and as high as its quota. What is grey is not used. Stages are
-    divided by lines. Below the title stand the predicted time and those of others.
+    divided by lines. Below the title stands the predicted time.
 
     Args:
         problem: whose model says how long modules take.
         mapping: of its modules.
         path: file to write, ``.png`` or ``.svg``.
-        others: seconds that other mappings would take, by name.
         title: heading; by default the mapping's method.
         note: stands beside the predicted time.
 
@@ -70,7 +68,7 @@ def draw_mapping(
     ] + [Patch(facecolor=IDLE, edgecolor=FAINT, label="idle")]
     widest = max(text_width(ruler, str(h.get_label()), LABEL) for h in handles) + 0.55
     columns = max(1, min(len(handles), int(BODY / widest)))
-    summary = _summary(mapping, others or {}, note, ruler)
+    summary = _summary(mapping, note, ruler)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12
     head = HEAD + LINE * len(summary) + STAGES
     width, height = left + BODY + 0.3, head + band * mapping.gpus + AXIS + legend
@@ -93,15 +91,11 @@ def draw_mapping(
     return save_figure(figure, target)
 
 
-def _summary(mapping: StageMapping, others: Mapping[str, float], note: str, ruler) -> list[str]:
+def _summary(mapping: StageMapping, note: str, ruler) -> list[str]:
     """Lines no wider than the picture."""
     parts = [f"predicted {time_text(mapping.seconds)}" + (f" ({note})" if note else "")]
     if mapping.bound:
         parts.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")
-    parts += [
-        f"{name} {time_text(seconds)} ({seconds / mapping.seconds:.2f}x)"
-        for name, seconds in others.items()
-    ]
     lines = [parts[0]]
     for part in parts[1:]:
         longer = f"{lines[-1]}  ·  {part}"

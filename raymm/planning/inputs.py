@@ -134,7 +134,7 @@ class PlanInputs:
             self.model.graph, self.costs.profile, self.ranks, self.workload.microbatches,
             self.memory_limit, self.costs.network, degrees=degrees or {},
             schedules=tuple(asked.schedules), layouts=tuple(asked.layouts),
-            recompute=asked.recompute, radius=asked.radius,
+            recompute=asked.recompute,
         )
 
     @property

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 
 
@@ -25,11 +24,10 @@ class MappingResult:
         notes: remarks a person should see.
         needs: bytes on each GPU by the account of all plans, with messages and what the system and
             updates take; empty where only surfaces say what modules take.
-        baselines: if they were asked for, per baseline its mapping, or why it has none.
     """
 
     problem: MappingProblem
-    mapping: StageMapping
+    mapping: Mapping
     source: str
     estimated: bool
     interference: str
@@ -37,7 +35,6 @@ class MappingResult:
     unfit: str | None = None
     notes: tuple[str, ...] = ()
     needs: tuple[int, ...] = ()
-    baselines: Mapping[str, StageMapping | str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -50,7 +47,7 @@ class MappingResult:
         return self.needs or gpu_memory(self.problem, self.mapping)
 
 
-def gpu_memory(problem: MappingProblem, mapping: StageMapping) -> tuple[int, ...]:
+def gpu_memory(problem: MappingProblem, mapping: Mapping) -> tuple[int, ...]:
     """Bytes on each GPU over a whole training iteration: all modules that it ever runs keep
     their weights there, and their activations until the backward, which goes through the stages
     in reverse. (The solver's limit is of one stage at a time.)"""

@@ -11,7 +11,6 @@ from raymm.draw.mapping import draw_mapping
 from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.planning.mapping_result import MappingResult
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.schedule.memory import GIB
 
@@ -89,19 +88,15 @@ def explanation(planned: MappingResult) -> str:
 def draw_planned(
     planned: MappingResult, path: str | Path, title: str | None = None
 ) -> Path:
-    """The mapping's picture with the baselines' times beside its own, where they were asked for.
+    """Draw the mapping, a lane per GPU.
 
     Args:
-        planned: the mapping, and baselines if they were asked for.
+        planned: the mapping.
         path: file to write, ``.png`` or ``.svg``.
         title: heading of the picture.
     """
-    others = {
-        name: other.seconds for name, other in planned.baselines.items()
-        if isinstance(other, StageMapping)
-    }
     return draw_mapping(
-        planned.problem, planned.mapping, path, others=others, title=title,
+        planned.problem, planned.mapping, path, title=title,
         note=("estimates, not measured" if planned.estimated else "")
     )
 

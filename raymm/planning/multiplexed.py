@@ -1,14 +1,12 @@
 """Planning multiplexed execution: ``raymm.plan_multiplexed`` and what it returns.
 
 A module keeps its weights on its GPUs, and its activations until the backward, which goes through
-the stages in reverse. So a mapping is checked over the whole iteration; where none is found that
-fits, the fastest baseline that does is taken, or nothing.
+the stages in reverse. So a mapping is checked over the whole iteration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,10 @@ from rich.table import Table
 from raymm.costs.scaling_estimates import batch_workload, edges_of, shapes_of
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
-from raymm.planning.comparison import comparison_table
 from raymm.planning.mapping_inputs import MappedBatch, MappingInputs, mapping_inputs
 from raymm.planning.mapping_result import MappingResult, gpu_memory
 from raymm.planning.mapping_view import draw_planned, explanation, mapping_table, planned_html
 from raymm.planning.request import PlanRequest
-from raymm.scheduler.baselines.baseline import solutions
-from raymm.scheduler.baselines.mappings import MAPPINGS
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.graph.strict_json import MOST_GPUS, MultiplexError, whole
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -49,14 +44,6 @@ class PlannedMultiplexed(MappingResult):
     def explain(self) -> str:
         """How long an iteration takes, and how the mapping was found."""
         return explanation(self)
-
-    def compared(self) -> PlannedMultiplexed:
-        """This, with what the baselines make of the same modules. They are solved now."""
-        return replace(self, baselines=solutions(MAPPINGS, self.problem))
-
-    def comparison(self) -> Table:
-        """Predicted seconds of an iteration, of this and of :meth:`compared` baselines."""
-        return comparison_table(self.seconds, self.baselines, MAPPINGS)
 
     def draw(self, path: str | Path, title: str | None = None) -> Path:
         """Draw the mapping, a lane per GPU; ``.png`` or ``.svg``. Returns the path written."""
@@ -125,36 +112,9 @@ def search_mapping(inputs: MappingInputs) -> MappingResult:
     mapping = solve(
         problem, request.solver, seed=request.seed, deadline_seconds=request.deadline_seconds
     )
-    mapping, unfit, why = _fitting(problem, mapping, lambda: solutions(MAPPINGS, problem))
-    notes = (*inputs.notes, why) if why else inputs.notes
     return MappingResult(
         problem, with_leftover_quota(problem, mapping), inputs.source, inputs.estimated,
-        inputs.interference, inputs.batch, unfit, notes,
-    )
-
-
-def _fitting(
-    problem: MappingProblem, mapping: StageMapping,
-    baselines: Callable[[], Mapping[str, StageMapping | str]],
-) -> tuple[StageMapping, str | None, str]:
-    """The mapping if it fits over the whole iteration, else the fastest baseline that does: what
-    runs, why it does not fit, and a remark."""
-    too_much = _too_much(problem, mapping)
-    if too_much is None:
-        return mapping, None, ""
-    others = [
-        other for other in baselines().values()
-        if isinstance(other, StageMapping) and _too_much(problem, other) is None
-    ]
-    if not others:
-        return mapping, too_much, ""
-    best = min(others, key=lambda other: other.seconds)
-    # The bound is of whole modules: with slices, less is possible.
-    bound = mapping.bound if best.slices == 1 else 0.0
-    return (
-        replace(best, bound=bound, method=f"{best.method}, as it fits"), None,
-        f"the fastest mapping does not fit ({too_much}); taken is the fastest of the baselines "
-        "that does",
+        inputs.interference, inputs.batch, _too_much(problem, mapping), inputs.notes,
     )
 
 

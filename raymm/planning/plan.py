@@ -11,13 +11,11 @@ from rich.table import Table
 
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
-from raymm.planning.comparison import comparison_table
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan_result import PlanResult
 from raymm.planning.plan_view import draw_schedule, explanation, plan_html, plan_table
 from raymm.planning.request import PlanRequest, Workload
-from raymm.planning.search import search_pipelines, with_baselines
-from raymm.scheduler.baselines.pipelines import PIPELINES
+from raymm.planning.search import search_pipelines
 from raymm.scheduler.progress.search_control import SearchControl
 
 
@@ -46,14 +44,6 @@ class Planned(PlanResult):
     def explain(self) -> str:
         """How long a step takes, what was tried instead, and why it lost."""
         return explanation(self)
-
-    def compared(self) -> Planned:
-        """This, with what the baselines make of the same problem. They are solved now."""
-        return with_baselines(self)
-
-    def comparison(self) -> Table:
-        """Predicted seconds of a step, of this and of :meth:`compared` baselines."""
-        return comparison_table(self.seconds, self.baselines, PIPELINES)
 
     def draw(self, path: str | Path) -> Path:
         """Draw the simulated step; ``.png`` or ``.svg``. Returns the path written."""
@@ -90,7 +80,7 @@ def plan(
         say: takes a line every few seconds of a long search, e.g. ``print``.
         **options: what is planned for and how: fields of :class:`raymm.PlanRequest` (``device``,
             ``profile``, ``tokens``, ``memory_gib``, ``ranks_per_node``, ``time_limit``,
-            ``degrees``, ``strategy``, ``schedules``, ``layouts``, ``recompute``, ``radius``).
+            ``degrees``, ``schedules``, ``layouts``, ``recompute``).
 
     Raises:
         TypeError: an option that is none; by name.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -13,7 +12,7 @@ from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.search.evaluation import Option, Proposal, evaluate, step_bound, step_timeline
+from raymm.scheduler.search.evaluation import Proposal, evaluate, step_bound, step_timeline
 from raymm.scheduler.search.options import PlanProblem
 
 
@@ -29,7 +28,6 @@ class PlanResult:
         whole: modules that cannot be cut.
         unfit: why the plan does not fit in memory, if it does not.
         notes: remarks a person should see.
-        baselines: if they were asked for, per baseline its best plan, or why it has none.
     """
 
     plan: Plan
@@ -39,7 +37,6 @@ class PlanResult:
     whole: tuple[str, ...] = ()
     unfit: str | None = None
     notes: tuple[str, ...] = ()
-    baselines: Mapping[str, Option | str] = field(default_factory=dict)
 
     @property
     def network(self) -> Network:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from raymm.actors.probe.callbacks import Cuts, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model
-from raymm.config.planning_options import JOINT
 from raymm.layout.whole_stages import cut_module
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
@@ -17,19 +15,14 @@ from raymm.model.whole_model import LANGUAGE, WholeModel
 from raymm.planning.degrees import Refused, refused_degrees
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan_result import PlanResult
-from raymm.scheduler.baselines.baseline import solutions
-from raymm.scheduler.baselines.pipelines import PIPELINES
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_nodes import straddling
 from raymm.scheduler.progress.search_control import SearchControl
-from raymm.scheduler.search.evaluation import Option, Proposal
+from raymm.scheduler.search.evaluation import Option
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each
 from raymm.scheduler.search.module_degrees import degrees_of
-from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.stage_space import StageSearchError
 from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
-
-Planned = TypeVar("Planned", bound=PlanResult)
 
 
 def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> PlanResult:
@@ -45,12 +38,10 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         StageSearchError: if nothing fits.
         PlanError: if a degree is asked for that a module cannot have.
     """
-    model, costs, strategy = inputs.model, inputs.costs, inputs.request.strategy
+    model, costs = inputs.model, inputs.costs
     control = control or SearchControl(inputs.request.time_limit)
-    own = partial(find_plans, control=control)
-    solve = {baseline.name: baseline.solve for baseline in PIPELINES}.get(strategy, own)
     degrees, problem, notes = inputs.request.degree_request, inputs.problem(), list(costs.notes)
-    searches_degrees = bool(degrees) and strategy == JOINT and has_rank_each(problem)
+    searches_degrees = bool(degrees) and has_rank_each(problem)
     if degrees and costs.device is None:
         searches_degrees = False
         notes.append("degrees are not searched: no device is named, so links are not known")
@@ -67,7 +58,12 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
             problem = replace(problem, degrees=choices)
         control.begin()
         try:
-            proposal = _solved(problem, whole, solve)
+            graph, profile = with_uncut_modules(problem.graph, problem.profile, set(whole))
+            proposal = find_plans(replace(problem, graph=graph, profile=profile), control=control)
+            proposal = replace(proposal, options=tuple(
+                replace(option, plan=in_own_layers(option.plan, problem.graph, problem.profile))
+                for option in proposal.options
+            ))
         except StageSearchError as error:
             limit = costs.memory_limit(inputs.request.memory_gib)
             raise StageSearchError(f"{error}{_advice(model) if limit else ''}") from None
@@ -105,35 +101,6 @@ def _advice(model: MultimodalModule | WholeModel) -> str:
         ". The language model is trained in full, which takes 16 bytes per parameter with AdamW; "
         f"adapters take a fraction of that: raymm train --lora, or {field}: {{lora: {{r: 16}}}}"
     )
-
-
-def with_baselines(planned: Planned) -> Planned:
-    """A result, with what other planners make of the same problem (none of a plan that was
-    given)."""
-    problem = planned.problem
-    if problem is None:
-        return planned
-    others = [
-        replace(baseline, solve=lambda p, solve=baseline.solve: _solved(p, planned.whole, solve))
-        for baseline in PIPELINES
-    ]
-    return replace(planned, baselines={
-        name: solution if isinstance(solution, str) else solution.best
-        for name, solution in solutions(others, problem).items()
-    })
-
-
-def _solved(
-    problem: PlanProblem, whole: Iterable[str], solve: Callable[[PlanProblem], Proposal]
-) -> Proposal:
-    """What a planner proposes, with these modules in one piece, in the model's own layers."""
-    graph, profile = with_uncut_modules(problem.graph, problem.profile, set(whole))
-    proposal = solve(replace(problem, graph=graph, profile=profile))
-    options = tuple(
-        replace(option, plan=in_own_layers(option.plan, problem.graph, problem.profile))
-        for option in proposal.options
-    )
-    return replace(proposal, options=options)
 
 
 def cut_modules(plan: Plan) -> list[str]:

@@ -97,13 +97,6 @@ class StyleComparison:
             if plan is not None and style not in self.refused
         }
 
-    def compared(self) -> StyleComparison:
-        """This, with what the baselines of both styles make of the same. They are solved now."""
-        return replace(
-            self, pipelined=self.pipelined and self.pipelined.compared(),
-            multiplexed=self.multiplexed and self.multiplexed.compared(),
-        )
-
     def explain(self) -> str:
         """Which is faster, by how much, and what the two numbers do not have in common."""
         lines = [f"{style} does not run: {reason}" for style, reason in self.refused.items()]

@@ -30,7 +30,6 @@ class SearchOptions:
         layouts: of :data:`LAYOUTS`.
         recompute: whether stages recompute; ``"layers"``: layers keep as much as there is room
             for; None: a layout does the one or the other only if it does not fit otherwise.
-        radius: layers that OmniBal's search may move a cut.
 
     Raises:
         PlanError: naming the field, its value and what is accepted.
@@ -44,9 +43,6 @@ class SearchOptions:
         default=LAYOUTS, metadata={"help": f"of {', '.join(LAYOUTS)}", "metavar": "A,B"}
     )
     recompute: bool | str | None = None
-    radius: int = field(
-        default=1, metadata={"help": "layers omnibal may move a cut (default 1)", "metavar": "N"}
-    )
 
     def __post_init__(self) -> None:
         if self.recompute not in (None, *RECOMPUTE):
@@ -55,7 +51,6 @@ class SearchOptions:
             )
         check_choices("schedules", self.schedules, SCHEDULES)
         check_choices("layouts", self.layouts, LAYOUTS)
-        check_number("radius", self.radius, least=0)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class StageSpace:
         memory: which stage may hold which layers, and what making them fit adds; all fit if
             None.
         expected: what partitions balance instead of the profile's work, for comparison with
-            planners that know less (:func:`~raymm.scheduler.baselines.pipelines.unaware_work`).
+            planners that know less (``benchmarks.baselines.pipelines.unaware_work``).
         degrees: how modules are shared; by default every stage is one process.
         by_part: whether plans that consist of equal parts, as replicas of all modules make them,
             are looked at as one of them (:class:`~raymm.scheduler.plan.equal_part.EqualPart`).

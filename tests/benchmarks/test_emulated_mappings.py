@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
 from benchmarks._multiplexed_models import SHAPES
+from benchmarks.baselines.mappings import megatron, spindle
 from benchmarks.emulated_gpu import Slice, SurfaceSeconds
 from benchmarks.emulation import ENTRY, emulate
 from raymm.runtime.parallel_dag import DagParallelModule
-from raymm.scheduler.baselines.mappings import megatron, spindle
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.solver.solve import solve

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks import sleeping_stages
+from benchmarks.baselines.pipelines import unaware_work
 from benchmarks.paper_rows import (
     ENCODER,
     LLM,
@@ -28,7 +29,6 @@ from benchmarks.sleeping_stages import (
 )
 from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.scheduler.baselines.pipelines import unaware_work
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import Instruction, Op, Program

@@ -37,8 +37,7 @@ def test_an_svg_has_a_lane_per_gpu_and_says_who_has_what(tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     of = problem()
     path = draw_mapping(
-        of, mapping(of), tmp_path / "new" / "m.svg", others={"DistMM": 1.0}, title="a title",
-        note="estimates",
+        of, mapping(of), tmp_path / "new" / "m.svg", title="a title", note="estimates",
     )
     texts = re.findall(r">([^<>]+)</text>", path.read_text())
     for gpu in range(4):
@@ -49,7 +48,6 @@ def test_an_svg_has_a_lane_per_gpu_and_says_who_has_what(tmp_path, monkeypatch):
     total = mapping(of).seconds
     said = next(text for text in texts if text.startswith("predicted"))
     assert f"predicted {1e3 * total:.3g} ms (estimates)" in said and "gap at most" in said
-    assert f"DistMM 1 s ({1 / total:.2f}x)" in said
 
 
 def test_bars_are_as_wide_as_times_and_as_high_as_quotas(tmp_path):

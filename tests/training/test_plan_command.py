@@ -2,14 +2,17 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 from PIL import Image
 
+from benchmarks import compare_planners
+from benchmarks.baselines.mappings import MAPPINGS
+from benchmarks.baselines.pipelines import PIPELINES
 from raymm.cli.option_arguments import parse_counts
 from raymm.profiling.measure_plans import distinct_options
-from raymm.scheduler.baselines.pipelines import PIPELINES
 from raymm.scheduler.costs.device_memory import CONTEXT_BYTES
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -75,33 +78,16 @@ def test_memory_decides(raymm, tmp_path, wide, monkeypatch):
     assert not (tmp_path / "plan.json").exists()
 
 
-@pytest.mark.parametrize("strategy", ["layers", "loosely_coupled"])
-def test_a_plan_may_be_another_planners(raymm, make_config, tmp_path, wide, strategy):
-    config = make_config({"parallel": None})
-    code, text = raymm(
-        "plan", config, "--ranks", "3", "--device", "H100", "--strategy", strategy,
-        "--schedules", "1f1b", "--out", str(tmp_path),
-    )
-    assert code == 0 and re.search(f"chosen +{strategy}: ", text), text
-    assert saved_plan(tmp_path).schedule == "1f1b"
-
-
-def test_baselines_are_compared_when_asked_and_are_never_better(
-    raymm, make_config, tmp_path, wide
-):
-    arguments = (
-        "plan", make_config({"parallel": None}), "--ranks", "3", "--device", "H100",
-        "--layouts", "modality_parallel", "--schedules", "1f1b", "--out", str(tmp_path),
-    )
-    code, without = raymm(*arguments)
-    assert code == 0 and "loosely_coupled" not in without, without
-    plan = saved_plan(tmp_path)
-    code, text = raymm(*arguments, "--compare")
-    assert code == 0 and saved_plan(tmp_path) == plan, text
-    table = re.findall(r"^ *(\w+) +[\d.]+ ms +(?:([+-][\d.]+)%|the same)? ", text, re.M)
-    longer = {name: float(more or 0) for name, more in table}
-    assert set(longer) == {"raymm", *(baseline.name for baseline in PIPELINES)}, text
-    assert min(longer.values()) == 0
+@pytest.mark.parametrize("style", ["pipelined", "multiplexed"])
+def test_a_benchmark_compares_plans_with_other_planners(make_config, monkeypatch, capsys, style):
+    monkeypatch.setattr(sys, "argv", [
+        "compare_planners", make_config({"parallel": None}), "--ranks", "3", "--device", "H100",
+        "--style", style, "--json",
+    ])
+    compare_planners.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    baselines = PIPELINES if style == "pipelined" else MAPPINGS
+    assert set(result) == {"machine", "raymm", *(baseline.name for baseline in baselines)}
 
 
 def test_a_given_layout_is_judged_not_changed(raymm, make_config, tmp_path, wide):
@@ -188,7 +174,6 @@ def test_measured_costs(raymm, make_config, tmp_path, wide):
     [
         (["--ranks", "0"], ["ranks is 0", "at least 1"]),
         (["--ranks", "2", "--device", "H900"], ["device is 'H900'", "H100"]),
-        (["--ranks", "2", "--strategy", "best"], ["strategy is 'best'", "joint", "omnibal"]),
         (["--ranks", "2", "--schedules", "2f2b"], ["schedules has '2f2b'", "1f1b"]),
         (["--ranks", "2", "--layouts", "flat"], ["layouts has 'flat'", "colocated"]),
         (["--ranks", "2", "--tokens", "llm"], ["--tokens has 'llm'", "llm=4096"]),
@@ -198,9 +183,7 @@ def test_measured_costs(raymm, make_config, tmp_path, wide):
         (["--ranks", "2", "--time-limit", "0"], ["time_limit is 0", "seconds above 0"]),
         (["--ranks", "2", "--time-limit", "nan"], ["time_limit is nan", "seconds above 0"]),
         (["--ranks", "2", "--microbatches", "0"], ["--microbatches is 0"]),
-        (["--ranks", "2", "--radius", "-1"], ["radius is -1"]),
         (["--ranks", "2", "--profile", "/no.json"], ["'/no.json'", "no such file"]),
-        (["--ranks", "1", "--strategy", "layers"], ["ranks is 1", "'layers'", "2 modules"]),
         (["--ranks", "2", "--measure", "0"], ["--measure is 0", "at least 1"]),
     ],
 )
@@ -228,11 +211,10 @@ def test_measure_runs_the_best_and_keeps_the_fastest(
     config = make_config({"parallel": None})
     out = tmp_path / "plan"
     code, text = raymm(
-        "plan", config, "--ranks", "2", "--strategy", "omnibal", "--measure", "2",
-        "--out", str(out),
+        "plan", config, "--ranks", "2", "--degrees", "none", "--measure", "2", "--out", str(out),
     )
     assert code == 0, text
-    rows = [line for line in text.splitlines() if "%" in line and "omnibal:" in line]
+    rows = [line for line in text.splitlines() if "%" in line and ": vision" in line]
     measured = [line for line in rows if re.search(r"[+-]\d+\.\d%$", line.strip())]
     assert len(measured) == 2
     # Columns: mark, plan, predicted, measured, error. The marked one is the fastest.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks._exact_distribution import exact_distribution
 from benchmarks._token_policies import POLICIES, TOKENS
+from benchmarks.baselines.baseline import solutions
 from raymm.kernels.mask import patterns
-from raymm.scheduler.baselines.baseline import solutions
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
 from raymm.scheduler.context_parallel.equal_counts import balanced

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.baselines.pipelines import unaware_work
+from benchmarks.baselines.pipelines import unaware_work
 from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerCost,

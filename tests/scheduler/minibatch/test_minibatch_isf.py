@@ -14,7 +14,7 @@ from benchmarks._isf import (
     search_budgets,
     statistical_budgets,
 )
-from raymm.scheduler.baselines.baseline import solutions
+from benchmarks.baselines.baseline import solutions
 from raymm.scheduler.minibatch.fixed_size import plan_random
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import KINDS, random_problem
-from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver import solve as solving
@@ -205,46 +204,3 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(MultiplexError, match="deadline_seconds is -1"):
         solve(problem, deadline_seconds=-1)
     assert "auto" in STRATEGIES
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("modules", "gpus"), [(6, 8), (10, 4), (12, 32)])
-def test_baselines_are_mappings_and_not_better(kind: str, modules: int, gpus: int) -> None:
-    problem = random_problem(4, kind, modules, gpus)
-    ours = solve(problem)
-    for baseline in (megatron, distmm):
-        mapping = baseline(problem)
-        mapping.check(problem)
-        assert mapping.seconds >= ours.bound * (1 - 1e-9)
-    sliced = spindle(problem)
-    sliced.check(problem)
-    assert sliced.slices == 24
-    # One module at a time on each GPU.
-    for mapping in (megatron(problem), distmm(problem), sliced):
-        for stage in mapping.stages:
-            used = [g for placement in stage.placements for g in placement.gpus]
-            assert len(used) == len(set(used))
-    assert len(megatron(problem).stages) == modules
-    # As many GPUs as modules or more: DistMM has one stage per level.
-    if gpus >= modules:
-        assert len(distmm(problem).stages) == len(problem.levels)
-
-
-@given(problems(most=4, pools=(1, 2, 4), steps=(2, 3)))
-def test_baselines_of_any_problem(problem) -> None:
-    for baseline in (megatron, distmm, spindle):
-        baseline(problem).check(problem)
-
-
-def test_spindle_slices_are_whole_layers() -> None:
-    problem = random_problem(1, "star", 7, 8)
-    layers = {name: (1, 2, 3, 4, 6, 8, 36)[m] for m, name in enumerate(problem.names)}
-    made = spindle(problem, layers=layers)
-    made.check(problem)
-    assert made.slices == 72
-    for stage in made.stages:
-        for one in stage.placements:
-            assert one.slices % (made.slices // layers[one.module]) == 0
-    with pytest.raises(MultiplexError, match="layers of m0 is 0"):
-        spindle(problem, layers={"m0": 0})
-    assert spindle(problem, 1).slices == 1

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.baselines.loosely_coupled import loosely_coupled
-from raymm.scheduler.baselines.pipelines import unaware_work
+from benchmarks.baselines.loosely_coupled import loosely_coupled
+from benchmarks.baselines.pipelines import unaware_work
 from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerCost,

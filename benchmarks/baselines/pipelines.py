@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from raymm.scheduler.baselines.baseline import PIPELINE_NAMES, Baseline
-from raymm.scheduler.baselines.loosely_coupled import loosely_coupled
-from raymm.scheduler.baselines.omnibal_partition import PartitionCandidate, partition_candidates
+from benchmarks.baselines.baseline import Baseline
+from benchmarks.baselines.loosely_coupled import loosely_coupled
+from benchmarks.baselines.omnibal_partition import PartitionCandidate, partition_candidates
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
@@ -31,6 +31,8 @@ from raymm.scheduler.search.stage_search import SearchResult, joint_search
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 OMNIBAL_TOP = 8
+# Layers that OmniBal's search may move a cut.
+OMNIBAL_RADIUS = 1
 Work = Mapping[str, tuple[LayerWork, ...]]
 Search = Callable[[StageSpace, Candidates], SearchResult]
 
@@ -86,7 +88,7 @@ def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:
     space = space_of(problem)
     if not has_rank_each(problem):
         raise StageSearchError(
-            f"ranks is {problem.ranks}; strategy {name!r} needs one for each of "
+            f"ranks is {problem.ranks}; planner {name!r} needs one for each of "
             f"{len(problem.graph.nodes)} modules"
         )
     tried = Candidates(problem.network, problem.schedules)
@@ -94,13 +96,13 @@ def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:
     tried.count(result)
     plans: Iterator[Plan] = (choice.plan for choice in (result.best, *result.alternatives))
     if name == "omnibal":
-        plans = _omnibal(space, result.best.plan, problem.radius)
+        plans = _omnibal(space, result.best.plan)
     for plan in plans:
         tried.add_schedules(name, plan)
     return tried.proposal()
 
 
-def _omnibal(space: StageSpace, best: Plan, radius: int) -> Iterator[Plan]:
+def _omnibal(space: StageSpace, best: Plan) -> Iterator[Plan]:
     """Plans of the best combinations of every module's candidates. OmniBal ranks by the
     variance of forward times; here by that of 1F + 1B, of which a frozen module has no B."""
     per_module: dict[str, tuple[PartitionCandidate, ...]] = {}
@@ -111,7 +113,7 @@ def _omnibal(space: StageSpace, best: Plan, radius: int) -> Iterator[Plan]:
             per_module[node.name] = partition_candidates(
                 [layer.total for layer in work[node.name]],
                 [cost.output_bytes for cost in space.profile.modules[node.name]],
-                len(origin), radius, origin, OMNIBAL_TOP,
+                len(origin), OMNIBAL_RADIUS, origin, OMNIBAL_TOP,
             )
         except PartitionError as error:
             raise StageSearchError(f"module {node.name!r}: {error}") from None
@@ -130,13 +132,13 @@ def _baseline(name: str, source: str, search: Search) -> Baseline[PlanProblem, P
     return Baseline(name, source, lambda problem: find_plans(problem, planner))
 
 
-PIPELINES = tuple(
-    _baseline(name, source, search) for name, (source, search) in zip(PIPELINE_NAMES, (
-        ("Cornstarch v1, Algorithm 1", _loosely_coupled),
-        ("joint search, frozen layers unknown", partial(_expecting, unaware_work)),
-        ("equally many layers per stage", partial(_expecting, _layers)),
-        ("equally many parameters per stage", partial(_expecting, _parameters)),
-        ("OmniBal §4.2", _joint),
-    ), strict=True)
+PIPELINES = (
+    _baseline("loosely_coupled", "Cornstarch v1, Algorithm 1", _loosely_coupled),
+    _baseline(
+        "unaware", "joint search, frozen layers unknown", partial(_expecting, unaware_work)
+    ),
+    _baseline("layers", "equally many layers per stage", partial(_expecting, _layers)),
+    _baseline("parameters", "equally many parameters per stage", partial(_expecting, _parameters)),
+    _baseline("omnibal", "OmniBal §4.2", _joint),
 )
 """From a problem to what the planner proposes. They have no degrees within modules."""

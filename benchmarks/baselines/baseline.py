@@ -1,4 +1,4 @@
-"""The interface of what raymm is compared with."""
+"""The interface of planners and mappings of other projects that raymm is compared with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from raymm.errors import InputError
 
 Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
-
-# Names of raymm.scheduler.baselines.pipelines.PIPELINES, for configurations, which are checked
-# before the solvers are imported.
-PIPELINE_NAMES = ("loosely_coupled", "unaware", "layers", "parameters", "omnibal")
 
 
 @dataclass(frozen=True)

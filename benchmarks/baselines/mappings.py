@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raymm.scheduler.baselines.baseline import Baseline
+from benchmarks.baselines.baseline import Baseline
 from raymm.scheduler.graph.strict_json import MultiplexError, whole
 from raymm.scheduler.multiplex.mapping import (
     Mapping,

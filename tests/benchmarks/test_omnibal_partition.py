@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.baselines.omnibal_partition import (
+from benchmarks.baselines.omnibal_partition import (
     greedy_start,
     partition_candidates,
 )
