@@ -5,7 +5,8 @@ Runs of their own: with new processes in place of lost ones, with a spare, with 
 Ray) that is ended and started again, and on several nodes. Prints a table (seconds as median and
 worst) and, last, a line of JSON. Ends with 1 if anything is not as in an undisturbed run.
 ``--part`` runs one of them only, with all of the trials, ``--kind`` has one kind of them only,
-``--every`` so many steps apart, and ``--draw`` draws losses and throughput over time.
+``--every`` so many steps apart, ``--draw`` draws losses, faults and throughput, and ``--folder``
+keeps logs and runs in a new folder.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,12 +67,15 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--every", type=int, default=EVERY, help="steps between two")
     parser.add_argument("--draw", type=Path, metavar="FILE")
+    parser.add_argument("--folder", type=Path, help="of logs and runs, which are kept then")
     options = parser.parse_args()
     os.environ[EVERY_VARIABLE] = str(options.every)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unmounts its disks
     trials = draw(options.kills, options.seed, options.part, options.kind)
-    with tempfile.TemporaryDirectory(prefix="raymm-soak-", dir="/tmp") as folder:
-        with SoakRun(Path(folder), trials, options.every + MORE_STEPS) as soak:
+    temporary = tempfile.TemporaryDirectory(prefix="raymm-soak-", dir="/tmp")
+    with temporary if options.folder is None else nullcontext(options.folder) as folder:
+        Path(folder).mkdir(exist_ok=True)
+        with SoakRun(Path(folder).resolve(), trials, options.every + MORE_STEPS) as soak:
             return soak.run(options.draw)
 
 
@@ -104,7 +109,7 @@ class SoakRun:
         """Run all of them and say what became of each; 0 if all is as it should.
 
         Args:
-            picture: where to draw the first part beside the undisturbed run.
+            picture: where to draw all parts and the undisturbed run.
         """
         from tiny_run import curve, prepare  # pyright: ignore[reportMissingImports]
 
@@ -122,12 +127,10 @@ class SoakRun:
             alike &= self._compare(part, done, expected)
             trials += done
         good = self._tell(trials, alike)
-        if picture is not None:
+        if picture is not None and any(trial.at is not None for trial in trials):
             from soak_picture import draw_soak
 
-            part = next(iter(self._of_part))
-            draw_soak(self._folder / UNDISTURBED / "run", self._folder / part / "run",
-                      self._done(part), picture)
+            draw_soak(self._folder, UNDISTURBED, trials, picture)
         return 0 if good else 1
 
     def _start(self, part: str) -> subprocess.Popen:
@@ -149,7 +152,9 @@ class SoakRun:
             self._disks.enter_context(mounted(self._folder / part / "run", "32m"))
         self._write(part, trials)
         ends = 1 + sum(trial.ends for trial in trials)
+        log = self._folder / part / "log"
         for _ in range(ends):
+            begin = log.stat().st_size if log.exists() else 0
             code = self._start(part).wait()
             ended = time.time()
             if code == 0:
@@ -159,6 +164,14 @@ class SoakRun:
             if under_way is None or not under_way.ends_process:
                 break
             under_way.decided = under_way.decided or ended
+            expected, said = under_way.documented_end
+            deadline = time.monotonic() + END_S  # a second process prints after the driver's end
+            while not (found := re.search(said.encode(), log.read_bytes()[begin:])):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.2)
+            if code != expected or not found:
+                under_way.ended_otherwise = f"code {code}, {found}"
             self._write(part, done)
         self._notes.append(f"{part}: the run ended\n{self._log(part)}")
 

@@ -83,5 +83,6 @@ def not_as_it_should_be(trial: Trial) -> list[str]:
         f"{trial.redone} steps redone": trial.redone > MOST_REDONE.get(trial.role, 1)
         and not trial.ends_process,
         "no spare came": trial.takes_spare and not trial.spare_came,
+        f"driver ended with {trial.ended_otherwise}": bool(trial.ended_otherwise),
     }
     return [what for what, is_so in wrong.items() if is_so]

@@ -1,4 +1,4 @@
-"""Losses and throughput over time of a run in which things go wrong, beside the one without."""
+"""Picture of a soak: losses of all parts, what went wrong at which step, and throughput."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from soak_places import FILES, LIMITS, SMALL_DISK, STOPPED
 from trials import Trial
 
 # Seconds of a bar of throughput.
 BAR_S = 1.0
-UNDISTURBED, SOAKED, KILLS = "#b8c0c8", "#1f5fbf", "#c0392b"
+UNDISTURBED, KILLS = "#b8c0c8", "#c0392b"
+PART_COLORS = ("#1f5fbf", "#d9822b", "#2e8b57", "#8e44ad")
+SERVERS = ("raylet", "GCS", "agent", "node")
+# Names of kinds that say too little by themselves.
+NAMES = {
+    STOPPED: "SIGSTOP for 1.5 s", "NaN input": "inputs not finite",
+    LIMITS[0]: "no file descriptors (prlimit)", LIMITS[1]: "no memory for threads (prlimit)",
+    SMALL_DISK: "tmpfs filled and emptied", FILES[0]: "checkpoint moved, link in its place",
+    FILES[1]: "FIFO as manifest",
+}
 
 
-def draw_soak(undisturbed: Path, soaked: Path, trials: Sequence[Trial], file: Path) -> None:
+def draw_soak(folder: Path, undisturbed: str, trials: Sequence[Trial], file: Path) -> None:
     """Write the picture.
 
     Args:
-        undisturbed, soaked: folders of runs.
-        trials: what went wrong in the latter.
+        folder: of the soak, with a folder for each part.
+        undisturbed: name of the undisturbed part.
+        trials: what went wrong, in all parts.
         file: ending in ``.png`` or ``.svg``.
     """
     import matplotlib
@@ -26,45 +37,69 @@ def draw_soak(undisturbed: Path, soaked: Path, trials: Sequence[Trial], file: Pa
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    last = max(_times(soaked))
-    figure, (by_step, by_time, speeds) = plt.subplots(3, 1, figsize=(9, 8))
-    speeds.sharex(by_time)
-    name = f"{len(trials)} times killed or disturbed"
-    for run, label, color, width in (
-        (undisturbed, "undisturbed", UNDISTURBED, 5.0), (soaked, name, SOAKED, 1.2),
-    ):
-        rows, clock = [row for row in _steps(run) if row["step"] <= last], _times(run)
-        losses = [row["loss"] for row in rows]
-        at = [clock[row["step"]] - min(clock.values()) for row in rows]
-        by_step.plot([row["step"] for row in rows], losses, color=color, lw=width, label=label)
-        by_time.plot(at, losses, color=color, lw=min(width, 2.5))
-        bars = [0.0] * (int(at[-1] / BAR_S) + 2)
-        for second, row in zip(at, rows, strict=True):
-            bars[int(second / BAR_S)] += row["tokens"] / BAR_S
-        edges = [n * BAR_S for n in range(len(bars))]
-        speeds.step(edges, bars, where="post", color=color, lw=min(width, 2.5))
-    start = min(_times(soaked).values())
+    trials = [trial for trial in trials if trial.at is not None]
+    parts = list(dict.fromkeys(trial.part for trial in trials))
+    kinds = sorted({_name(trial) for trial in trials})
+    heights = [3.0, 0.6 + 0.24 * len(kinds), 2.2]
+    figure, (losses, faults, speeds) = plt.subplots(
+        3, 1, figsize=(10, sum(heights) + 1.2), height_ratios=heights
+    )
+    faults.sharex(losses)
+    last = max(max(_times(folder / part)) for part in parts)
+    _draw_losses(losses, folder / undisturbed, last, "undisturbed", UNDISTURBED, 5.0)
+    for number, (part, color) in enumerate(zip(parts, PART_COLORS, strict=False)):
+        there = [trial for trial in trials if trial.part == part]
+        label = f"{part}: {len(there)} faults"
+        _draw_losses(losses, folder / part, last, label, color, 2.2 - 0.5 * number)
+        faults.scatter(
+            [trial.last_step for trial in there], [kinds.index(_name(trial)) for trial in there],
+            color=color, s=16, zorder=3,
+        )
+    losses.set(ylabel="loss", title=f"{len(trials)} faults in {len(parts)} runs")
+    losses.legend(fontsize=8)
+    faults.set(xlabel="step", ylim=(len(kinds) - 0.5, -0.5))
+    faults.set_yticks(range(len(kinds)), kinds, fontsize=8)
+    faults.grid(axis="y", color="#e6e6e6")
+    _draw_speed(speeds, folder / undisturbed, last, UNDISTURBED, 2.5)
+    _draw_speed(speeds, folder / parts[0], last, PART_COLORS[0], 1.2)
+    start = min(_times(folder / parts[0]).values())
     for trial in trials:
-        if trial.at is not None:
-            by_step.axvline(trial.last_step, color=KILLS, lw=0.7, ls=":")
-            for axes in (by_time, speeds):
-                axes.axvline(trial.at - start, color=KILLS, lw=0.7, ls=":")
-    by_step.set(ylabel="loss", xlabel="step")
-    by_time.set(ylabel="loss")
-    speeds.set(ylabel=f"tokens/s, bars of {BAR_S:g} s", xlabel="seconds since the first step")
-    by_step.legend(fontsize=8)
+        if trial.part == parts[0]:
+            speeds.axvline(trial.at - start, color=KILLS, lw=0.6, ls=":")
+    speeds.set(ylabel=f"tokens/s, bars of {BAR_S:g} s",
+               xlabel=f"seconds since the first step ({parts[0]}; dotted: a fault)")
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=100)
     plt.close(figure)
 
 
-def _steps(run: Path) -> list[Mapping[str, Any]]:
+def _name(trial: Trial) -> str:
+    kind = NAMES.get(trial.kind, trial.kind)
+    return f"{trial.role}: {kind}" if trial.role in SERVERS else kind
+
+
+def _draw_losses(axes: Any, part: Path, last: int, label: str, color: str, width: float) -> None:
+    rows = [row for row in _steps(part) if row["step"] <= last]
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], color=color, lw=width,
+              label=label)
+
+
+def _draw_speed(axes: Any, part: Path, last: int, color: str, width: float) -> None:
+    rows, clock = [row for row in _steps(part) if row["step"] <= last], _times(part)
+    at = [clock[row["step"]] - min(clock.values()) for row in rows]
+    bars = [0.0] * (int(max(at)) + 2)
+    for second, row in zip(at, rows, strict=True):
+        bars[int(second / BAR_S)] += row["tokens"] / BAR_S
+    axes.step([n * BAR_S for n in range(len(bars))], bars, where="post", color=color, lw=width)
+
+
+def _steps(part: Path) -> list[Mapping[str, Any]]:
     from raymm.monitor.metrics import read_metrics
 
-    return [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+    return [row for row in read_metrics(part / "run" / "metrics.jsonl") if "loss" in row]
 
 
-def _times(run: Path) -> dict[int, float]:
+def _times(part: Path) -> dict[int, float]:
     """When every step was taken, the last time that it was."""
-    lines = (run.parent / "times.txt").read_text().split()
+    lines = (part / "times.txt").read_text().split()
     return {int(step): float(at) for step, _, at in (line.partition(":") for line in lines)}

@@ -115,10 +115,10 @@ class Soak(Callback):
                 if now.role == "node":  # in the main thread alone Ray adds one
                     self._nodes.add()
         if self._now is None and step >= self._due:
-            if self._left:
-                self._begin(self._left.pop(0))
-            else:
+            if not self._left:
                 self._end()
+            elif self._left[0].kind not in FILES or self._committed():  # there is one to change
+                self._begin(self._left.pop(0))
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
         if self._now is not None and (self._now.role, self._now.phase) == ("driver", "evaluation"):
@@ -179,18 +179,21 @@ class Soak(Callback):
 
         threading.Timer(STOPPED_S, give_back).start()
 
+    def _committed(self) -> list[Path]:
+        """Checkpoints that are no links, the newest last."""
+        manifests = self._folder.glob("run/checkpoints/step-*[0-9]/manifest.json")
+        return sorted(file.parent for file in manifests
+                      if file.is_file() and not file.parent.is_symlink())
+
     def _change_files(self, trial: Trial) -> None:
         """Change the checkpoints as somebody else may, and end."""
-        checkpoints = self._folder / "run" / "checkpoints"
+        newest = self._committed()[-1]
         if trial.kind == "linked checkpoint":
-            newest = max(folder for folder in checkpoints.glob("step-*[0-9]")
-                         if folder.is_dir() and not folder.is_symlink()
-                         and (folder / "manifest.json").is_file())
             target = self._folder / f"moved-{trial.number}"
             newest.rename(target)
             newest.symlink_to(target)
         else:
-            folder = checkpoints / f"step-{99_000_000 + trial.number}"
+            folder = newest.with_name(f"step-{99_000_000 + trial.number}")
             folder.mkdir()
             os.mkfifo(folder / "manifest.json")
         self._end_process(trial)

@@ -89,7 +89,7 @@ def test_a_trial_that_went_otherwise_is_found() -> None:
     )
     assert not soak_checks.not_as_it_should_be(whole)
     wrong = {"new_step": None, "redone": 2, "text": "rank 0 (", "identical": False,
-             "spare_came": False}
+             "spare_came": False, "ended_otherwise": "code 2, None"}
     for name, value in wrong.items():
         assert len(soak_checks.not_as_it_should_be(replace(whole, **{name: value}))) == 1
     without = replace(whole, part="in place", spare=None, spare_came=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ PARTS = {"in place": 66, "with a spare": 15, "the same command": 10, "several no
 
 # What a run says of a checkpoint that was not written, or of an older one that had to stay.
 UNSAVED = ("could not be saved", "an old checkpoint stays")
+# What a second process says of a driver that could not.
+LAST_WORDS = "was ended from outside"
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Trial:
         identical: whether all losses until the next trial are those of an undisturbed run.
         spare: the process that waited when it began, with a spare.
         spare_came: whether that has become a rank.
+        ended_otherwise: exit code and sentence of a driver that did not end as documented.
     """
 
     number: int
@@ -61,6 +65,7 @@ class Trial:
     identical: bool = False
     spare: int | None = None
     spare_came: bool = False
+    ended_otherwise: str = ""
 
     @property
     def rank(self) -> int | None:
@@ -92,6 +97,14 @@ class Trial:
     def ends_process(self) -> bool:
         """Whether the run's own process ends by it, and the same command goes on."""
         return self.part == "the same command" and not self.survives
+
+    @property
+    def documented_end(self) -> tuple[int, str]:
+        """Exit code of a driver that ends by it, and a pattern of the sentence on its end."""
+        return {
+            "GCS": (1, r"server \(GCS\) at .* has not answered for"),
+            "driver": (-signal.SIGKILL, LAST_WORDS),
+        }.get(self.role, (1, rf"{LAST_WORDS}|does not listen|the Ray cluster has lost it"))
 
     @property
     def ends(self) -> int:
