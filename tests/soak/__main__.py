@@ -4,7 +4,8 @@ the other, in every role and phase; and what became of each.
 Runs of their own: with new processes in place of lost ones, with a spare, with a driver (and its
 Ray) that is ended and started again, and on several nodes. Prints a table (seconds as median and
 worst) and, last, a line of JSON. Ends with 1 if anything is not as in an undisturbed run.
-``--part`` runs one of them only, with all of the trials, ``--kind`` has one kind of them only,
+``--part`` runs one of them only, with all of the trials (repeated: these, with an equal share of
+the trials each), ``--kind`` has one kind of them only,
 ``--every`` so many steps apart, ``--draw`` draws losses, faults and throughput, and ``--folder``
 keeps logs and runs in a new folder.
 """
@@ -63,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", choices=list(PARTS))
+    parser.add_argument("--part", choices=list(PARTS), action="append", dest="parts")
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--every", type=int, default=EVERY, help="steps between two")
     parser.add_argument("--draw", type=Path, metavar="FILE")
@@ -71,7 +72,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ[EVERY_VARIABLE] = str(options.every)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unmounts its disks
-    trials = draw(options.kills, options.seed, options.part, options.kind)
+    trials = draw(options.kills, options.seed, options.parts, options.kind)
     temporary = tempfile.TemporaryDirectory(prefix="raymm-soak-", dir="/tmp")
     with temporary if options.folder is None else nullcontext(options.folder) as folder:
         Path(folder).mkdir(exist_ok=True)

@@ -37,12 +37,14 @@ def test_everything_has_its_turn_before_anything_has_a_second() -> None:
     from soak_places import places  # pyright: ignore[reportMissingImports]
 
     for part, there in places().items():
-        drawn = [(t.role, t.phase, t.kind) for t in draw(len(there) + 1, 3, part)]
+        drawn = [(t.role, t.phase, t.kind) for t in draw(len(there) + 1, 3, [part])]
         assert sorted(drawn[:-1]) == sorted(there) and drawn[-1] in there
     drawn = draw(100, 0)
     assert {part: sum(t.part == part for t in drawn) for part in PARTS} == PARTS
     assert drawn == draw(100, 0) != draw(100, 1)
     assert [trial.number for trial in drawn] == list(range(100))
+    two = ["the same command", "several nodes"]
+    assert [trial.part for trial in draw(6, 0, two)] == [two[0]] * 3 + [two[1]] * 3
 
 
 def _rows(steps: int) -> list[dict]:

@@ -129,7 +129,7 @@ class Trial:
 
 
 def draw(
-    kills: int, seed: int, part: str | None = None, kind: str | None = None
+    kills: int, seed: int, parts: Sequence[str] | None = None, kind: str | None = None
 ) -> list[Trial]:
     """Trials of all parts, in each in a random order, in which those come first whose role, phase
     and kind were there least; none twice before all were there.
@@ -137,14 +137,14 @@ def draw(
     Args:
         kills: how many.
         seed: of the order.
-        part: of which all are to be; None: of each its share.
+        parts: of which all are to be, in equal numbers; None: of each its share.
         kind: of which all are to be; None: of any.
     """
     generator, trials = random.Random(seed), []
     counts = dict.fromkeys(PARTS, 0)
-    if part is None:
-        counts = {name: kills * share // 100 for name, share in PARTS.items()}
-    counts[part or "in place"] += kills - sum(counts.values())
+    shares = PARTS if parts is None else dict.fromkeys(parts, 100 // len(parts))
+    counts |= {name: kills * share // 100 for name, share in shares.items()}
+    counts[next(iter(shares))] += kills - sum(counts.values())
     seen: Counter[str] = Counter()
     for name, there in places().items():
         left: list[Place] = []
