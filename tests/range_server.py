@@ -25,6 +25,7 @@ class RangeServer:
         before: is called with every path; returns the status to answer with instead, the place to
             redirect to, or None.
         ranges: (path, first byte, last byte) of all requests that were served.
+        credentials: headers ``Authorization`` and ``Cookie`` of all requests.
         whole: do not serve ranges, but whole files.
 
     Args:
@@ -34,6 +35,7 @@ class RangeServer:
 
     def __init__(self, folder: Path, certificate: Path | None = None) -> None:
         self.folder, self.ranges, self.whole = folder, [], False
+        self.credentials: list[tuple[str | None, str | None]] = []
         self.before: Callable[[str], int | str | None] = lambda path: None
         owner = self
 
@@ -57,11 +59,13 @@ class RangeServer:
         self.root = f"{scheme}://127.0.0.1:{self._server.server_port}"
 
     def _serve(self, request: BaseHTTPRequestHandler) -> None:
+        headers = request.headers
+        self.credentials.append((headers["Authorization"], headers["Cookie"]))
         path = unquote(request.path).lstrip("/")
         answer = self.before(path)
         file = self.folder / path
         if isinstance(answer, str):
-            return self._end(request, 302, b"", Location=answer)
+            return self._end(request, 302, b"", Location=answer, **{"Set-Cookie": "key=secret"})
         if answer is not None or not file.is_file():
             return self._end(request, answer or 404, b"")
         data = file.read_bytes()

@@ -114,6 +114,8 @@ PROMISES = {
         "never with options of a connection or credentials of its own":
             "tests/data/readers/test_remote_sources.py::"
             "test_media_of_rows_lie_below_the_sources_url",
+        "which gets none of the credentials":
+            "tests/data/readers/test_remote_sources.py::test_a_redirect_gets_no_credentials",
         "to `http://` nothing is followed":
             "tests/data/readers/test_remote_sources.py::"
             "test_servers_that_refuse_are_named_before_anything_starts",

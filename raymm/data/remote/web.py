@@ -103,11 +103,13 @@ class WebStore(Store):
 
     def _answer(self, url: DataUrl, start: int, size: int) -> Any:
         """A server's answer, of whose body nothing has been read."""
-        place = str(url)
+        place, named = str(url), f"{self._scheme}://{self._host}/"
         for _ in range(MOST_REDIRECTS + 1):
+            # By itself requests takes credentials from ~/.netrc, which knows no ports, or the URL.
+            auth = None if place.startswith(named) else _no_credentials
             try:
                 answer = self._session().get(
-                    place, stream=True, allow_redirects=False,
+                    place, stream=True, allow_redirects=False, auth=auth,
                     timeout=(CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S),
                     headers={"Range": f"bytes={start}-{start + size - 1}",
                              "Accept-Encoding": "identity"},
@@ -124,8 +126,7 @@ class WebStore(Store):
                 return answer
             target = urljoin(place, answer.headers.get("Location", ""))
             answer.close()
-            own = self._scheme == "http" and target.startswith(f"http://{self._host}/")
-            if not (target.startswith("https://") or own):
+            if not target.startswith(("https://", named)):
                 raise RemoteError(f"{url}: it redirects to {target[:80]!r}; accepted: https://")
             place = target
         raise RemoteError(f"{url}: it redirects more than {MOST_REDIRECTS} times")
@@ -147,6 +148,11 @@ class WebStore(Store):
             raise
         except OSError as error:  # requests' errors are, too
             raise RemoteError(f"{url}: {error} (tried for {retry_for_s:g} s)") from None
+
+
+def _no_credentials(request: Any) -> Any:
+    """Authentication of a request to a server that the user has not named."""
+    return request
 
 
 def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:

@@ -233,6 +233,28 @@ def test_a_certificate_of_another_server_is_refused(tmp_path, monkeypatch):
         server.end()
 
 
+@pytest.mark.usefixtures("no_bundles")
+@pytest.mark.parametrize("netrc", ["machine 127.0.0.1", "default"])
+def test_a_redirect_gets_no_credentials(tmp_path, monkeypatch, web, netrc):
+    """Two servers of one address: the one that is named has the credentials, the other has none."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    authority, certificate = write_certificates(tmp_path)
+    (tmp_path / "netrc").write_text(f"{netrc} login me password secret\n")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    other = RangeServer(tmp_path, certificate)
+    # To the other server, also with credentials of the redirect's own; there through itself.
+    with_credentials = other.root.replace("://", "://them:theirs@")
+    targets = {"a.jsonl": f"{web.root}/b.jsonl", "b.jsonl": f"{with_credentials}/a.jsonl"}
+    web.before = targets.get
+    try:
+        assert open_source(f"{web.root}/a.jsonl")[0].text == "a"
+    finally:
+        other.end()
+    assert {authorization for authorization, _ in web.credentials} == {"Basic bWU6c2VjcmV0"}
+    assert set(other.credentials) == {(None, None)}
+
+
 def failing(times: int):
     """Answers so many requests with an error, then as it should."""
     left = iter([503] * times)
