@@ -45,7 +45,7 @@ class ClusterObserver:
     from ending.
 
     Args:
-        nodes: Ray's ids of the nodes.
+        nodes: Ray's ids of the nodes; without any, the GCS alone is observed.
 
     Attributes:
         nodes: as given.
@@ -63,7 +63,7 @@ class ClusterObserver:
             node["NodeID"]: Server(
                 node["NodeManagerAddress"], node["NodeManagerPort"], node["NodeManagerHostname"]
             )
-            for node in ray.nodes() if node["NodeID"] in nodes
+            for node in (ray.nodes() if nodes else ()) if node["NodeID"] in nodes
         }
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._gcs = Server(host.strip("[]"), int(port), "the Ray cluster's server (GCS)")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 # Sent when the run has an end of its own, which needs no sentence.
@@ -20,11 +20,14 @@ _DONE = b"\0"
 
 
 @contextmanager
-def last_words(place: object) -> Iterator[None]:
+def last_words(place: object) -> Iterator[Callable[[], None]]:
     """Have a sentence printed to the standard error if this process is ended within the block.
 
     Args:
         place: folder or URL of the run.
+
+    Yields:
+        Function after which nothing is printed: the process ends, and has printed why itself.
     """
     text = (
         f"\nthe run failed:\nprocess {os.getpid()}, which drove the run in {place}, was ended from "
@@ -40,12 +43,16 @@ def last_words(place: object) -> Iterator[None]:
     with suppress(OSError):
         process.stdin.write(text.encode(errors="replace"))
         process.stdin.flush()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
+
+    def done() -> None:
+        with suppress(OSError, ValueError):  # closed before
             process.stdin.write(_DONE)
             process.stdin.close()
+
+    try:
+        yield done
+    finally:
+        done()
         process.wait()
 
 

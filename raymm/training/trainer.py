@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -24,7 +25,7 @@ from raymm.config.sections import ConfigError, RunConfig
 from raymm.costs.named_devices import device_names, precision_notes
 from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset
-from raymm.errors import RunFailedError
+from raymm.errors import ClusterLostError, RunFailedError
 from raymm.evaluation.best_evaluation import BestEvaluation
 from raymm.files.run_files import remove_partial
 from raymm.layout.layout_notes import layout_notes
@@ -65,6 +66,7 @@ from raymm.training.run_start import (
     with_commits,
     with_vocabulary,
 )
+from raymm.training.start_observer import StartObserver
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training.training_loop import TrainingLoop
 
@@ -194,7 +196,7 @@ class Trainer:
 
     def _fit_or_stop(self) -> Result:
         try:
-            with last_words(self._folder):
+            with last_words(self._folder) as self._has_spoken:
                 return self._own_and_fit()
         except SystemExit as end:  # what ray.init(), while it runs, makes of SIGTERM
             if end.code != signal.SIGTERM:
@@ -233,6 +235,25 @@ class Trainer:
         if steps := loop.unsaved_steps:
             return f"stopped by {why} at once: {steps} steps that are not saved are lost, {saved}"
         return f"stopped by {why} at once: no step is lost, {saved}"
+
+    def _end_process(self, number: int | None, lost: str) -> NoReturn:
+        """End this process before the first step, whose main thread waits for a lost GCS.
+
+        Args:
+            number: of the signal that asked for it, if any.
+            lost: sentence on the GCS.
+        """
+        try:
+            if number is not None:
+                self.stop.ask(StopReason(signal.Signals(number).name, number))
+                text = self._stopped_at_once()
+            else:
+                error = ClusterLostError(lost)
+                text = f"the run failed:\n{error}\n{what_is_left(error, self._latest)}"
+            os.write(2, f"\n{text}\n".encode())
+            self._has_spoken()
+        finally:
+            os._exit(1 if number is None else 128 + number)
 
     def _latest(self) -> Path | str | None:
         return CheckpointStore(self.run.storage_path).latest()
@@ -279,6 +300,7 @@ class Trainer:
         restarts = Restarts(self._controller, self.stop, self._say)
         with (
             faults_kept_in(self.path), connected(),
+            StartObserver(lambda: self._loop is None, self._end_process),
             self._elastic.asking() if self._elastic else nullcontext(),
             CallbackHandler(self.callbacks, self.path, self._say) as callbacks,
         ):

@@ -4,11 +4,13 @@ documented exit code, and leaves no process."""
 import os
 import re
 import signal
+import time
 
 import pytest
 from processes import all_gone, descendants, end_group, titles, wait_until
 from tiny_run import start
 
+from raymm.actors.placement.placement import LINE_EVERY_S
 from raymm.storage.checkpoint import CheckpointStore
 
 PATIENCE_S = 240.0
@@ -20,25 +22,35 @@ BY_RAY = "Failed to connect to GCS within"
 ENDED = "was ended from outside|Ray server .raylet. does not listen|the Ray cluster has lost it"
 
 
+STEP, WAITING = "\nstep ", "\nwaiting for nodes, "
+# Processes that find no place. With every line on that, the driver's main thread asks Ray for the
+# nodes, which does not return without the GCS.
+NO_ROOM = {"resources.cpus": 500, "run.wait_for_nodes_s": 600}
+NO_ANSWER = r"the Ray cluster's server \(GCS\) at .* has not answered for"
+
+
 @pytest.mark.ray
 @pytest.mark.system
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("server", "signals", "code", "said"), [
-    ("gcs_server", 1, 143, r"stopped by SIGTERM after step \d+ of 100000: all of it is in "),
-    ("gcs_server", 0, 1, r"the Ray cluster's server \(GCS\) at .* has not answered for"),
-    ("DashboardAgent", 0, 1, ENDED),
-    ("raylet", 0, 1, ENDED),
+@pytest.mark.parametrize(("server", "mark", "signals", "code", "said"), [
+    ("gcs_server", STEP, 1, 143, r"stopped by SIGTERM after step \d+ of 100000: all of it is in "),
+    ("gcs_server", STEP, 0, 1, NO_ANSWER),
+    ("gcs_server", WAITING, 1, 143, "stopped by SIGTERM before the first step: nothing was tr"),
+    ("gcs_server", WAITING, 0, 1, NO_ANSWER),
+    ("DashboardAgent", STEP, 0, 1, ENDED),
+    ("raylet", STEP, 0, 1, ENDED),
 ])
-def test_a_lost_server_ends_the_run(server, signals, code, said, make_config, tmp_path):
+def test_a_lost_server_ends_the_run(server, mark, signals, code, said, make_config, tmp_path):
     config = make_config({
         "parallel": ONE_RANK, "run.steps": 100_000, "run.checkpoint_every": 100_000,
         "data.modalities.vision.processor": "run_processors:slow_image",
+        **(NO_ROOM if mark == WAITING else {}),
     })
     log = tmp_path / "log"
     driver = start(["train", config], tmp_path, log)
     try:
-        wait_until(lambda: driver.poll() is not None or "\nstep " in log.read_text(),
-                   PATIENCE_S, "a step")
+        wait_until(lambda: driver.poll() is not None or mark in log.read_text(),
+                   PATIENCE_S, mark)
         started = descendants(driver.pid)
         (victim,) = (
             pid for pid, title in titles(started).items()
@@ -47,6 +59,8 @@ def test_a_lost_server_ends_the_run(server, signals, code, said, make_config, tm
         os.kill(victim, signal.SIGKILL)
         for _ in range(signals):
             wait_until(lambda: all_gone({victim}), 30, "its end")
+            if mark == WAITING:
+                time.sleep(LINE_EVERY_S + 2.0)
             driver.send_signal(signal.SIGTERM)
         driver.wait(PATIENCE_S)
     finally:
@@ -57,5 +71,6 @@ def test_a_lost_server_ends_the_run(server, signals, code, said, make_config, tm
     wait_until(lambda: re.search(said, log.read_text()), 60, f"the sentence {said}")
     text = log.read_text()
     assert BY_RAY not in text and "Traceback" not in text, text
-    assert (CheckpointStore(tmp_path / "run").latest() is None) == (not signals)
+    saved = CheckpointStore(tmp_path / "run").latest() is not None
+    assert saved == (signals > 0 and mark == STEP)
     wait_until(lambda: all_gone(started), 60, "the end of all processes of the run")
