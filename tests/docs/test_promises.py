@@ -74,12 +74,42 @@ PROMISES = {
             "test_an_untrained_model_is_written_byte_for_byte",
         "A folder that has other files in it is renamed":
             "tests/storage/test_links.py::test_a_run_on_another_disk_keeps_what_is_beside_it",
+        "a run that ends before that ends with an error":
+            "tests/training/test_metrics.py::test_rows_stay_in_memory_while_the_disk_is_full",
+        "wait for it, too; a second signal does not":
+            "tests/training/test_stop.py::test_while_it_saves_and_a_second_signal",
+        "is said, with the file named, and the checkpoints before it stay":
+            "tests/storage/test_background_save.py::"
+            "test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost",
+        "The second says which tensors differ, and by how much of their norm":
+            "tests/training/test_check_command.py::test_differences_are_relative_and_say_kinds",
+        "whatever layouts the two were written under":
+            "tests/training/test_check_command.py::test_layouts_do_not_matter",
+        "is 1 if something is corrupt or the two differ":
+            "tests/training/test_check_command.py::"
+            "test_two_checkpoints_of_a_run_differ_in_what_was_trained",
+        "becomes a folder that stock `peft` loads":
+            "tests/storage/test_adapter_folder.py::"
+            "test_peft_computes_the_same_with_either_scaling",
+        "`bfloat16` or `float16` stores all of them in another":
+            "tests/storage/test_model_folder.py::test_another_dtype_is_written_when_asked_for",
+        "are loaded without quantisation and cannot be written in their own format":
+            "tests/storage/test_model_folder.py::"
+            "test_an_fp8_folder_is_written_without_quantisation",
+        "Other quantised folders are refused before a run starts":
+            "tests/storage/test_model_folder.py::"
+            "test_other_quantised_folders_are_refused_by_method",
+        "the exported configuration has `tie_word_embeddings: false`":
+            "tests/storage/test_model_folder.py::"
+            "test_a_merged_head_is_not_tied_to_the_embedding",
     },
     "docs/clusters.md": {
         "has a sentence on the standard error, too, which a second process prints":
             "tests/training/test_last_words.py::"
             "test_only_a_process_that_cannot_speak_is_spoken_for",
         "SIGTERM before that still finishes the step, saves, and ends with 143":
+            "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
+        "SIGTERM ends with 143 after 10 s at most, also where a call of Ray's does not return":
             "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
         "ends with code 1; the sentence is the run's, or the second process's":
             "tests/training/test_lost_servers.py::test_a_lost_server_ends_the_run",
@@ -107,6 +137,22 @@ PROMISES = {
         "checkpoints are safetensors and JSON, and nothing is ever unpickled":
             "tests/training/test_planted_attacks.py::"
             "test_a_shard_that_is_a_pickle_is_refused_though_its_checksum_fits",
+        "scripts that it brings are not run":
+            "tests/training/test_hub_ids.py::test_a_script_of_a_data_set_is_not_run",
+        "with `..` resolved before it is compared":
+            "tests/data/readers/test_remote_sources.py::"
+            "test_media_of_rows_lie_below_the_sources_url",
+        "is refused, and names the file that it stands for":
+            "tests/data/samples/test_media_folders.py::"
+            "test_a_file_that_is_a_link_is_refused_when_it_is_read",
+        "decodes only the codecs that are listed":
+            "tests/data/video/test_frames.py::test_nothing_else_is_opened",
+        "Checkpoints are read through links":
+            "tests/actors/storage/test_plain_file.py::"
+            "test_files_are_read_up_to_a_size_and_through_links",
+        "listens on this machine only":
+            "tests/training/test_failure.py::"
+            "test_interrupted_again_and_again_equals_the_whole",
         "scans with NumPy's format without objects":
             "tests/data/sampling/test_scan.py::test_nothing_is_unpickled",
         "settings and safetensors are downloaded, no pickles":

@@ -157,3 +157,17 @@ def test_a_folder_wins_over_an_id(hub, commits, tmp_path):
     )
     assert done.returncode == 2 and "has no config.json" in done.stderr
     assert hub.requests == []
+
+
+def test_a_script_of_a_data_set_is_not_run(hub, tmp_path):
+    ran, folder = tmp_path / "ran", tmp_path / "rows"
+    folder.mkdir()
+    (folder / "rows.py").write_text(f"open({str(ran)!r}, 'w')")
+    hub.commit(f"datasets/{ROWS}", folder)
+    opening = f"from raymm.data import open_source; open_source('hf://datasets/{ROWS}')"
+    done = subprocess.run(
+        [sys.executable, "-c", opening], env=environment(hub, tmp_path / "home"), text=True,
+        capture_output=True, timeout=240,
+    )
+    assert done.returncode and "DataError" in done.stderr and "scripts" in done.stderr, done.stderr
+    assert any("rows.py" in request for request in hub.requests) and not ran.exists()
