@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,24 @@ from raymm.actors.optimizer.checkpoint_shards import (
     store_shard,
 )
 from raymm.actors.optimizer.finite import not_finite
-from raymm.actors.optimizer.pinned_arena import PinnedArena
+from raymm.actors.optimizer.host_staging import HostStaging
 
 Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by their stored names, by file."""
+
+
+class Saved(NamedTuple):
+    """What a process saves.
+
+    Attributes:
+        files: the tensors as they are in memory.
+        widened: names of those that files have in fp32.
+        temporary: True if some of the tensors were made to be saved.
+    """
+
+    files: Files
+    widened: frozenset[str] = frozenset()
+    temporary: bool = False
 
 
 class WrittenCopy(NamedTuple):
@@ -36,37 +51,37 @@ class WrittenCopy(NamedTuple):
 
 
 class HostCopy:
-    """A copy in host memory of what is saved, at most one at a time.
-
-    On a GPU it is made by the device, in the order of its work, into pinned memory that is kept for
-    the next one: pinning takes longer than copying. On a CPU its memory is given back once it is
-    written.
+    """A copy in host memory of what is saved, at most one at a time; its memory is returned once it
+    is written.
 
     Args:
-        device: where the tensors are.
+        staging: copies the tensors.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._arena = PinnedArena() if device.type == "cuda" else None
-        self._files: Files | None = None
-        self._copied: torch.cuda.Event | None = None
+    def __init__(self, staging: HostStaging) -> None:
+        self._staging = staging
+        self._names: list[tuple[str, str]] | None = None
+        self._tensors: Future[list[torch.Tensor]] = Future()
 
-    def copy(self, files: Files) -> int:
-        """Copy them; tensors may change once this returns, as far as that is in the order of the
-        device's current stream. Returns bytes."""
-        names = [(file, name) for file, tensors in files.items() for name in tensors]
-        originals = [files[file][name].detach() for file, name in names]
-        if self._arena is None:
-            targets = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in originals]
-        else:
-            targets = self._arena.tensors(originals)
-        self._files = {file: {} for file in files}
-        for (file, name), target, tensor in zip(names, targets, originals, strict=True):
-            self._files[file][name] = target.copy_(tensor, non_blocking=True)
-        if self._arena is not None:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return sum(target.nbytes for target in targets)
+    def copy(self, saved: Saved) -> int:
+        """Begin to copy tensors, which may change once :meth:`HostStaging.wait` has returned.
+        Return the bytes of the copies."""
+        named = [
+            (file, name, tensor)
+            for file, tensors in saved.files.items()
+            for name, tensor in tensors.items()
+        ]
+        dtypes = [
+            torch.float32 if name in saved.widened else tensor.dtype for _, name, tensor in named
+        ]
+        self._names = [(file, name) for file, name, _ in named]
+        self._tensors = self._staging.copy(
+            [tensor for _, _, tensor in named], dtypes, saved.temporary
+        )
+        return sum(
+            tensor.numel() * dtype.itemsize
+            for (_, _, tensor), dtype in zip(named, dtypes, strict=True)
+        )
 
     def write(self, location: str) -> WrittenCopy:
         """Write what was copied last; in any thread.
@@ -77,11 +92,18 @@ class HostCopy:
         Raises:
             ShardError: it cannot be written, or there is none.
         """
-        files, self._files = self._files, None
-        if files is None:
+        names, self._names = self._names, None
+        if names is None:
             raise ShardError(f"there is nothing to write into {location}")
-        if self._copied is not None:
-            self._copied.synchronize()
+        copied, self._tensors = self._tensors, Future()
+        try:
+            tensors = copied.result()
+        except (MemoryError, RuntimeError) as error:
+            raise ShardError(f"cannot copy what {location} is to have: {error}") from None
+        files: Files = {}
+        for (file, name), tensor in zip(names, tensors, strict=True):
+            files.setdefault(file, {})[name] = tensor
+        del copied, tensors
         if names := not_finite(_whole_names(files)):
             return WrittenCopy({}, names)
         shards = {}
@@ -102,15 +124,11 @@ def _whole_names(files: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[
 class SavingActor(ABC):
     """Part of actors that have something to save."""
 
+    _staging: HostStaging
     _host_copy: HostCopy | None = None
 
-    @property
     @abstractmethod
-    def _saved_device(self) -> torch.device:
-        """Where it is."""
-
-    @abstractmethod
-    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
+    def _files_to_save(self, skip_frozen: frozenset[str]) -> Saved:
         """This process's part; of what several processes have, one has it in there.
 
         Args:
@@ -124,15 +142,26 @@ class SavingActor(ABC):
             folder: location of an existing folder that is not committed yet.
             skip_frozen: modules whose frozen weights are elsewhere and need no copy.
         """
+        saved = self._files_to_save(skip_frozen)
         return {
-            file: store_shard(folder, file, _untie(tensors))
-            for file, tensors in self._files_to_save(skip_frozen).items()
+            file: store_shard(
+                folder,
+                file,
+                _untie(
+                    {
+                        name: tensor.float() if name in saved.widened else tensor
+                        for name, tensor in tensors.items()
+                    }
+                ),
+            )
+            for file, tensors in saved.files.items()
         }
 
     def copy_state(self, skip_frozen: frozenset[str]) -> int:
-        """Copy to host memory what :meth:`save` writes, for :meth:`write_copy`; returns bytes."""
+        """Begin to copy to host memory what :meth:`save` writes, for :meth:`write_copy`. Return the
+        bytes of the copy."""
         if self._host_copy is None:
-            self._host_copy = HostCopy(self._saved_device)
+            self._host_copy = HostCopy(self._staging)
         return self._host_copy.copy(self._files_to_save(skip_frozen))
 
     def write_copy(self, folder: str) -> WrittenCopy:

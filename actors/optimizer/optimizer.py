@@ -320,6 +320,11 @@ class RankOptimizer:
         """
         return not_finite(named_tensors(modules, self.state_tensors()))
 
+    @property
+    def state_is_temporary(self) -> bool:
+        """True if :meth:`state_tensors` makes tensors, of what is stored in fewer bits."""
+        return self._updates.state_is_temporary
+
     def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
         """Optimizer state by (stage, name, key)."""
         return {

@@ -7,7 +7,8 @@ changes in one process, whoever else has the same, and is read by a process with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -16,10 +17,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raymm.actors.optimizer.host_staging import HostStaging
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.progress import Progress
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.scheduler.plan.stage import StageId
+
+logger = logging.getLogger(__name__)
 
 Stages = Mapping[StageId, nn.Module]
 
@@ -46,13 +50,38 @@ class Snapshot(NamedTuple):
     optimizer: dict[tuple[StageId, str, str], Any]
 
 
-def copy_of(stages: Stages, optimizer: RankOptimizer) -> Snapshot:
-    """A copy in host memory of what trains now; it may change when this returns."""
-    return Snapshot(
-        optimizer.progress,
-        {place: _to_host(tensor) for place, tensor in _trained(stages)},
-        {place: _to_host(tensor) for place, tensor in optimizer.state_tensors().items()},
-    )
+def copy_of(
+    stages: Stages, optimizer: RankOptimizer, staging: HostStaging
+) -> Callable[[], Snapshot]:
+    """Begin to copy what trains now to host memory. It may change once ``staging`` has waited.
+
+    Args:
+        stages: the process's.
+        optimizer: of their parameters.
+        staging: copies the tensors.
+
+    Returns:
+        A function that waits for the copy and returns it.
+    """
+    trained = {
+        # A forward changes buffers, so the device copies them at once.
+        place: tensor if is_parameter else tensor.clone()
+        for place, tensor, is_parameter in _trained(stages)
+    }
+    state, progress = optimizer.state_tensors(), optimizer.progress
+    places, state_places = list(trained), list(state)
+    tensors = [*trained.values(), *state.values()]
+    copied = staging.copy(tensors, temporary=optimizer.state_is_temporary)
+
+    def result() -> Snapshot:
+        copies = iter(copied.result())
+        return Snapshot(
+            progress,
+            {place: next(copies) for place in places},
+            {place: next(copies) for place in state_places},
+        )
+
+    return result
 
 
 def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> None:
@@ -63,7 +92,7 @@ def restore(snapshot: Snapshot, stages: Stages, optimizer: RankOptimizer) -> Non
         stages, optimizer: as of :func:`copy_of`.
     """
     with torch.no_grad():
-        for place, tensor in _trained(stages):
+        for place, tensor, _ in _trained(stages):
             tensor.copy_(_unpacked(snapshot.trained[place]))
     state = {place: _unpacked(value) for place, value in snapshot.optimizer.items()}
     optimizer.forget_state()
@@ -79,7 +108,8 @@ def packed(snapshot: Snapshot) -> Snapshot:
     )
 
 
-def _trained(stages: Stages) -> Iterator[tuple[tuple[StageId, str], torch.Tensor]]:
+def _trained(stages: Stages) -> Iterator[tuple[tuple[StageId, str], torch.Tensor, bool]]:
+    """Yield the place and the local part of what trains, and True for parameters."""
     for stage, module in stages.items():
         for part in module.modules():
             if isinstance(part, FSDPModule):  # a step that failed may have left it gathered
@@ -89,11 +119,7 @@ def _trained(stages: Stages) -> Iterator[tuple[tuple[StageId, str], torch.Tensor
         for name, tensor in module.state_dict(keep_vars=True).items():
             # Running statistics of what is trained change, though nothing has their gradient.
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
-                yield (stage, name), local_part(tensor.detach())
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu").copy_(tensor)
+                yield (stage, name), local_part(tensor.detach()), tensor.requires_grad
 
 
 def _packed(tensor: torch.Tensor) -> PackedTensor:
@@ -114,27 +140,35 @@ class SnapshotActor:
 
     _stages: Mapping[StageId, Any]
     _optimizer: RankOptimizer
+    _staging: HostStaging
     _failed = False  # a step has, since the processes met
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._copies: SimpleQueue[Snapshot | None] = SimpleQueue()
+        self._copies: SimpleQueue[Callable[[], Snapshot] | None] = SimpleQueue()
         self._of_others: dict[tuple[int, int], Snapshot] = {}
 
     def copy_snapshot(self) -> None:
-        """Copy what trains, for :meth:`hand_over_snapshot`; nothing after a step that failed."""
+        """Begin to copy what trains, for :meth:`hand_over_snapshot`; nothing after a step that
+        failed."""
         copied = None
         try:
             if not self._failed:
-                copied = copy_of(self._stages, self._optimizer)
+                copied = copy_of(self._stages, self._optimizer, self._staging)
         finally:  # where there is no memory for one: who hands it over waits for it
             self._copies.put(copied)
 
     def hand_over_snapshot(self) -> tuple[int | None, Snapshot | None]:
         """What the next :meth:`copy_snapshot` copies, in a thread of its own; and how many steps
         this process had taken then. None where a step has failed, or the copy."""
-        copied = self._copies.get()
-        return (None, None) if copied is None else (copied.progress.steps, packed(copied))
+        if (result := self._copies.get()) is None:
+            return None, None
+        try:
+            copied = result()
+        except (MemoryError, RuntimeError):
+            logger.warning("no snapshot was taken: it could not be copied", exc_info=True)
+            return None, None
+        return copied.progress.steps, packed(copied)
 
     def keep_snapshot(self, rank: int, step: int, part: Sequence[Any], newest: int) -> int:
         """Keep what a process of another node hands over, in the object store of this one, for as
@@ -159,4 +193,5 @@ class SnapshotActor:
 
     def restore_snapshot(self, snapshot: Snapshot) -> None:
         """Go on from what this process, or the one in whose place it is, had then."""
+        self._staging.wait()
         restore(snapshot, self._stages, self._optimizer)

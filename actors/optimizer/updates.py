@@ -164,6 +164,11 @@ class ParameterUpdates:
                 for group, own in zip(optimizer.param_groups, every, strict=True):
                     group["params"] = own
 
+    @property
+    def state_is_temporary(self) -> bool:
+        """True if :meth:`states` makes tensors, of moments that are stored in a byte."""
+        return any(isinstance(optimizer, AdamW8bit) for optimizer in self._optimizers)
+
     def states(self, keys: Iterable[Key]) -> dict[Key, dict[str, torch.Tensor]]:
         """Return the state of parameters; but for masters, nothing before a step was applied.
 

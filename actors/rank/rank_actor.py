@@ -125,6 +125,7 @@ class RankActor(StoredRank):
     def leave(self) -> Progress:
         """Nothing is under way any more; what a step that failed has left in memory is let go of.
         Returns how far the parameters are."""
+        self._staging.wait()
         self._optimizer.reduction.renew({})
         self._optimizer.hide_averages()
         self._optimizer.observer.restore_statistics()
@@ -149,7 +150,7 @@ class RankActor(StoredRank):
         if any(isinstance(part, FSDPModule) for stage in self._stages.values()
                for part in stage.modules()):
             # What is within FSDP when a step fails is for nobody to mend.
-            kept = copy_of(self._stages, self._optimizer)
+            kept = copy_of(self._stages, self._optimizer, self._staging)()
             self.build()
             restore(kept, self._stages, self._optimizer)
         else:
@@ -265,6 +266,7 @@ class RankActor(StoredRank):
         self._optimizer.clip()
 
     def _step(self, result: StepResult) -> None:
+        self._staging.wait()
         self._optimizer.step()
 
     def _finished(self, result: StepResult) -> StepResult:
@@ -376,10 +378,12 @@ class RankActor(StoredRank):
     def show_averages(self) -> None:
         """Parameters become the averages of themselves, until :meth:`hide_averages`."""
         with self._unless_failed():
+            self._staging.wait()
             self._optimizer.show_averages()
 
     def hide_averages(self) -> None:
         """Parameters are themselves again."""
+        self._staging.wait()
         self._optimizer.hide_averages()
 
     def zero_grad(self) -> None:

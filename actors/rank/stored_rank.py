@@ -17,7 +17,8 @@ from raymm.actors.optimizer.checkpoint_shards import (
     copy_tensors,
     stored_shards,
 )
-from raymm.actors.optimizer.checkpoint_writer import Files, SavingActor, WrittenCopy
+from raymm.actors.optimizer.checkpoint_writer import Saved, SavingActor, WrittenCopy
+from raymm.actors.optimizer.host_staging import HostStaging
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.snapshot import SnapshotActor
 from raymm.actors.optimizer.stored_tensors import StoredTensors
@@ -52,6 +53,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         super().__init__(spec.rank, spec.device, timeouts)
         self._spec = spec
         self._device = torch.device(spec.device)
+        self._staging = HostStaging(self._device)
         self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
 
     def _shard(self, stage: StageId, name: str) -> ParameterShard | None:
@@ -95,10 +97,6 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         for name, tensor in module.state_dict(keep_vars=True).items():
             yield name, first.get(tensor, ""), tensor
 
-    def _as_stored(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """A tensor as checkpoints have it, whose dtypes are the model's."""
-        return local.float() if id(tensor) in self._optimizer.in_bf16 else local
-
     copy_snapshot = task("copying a snapshot")(SnapshotActor.copy_snapshot)
     restore_snapshot = task("going back to a snapshot")(SnapshotActor.restore_snapshot)
     writes = ("write_copy",)
@@ -114,13 +112,10 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         with self.whereabouts.in_thread("writing a checkpoint"):
             return super().write_copy(folder)
 
-    @property
-    def _saved_device(self) -> torch.device:
-        return self._device
-
-    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
+    def _files_to_save(self, skip_frozen: frozenset[str]) -> Saved:
         rank, parameter_ownership = self._spec.rank, self._spec.parameter_ownership
         tensors: dict[str, torch.Tensor] = {}
+        widened: set[str] = set()  # checkpoints have the model's dtypes
         for stage in self._stages:
             owner = stage.module
             first = min(self._spec.process_groups.rank or (rank,))
@@ -137,8 +132,16 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
                 changes = tensor.requires_grad or (not parameter and trained)
                 if writes and (changes or owner not in skip_frozen):
                     shard = self._shard(stage, parameter) if parameter else None
-                    local = self._as_stored(tensor, local_part(tensor.detach()))
-                    tensors.update(stored_shards(f"{owner}/{name}", local, shard))
+                    local = local_part(tensor.detach())
+                    # A forward changes buffers, so the device copies them at once.
+                    own = dict(
+                        stored_shards(
+                            f"{owner}/{name}", local if parameter else local.clone(), shard
+                        )
+                    )
+                    tensors.update(own)
+                    if id(tensor) in self._optimizer.in_bf16:
+                        widened |= own.keys()
         state: dict[str, torch.Tensor] = {}
         for (stage, name, key), value in self._optimizer.state_tensors().items():
             if (stage, name) in parameter_ownership.in_grad_norm:
@@ -146,7 +149,8 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
                 full = f"optimizer/{stage.module}/{name}/{key}"
                 state.update(stored_shards(full, value, shard))
         kinds = {"model": tensors, "optimizer": state}
-        return {f"{kind}-rank{rank}.safetensors": part for kind, part in kinds.items() if part}
+        files = {f"{kind}-rank{rank}.safetensors": part for kind, part in kinds.items() if part}
+        return Saved(files, frozenset(widened), self._optimizer.state_is_temporary)
 
     @task("loading a checkpoint")
     def load(
@@ -163,6 +167,7 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         Returns:
             What of its trainable parameters was in no file, and the names of all that was read.
         """
+        self._staging.wait()
         stored = StoredTensors(folder, index, files)
         own = [
             (f"{stage.module}/{name}", tensor, self._shard(stage, parameter) if parameter else None)

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from raymm.actors.optimizer.checkpoint_writer import HostCopy
+from raymm.actors.optimizer.checkpoint_writer import HostCopy, Saved
+from raymm.actors.optimizer.host_staging import HostStaging
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -53,7 +54,7 @@ class Running:
         self.plan = make_plan(graph, {"llm": ((0, 1),)}, 1, profile=profile)
         self.steps_taken, self.group, self.patience = step, self, 60.0
         self.tensors = [torch.full((size,), float(step)) for _ in range(RANKS)]
-        self.copies = [HostCopy(torch.device("cpu")) for _ in range(RANKS)]
+        self.copies = [HostCopy(HostStaging(torch.device("cpu"))) for _ in range(RANKS)]
 
     def check_answers(self) -> None:
         """All ranks do."""
@@ -64,7 +65,7 @@ class Running:
     def call(self, method: str, skip_frozen: frozenset[str]) -> list[int]:
         assert method == "copy_state"
         return [
-            copy.copy({f"model-rank{rank}.safetensors": {f"llm/x{rank}": tensor}})
+            copy.copy(Saved({f"model-rank{rank}.safetensors": {f"llm/x{rank}": tensor}}))
             for rank, (copy, tensor) in enumerate(zip(self.copies, self.tensors, strict=True))
         ]
 

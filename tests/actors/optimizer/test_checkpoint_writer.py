@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from raymm.actors.optimizer.checkpoint_shards import ShardError
-from raymm.actors.optimizer.checkpoint_writer import Files, HostCopy, SavingActor
+from raymm.actors.optimizer.checkpoint_writer import Files, HostCopy, Saved, SavingActor
+from raymm.actors.optimizer.host_staging import HostStaging
 
+WIDENED = "llm/0[0:0:4]"  # stored in fp32
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
@@ -19,15 +21,11 @@ class Process(SavingActor):
     """What has tensors to save."""
 
     def __init__(self, files: Files) -> None:
-        self.files = files
+        self.files, self._staging = files, HostStaging(CPU)
 
-    @property
-    def _saved_device(self) -> torch.device:
-        return CPU
-
-    def _files_to_save(self, skip_frozen: frozenset[str]) -> Files:
+    def _files_to_save(self, skip_frozen: frozenset[str]) -> Saved:
         assert skip_frozen == {"vision"}
-        return self.files
+        return Saved(self.files, frozenset({WIDENED}))
 
 
 @st.composite
@@ -54,7 +52,11 @@ def test_a_copy_is_written_as_what_it_was_copied_from(
     process, frozen = Process(files), frozenset({"vision"})
     folders = [tmp_path_factory.mktemp(name) for name in ("copied", "at-once")]
     nbytes = process.copy_state(frozen)
-    assert nbytes == sum(t.nbytes for part in files.values() for t in part.values())
+    assert nbytes == sum(
+        t.numel() * 4 if name == WIDENED else t.nbytes
+        for part in files.values()
+        for name, t in part.items()
+    )
     at_once = process.save(str(folders[1]), frozen)
     for part in parts:
         for tensor in part:
@@ -69,8 +71,8 @@ def test_a_copy_is_written_as_what_it_was_copied_from(
 
 
 def test_what_is_not_finite_is_named_as_a_whole_and_nothing_is_written(tmp_path) -> None:
-    copy = HostCopy(CPU)
+    copy = HostCopy(HostStaging(CPU))
     bad = torch.tensor([1.0, torch.inf, torch.nan])
-    copy.copy({"a.safetensors": {"llm/x[0:3:6]": bad, "llm/y": torch.ones(2)}})
+    copy.copy(Saved({"a.safetensors": {"llm/x[0:3:6]": bad, "llm/y": torch.ones(2)}}))
     assert copy.write(str(tmp_path)) == ({}, ["llm/x (2 of 3 values)"])
     assert list(tmp_path.iterdir()) == []

@@ -12,21 +12,27 @@ def test_who_hands_over_waits_for_no_copy_that_there_was_no_memory_for(monkeypat
     """Nor does it take the next one for it: that would be one step off from then on."""
     taken = []
 
-    def copy_of(stages, optimizer):
-        taken.append(len(taken) + 1)
-        if taken[-1] == 2:
+    def copy_of(stages, optimizer, staging):
+        taken.append(step := len(taken) + 1)
+        if step == 2:
             raise MemoryError
-        return snapshot.Snapshot(Progress(taken[-1], True), {}, {})
+
+        def result():
+            if step == 3:  # in the thread that copies
+                raise MemoryError
+            return snapshot.Snapshot(Progress(step, True), {}, {})
+
+        return result
 
     monkeypatch.setattr(snapshot, "copy_of", copy_of)
     actor = snapshot.SnapshotActor()
-    actor._stages, actor._optimizer = {}, None
+    actor._stages, actor._optimizer, actor._staging = {}, None, None
     handed = []
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         if step == 2:
             with pytest.raises(MemoryError):
                 actor.copy_snapshot()
         else:
             actor.copy_snapshot()
         handed.append(actor.hand_over_snapshot()[0])
-    assert handed == [1, None, 3]
+    assert handed == [1, None, None, 4]
