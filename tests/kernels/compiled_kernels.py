@@ -22,7 +22,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -125,28 +125,50 @@ def launches(dtype: str, head_dims: tuple[int, ...] | None = None) -> list[Launc
     return found
 
 
-def kernel_sources() -> str:
-    """The kernels and the names that their files give to constants. What launches them, comments
-    and docstrings do not count."""
-    sources = []
-    for path in (KERNELS / f"{name}.py" for name in COMPILED):
-        for node in ast.parse(path.read_text()).body:
-            jit = isinstance(node, ast.FunctionDef) and any(
-                "jit" in ast.unparse(decorator) for decorator in node.decorator_list
-            )
-            if jit and ast.get_docstring(node) is not None:
-                del node.body[0]
-            if jit or isinstance(node, ast.Assign | ast.AnnAssign):
-                sources.append(ast.dump(node))
-    return "\n".join(sources)
+def kernel_sources() -> dict[str, str]:
+    """By function, the functions and constants of these files that it consists of, itself and what
+    it calls and reads. What launches kernels, comments and docstrings do not count."""
+    files: dict[str, dict[str, ast.stmt]] = {}
+    for name in COMPILED:
+        found = files[name] = {}
+        for node in ast.parse((KERNELS / f"{name}.py").read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                if ast.get_docstring(node) is not None:
+                    del node.body[0]
+                found[node.name] = node
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                found |= {
+                    each.id: node for each in ast.walk(node)
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+                }
+
+    def reached(file: str, name: str, seen: dict[tuple[str, str], str]) -> None:
+        place = next((f for f in (file, "ops") if name in files[f]), None)
+        if place is None or (place, name) in seen:
+            return
+        node = files[place][name]
+        seen[place, name] = ast.dump(node)
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name):
+                reached(place, each.id, seen)
+
+    sources = {}
+    for file, nodes in files.items():
+        for name in nodes:
+            seen: dict[tuple[str, str], str] = {}
+            reached(file, name, seen)
+            sources[name] = "\n".join(seen[key] for key in sorted(seen))
+    return sources
 
 
-def digest(launch: Launch, sources: str, target: tuple[str, int, int] = TARGET) -> str:
-    """Of all that decides what comes of compiling: the kernels, what this launch gives them, and
+def digest(
+    launch: Launch, sources: Mapping[str, str], target: tuple[str, int, int] = TARGET
+) -> str:
+    """Of all that decides what comes of compiling: the kernel, what this launch gives it, and
     Triton."""
     function, constants, options = _arguments(launch)
     types = {name: _type(name, launch, constants) for name in function.arg_names}
-    text = repr((importlib.metadata.version("triton"), target, sources, types))
+    text = repr((importlib.metadata.version("triton"), target, sources[launch.kernel], types))
     text += json.dumps([constants, options], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -9,6 +9,7 @@ Read by the disassembler that Triton's wheel brings; no GPU is needed. What came
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +112,7 @@ def read(target: Target) -> MachineCode:
     )  # fmt: skip
 
 
-def key(target: Target, sources: str) -> str:
+def key(target: Target, sources: Mapping[str, str]) -> str:
     """Of all that decides what comes of a target."""
     return digest(target.launch, sources, ("cuda", target.architecture, 32))
 
@@ -128,22 +130,42 @@ def found(wanted: list[Target]) -> dict[Target, MachineCode]:
     return {target: codes[target] for target in wanted}
 
 
+def name_of(launch: Launch) -> str:
+    """Kernel and head dim, as tables have them."""
+    name = f"{launch.kernel.removeprefix('attention_')} {launch.head_dim}"
+    return name + " unordered" * launch.unordered + f" pass {launch.key_pass + 1}" * (
+        launch.key_pass > 0
+    )
+
+
+def counts(codes: Mapping[Target, MachineCode]) -> dict[str, tuple[int, int, int]]:
+    """By kernel for sm_90: products of whole tiles, waits for products, bytes spilled."""
+    return {
+        name_of(target.launch): (
+            sum(code.tiles.values()), sum(code.waits.values()), code.spills
+        )
+        for target, code in codes.items() if target.architecture == 90
+    }
+
+
 def main() -> None:
-    """Print a table; with ``--record``, keep it."""
+    """Print a table; with ``--record``, keep it; with ``--counts``, print :func:`counts` and
+    Triton's version as JSON."""
+    if "--counts" in sys.argv[1:]:
+        codes = found([target for target in targets() if target.architecture == 90])
+        print(json.dumps({"triton": importlib.metadata.version("triton"), **counts(codes)}))
+        return
     codes = found(targets())
     columns = ("kernel", "sm", "registers", "shared", "spilled", "tiles' products",
                "instructions", "loads", "waits")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for target, code in codes.items():
-        counts = (
+        columns_of = (
             ", ".join(f"{count} {name}" for name, count in each.items()) or "-"
             for each in (code.tiles, code.products, code.loads, code.waits)
         )
-        launch = target.launch
-        name = f"{launch.kernel.removeprefix('attention_')} {launch.head_dim}"
-        name += " unordered" * launch.unordered
-        name += f" pass {launch.key_pass + 1}" * (launch.key_pass > 0)
-        cells = (name, target.architecture, code.registers, code.shared, code.spills, *counts)
+        sizes = (code.registers, code.shared, code.spills)
+        cells = (name_of(target.launch), target.architecture, *sizes, *columns_of)
         print(f"| {' | '.join(map(str, cells))} |")
     if "--record" in sys.argv[1:]:
         sources = kernel_sources()

@@ -224,12 +224,18 @@ def _query_tiles(
         g = load_tile(g_head, batch, at, start, g_t, n_queries, M, D, BLOCK_D, not FULL, TMA)
         position = tl.cast(head, tl.int64) * 2 * n_rows
         offset = tl.load(stats + position + start + rows)
-        # What is subtracted per row starts the accumulators: along this axis every thread
-        # would hold a register per row for it.
+        # What is subtracted per row starts the accumulators: along this axis every thread would
+        # hold a register per row for it. Such accumulators are written between products in flight,
+        # for which the assembler of Triton 3.5 and 3.6 waits for every product, so that products
+        # start from zeros where there are registers (AFTER).
+        AFTER: tl.constexpr = TMA and not (FOR_QUERY or SOFTCAP)
         start_scores = tl.zeros((key.shape[0], M), tl.float32)
         if SOFTCAP:
             scores = capped(dot(key, tl.trans(q), start_scores, PRECISION, UPCAST), inner, True)
             exponents = scores * multiplier - offset[None, :]
+        elif AFTER:
+            scores = dot(key, tl.trans(q), start_scores, PRECISION, UPCAST)
+            exponents = (scores - offset[None, :]) * multiplier
         else:
             start_scores -= offset[None, :]
             scores = dot(key, tl.trans(q), start_scores, PRECISION, UPCAST)
@@ -249,9 +255,13 @@ def _query_tiles(
             acc_value = dot(weights.to(g.dtype), g, acc_value, PRECISION, UPCAST)
         if FOR_KEY:
             delta = tl.load(stats + position + n_rows + start + rows)
-            start_grad = tl.zeros((key.shape[0], M), tl.float32) - delta[None, :]
+            start_grad = tl.zeros((key.shape[0], M), tl.float32)
+            if not AFTER:
+                start_grad -= delta[None, :]
             weights = _slope(scores, weights, SOFTCAP)
             grad_weights = dot(value, tl.trans(g), start_grad, PRECISION, UPCAST)
+            if AFTER:
+                grad_weights -= delta[None, :]
             grad_scores = weights * grad_weights
             grad_scores = grad_scores.to(q.dtype)
             acc_key = dot(grad_scores, q, acc_key, PRECISION, UPCAST)

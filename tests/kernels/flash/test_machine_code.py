@@ -4,6 +4,7 @@ same kernels and Triton is not compiled anew (`python tests/kernels/machine_code
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 
-from machine_code import HEAD_DIMS, KERNELS, MachineCode, found, targets
+from machine_code import HEAD_DIMS, KERNELS, MachineCode, counts, found, targets
+from packaging.version import Version
+from triton_versions import PAGE, VERSIONS, read_table
 
 SHARED_BYTES = 232_448
 """What a program may have on sm_90 and sm_100 (227 KB)."""
@@ -71,3 +74,24 @@ def test_the_narrowest_product_is_found():
     code = MachineCode(1, 1, 0, 0, {}, {"HGMMA.64x128x16": 8, "HGMMA.64x32x16": 2})
     assert code.least_n == 32 and MachineCode(1, 1, 0, 0, {}, {"UTCHMMA": 4}).least_n == 0
     assert MachineCode(1, 1, 0, 0, {"128x64x16": 2}, {"UTCHMMA": 4}).least_n == 64
+
+
+def test_no_product_is_waited_for_on_its_own(codes):
+    """A product of a tile is several instructions, which are under way together: as many waits as
+    products of tiles at most. Where the assembler cannot keep accumulators in flight, it waits for
+    every instruction, of which there are four times as many and more."""
+    for name, (products, waits, _) in counts(codes).items():
+        assert 0 < waits <= products, (name, waits, products)
+
+
+def test_the_pages_table_is_that_of_the_supported_versions(codes):
+    """For the installed version it is what was counted here; `triton_versions.py --record` writes
+    it. All versions wait as seldom."""
+    found = read_table(PAGE.read_text())
+    assert (*found,) == VERSIONS
+    mine = Version(importlib.metadata.version("triton"))
+    same = [version for version in found if Version(version).release[:2] == mine.release[:2]]
+    assert same, f"triton {mine} is not in the table of docs/gpus.md"
+    assert found[same[0]] == counts(codes)
+    for version, kernels in found.items():
+        assert all(waits <= products for products, waits, _ in kernels.values()), version
