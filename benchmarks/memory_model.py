@@ -9,7 +9,11 @@ after the first two is compared with :func:`raymm.scheduler.schedule.memory.rank
 
     python -m benchmarks.memory_model --json
 
-The key ``max_relative_error`` is the largest of all ranks of all cases.
+Host memory is compared, too: what an asynchronous checkpoint and a snapshot of each process copy,
+counted in the actor, with :func:`raymm.layout.host_memory.host_needs`.
+
+The keys ``max_relative_error`` and ``max_host_relative_error`` are the largest of all ranks, and of
+all processes, of all cases.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from transformers import LlamaConfig, SiglipVisionConfig
 
 from benchmarks import _common, _image_text
 from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.host.memory import CopyOptions
 from raymm.actors.memory.live_bytes import LiveBytes
+from raymm.actors.optimizer.snapshot import copy_of
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_group import RankGroup
+from raymm.layout.host_memory import HostNeed, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
@@ -65,6 +72,15 @@ class CountedRank(RankActor):
             result = super().run_step(key, meta, layout, *inputs)
         result.peak_bytes = live.most
         return result
+
+    def copied_bytes(self) -> HostNeed:
+        """Bytes of what a checkpoint and a snapshot copy to host memory."""
+        with LiveBytes() as checkpoint:
+            self.copy_state(frozenset())
+        with LiveBytes() as snapshot:
+            copied = copy_of(self._stages, self._optimizer, self._staging)()
+        del copied
+        return HostNeed(checkpoint.most, snapshot.most)
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,25 @@ CASES = {
 
 
 @dataclass(frozen=True)
+class HostRow:
+    """Host memory of one process of one case.
+
+    Attributes:
+        need, measured: of its copies, planned and counted.
+    """
+
+    case: str
+    process: int
+    need: HostNeed
+    measured: HostNeed
+
+    @property
+    def error(self) -> float:
+        """Of what the plan says, relative to what was measured, of all copies."""
+        return sum(self.need) / max(1, sum(self.measured)) - 1
+
+
+@dataclass(frozen=True)
 class Row:
     """One rank of one case.
 
@@ -134,6 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
+    hosts: list[HostRow] = []
     with _common.local_ray(10):
         model, batch = build_model(), microbatches(MICROBATCHES)
         profiles: dict[str, CostProfile] = {}
@@ -142,14 +178,25 @@ def main() -> None:
             if case.precision not in profiles:
                 table = profile_model(model, batch[0], repeats=1, precision=case.precision)
                 profiles[case.precision] = table.at()
-            rows += measure(name, case, model, batch, profiles[case.precision])
+            measured, copied = measure(name, case, model, batch, profiles[case.precision])
+            rows += measured
+            hosts += copied
     console = _common.console()
     console.print(table_of(rows))
-    worst = max(abs(row.error) for row in rows)
+    console.print(host_table(hosts))
+    worst, worst_host = (max(abs(row.error) for row in each) for each in (rows, hosts))
     _common.emit(
         {
             "machine": _common.machine(), "max_relative_error": round(worst, 4),
+            "max_host_relative_error": round(worst_host, 4),
             "rows": [row_dict(row) for row in rows],
+            "host_rows": [
+                asdict(row) | {
+                    "need": row.need._asdict(), "measured": row.measured._asdict(),
+                    "error": round(row.error, 4),
+                }
+                for row in hosts
+            ],
         },
         args.json,
     )
@@ -157,8 +204,8 @@ def main() -> None:
 
 def measure(
     name: str, case: Case, model: MultimodalModule, batch: list[dict], profile: CostProfile
-) -> list[Row]:
-    """A row per rank."""
+) -> tuple[list[Row], list[HostRow]]:
+    """A row per rank, and one per process."""
     plan = case.plan(model, profile)
     needs = rank_memory(plan, full_program(plan))
     peaks: list[tuple[int, ...]] = []
@@ -166,13 +213,19 @@ def measure(
     with MultimodalParallelModule(model, plan, precision=case.precision) as parallel:
         for _ in range(STEPS):
             peaks.append(parallel.train_step(batch).peak_bytes)
+        copied = parallel.group.call("copied_bytes")
+        ranks = parallel.check_plan(model, plan, parallel.options)
+    host = host_needs(ranks, model, parallel.options.optimizer, CopyOptions(True, True), "cpu")
+    hosts = [
+        HostRow(name, number, *pair) for number, pair in enumerate(zip(host, copied, strict=True))
+    ]
     return [
         Row(
             name, ", ".join(str(stage.id) for stage in plan.rank_stages(rank)), need,
             max(step[rank] for step in peaks[WARM_UP_STEPS:]),
         )
         for rank, need in enumerate(needs)
-    ]
+    ], hosts
 
 
 def build_model() -> MultimodalModule:
@@ -195,6 +248,19 @@ def table_of(rows: Sequence[Row]) -> Table:
             row.case, row.rank, *(f"{getattr(row.need, part) / 1e6:.1f}" for part in parts),
             f"{row.need.total / 1e6:.1f}", f"{row.measured / 1e6:.1f}", f"{row.error:+.1%}",
         )
+    return table
+
+
+def host_table(rows: Sequence[HostRow]) -> Table:
+    """A line per process."""
+    table = Table(
+        "case", "process", "checkpoint MB", "measured", "snapshot MB", "measured", "error"
+    )
+    for row in rows:
+        sizes = (row.need.checkpoint, row.measured.checkpoint, row.need.snapshot,
+                 row.measured.snapshot)  # fmt: skip
+        texts = (f"{size / 1e6:.2f}" for size in sizes)
+        table.add_row(row.case, str(row.process), *texts, f"{row.error:+.2%}")
     return table
 
 

@@ -6,12 +6,12 @@ import os
 import shutil
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch.cuda.nccl import version as nccl_version
 
 from raymm.actors.host.gpus import read_gpus
 from raymm.actors.host.interfaces import interface_with
+from raymm.actors.host.memory import available_memory
 
 
 class NodeDescription(NamedTuple):
@@ -23,7 +23,7 @@ class NodeDescription(NamedTuple):
         gpu: name of the process's GPU.
         nvlinks: active NVLink connections of that GPU.
         interfaces: by variable, the network interfaces that gloo and NCCL use.
-        free_memory: bytes of host memory that are free.
+        free_memory: bytes of host memory that are available.
         shared_memory: free bytes and size of ``/dev/shm``.
     """
 
@@ -57,7 +57,7 @@ def describe_node(device: torch.device, address: str) -> NodeDescription:
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return NodeDescription(
         driver, torch.version.cuda or "none", nccl, name, nvlinks, interfaces,
-        psutil.virtual_memory().available, (shared.free, shared.total) if shared else (0, 0),
+        available_memory(), (shared.free, shared.total) if shared else (0, 0),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raymm.actors.faults.whereabouts import task
+from raymm.actors.host.memory import HostMemory, available_memory
 from raymm.actors.modules.cut import own_buffers
 from raymm.actors.optimizer.averages import AVERAGE_NAME
 from raymm.actors.optimizer.checkpoint_shards import (
@@ -151,6 +153,13 @@ class StoredRank(SnapshotActor, SavingActor, MeetingActor):
         kinds = {"model": tensors, "optimizer": state}
         files = {f"{kind}-rank{rank}.safetensors": part for kind, part in kinds.items() if part}
         return Saved(files, frozenset(widened), self._optimizer.state_is_temporary)
+
+    def host_memory(self) -> HostMemory:
+        """Return the node of this process, and the memory that it has left."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return HostMemory(node, platform.node(), available_memory())
 
     @task("loading a checkpoint")
     def load(

@@ -99,6 +99,16 @@ class ShardSpec:
         shape = tuple(edges[-1] if n == shard.dim else size for n, size in enumerate(local))
         return ParameterPart(shape, shard.dim, tuple(shard.ranges), edges)
 
+    def length(self, name: str) -> int | None:
+        """Return the length of the dimension of a parameter that is sharded; None if none is.
+
+        Args:
+            name: the parameter's.
+        """
+        plan, rest = self._find(name)
+        edges = None if plan is None else plan.edges(rest)
+        return None if edges is None else edges[-1]
+
     def splits_blocks(self, name: str, elements: int, block: int) -> bool:
         """Return True if a shard of a parameter may end within a block of consecutive elements.
 

@@ -245,7 +245,7 @@ def _cuts(plan: Plan, node: ModuleNode) -> Cuts:
     return Cuts(any(0 < lo < node.num_blocks for lo in starts), node.num_blocks in starts)
 
 
-def _skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
+def skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
     """A module's structure and its projector's, by what names of parameters begin with."""
     skeletons = {"module": spec.source.skeleton()}
     if isinstance(spec, EncoderSpec) and spec.projector is not None:
@@ -257,7 +257,7 @@ def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
     """Elements of every parameter of a module and its projector; 0 for frozen ones."""
     return {
         f"{part}.{name}": parameter.numel() if parameter.requires_grad else 0
-        for part, skeleton in _skeletons(spec).items()
+        for part, skeleton in skeletons(spec).items()
         for name, parameter in skeleton.named_parameters()
     }
 
@@ -318,7 +318,7 @@ def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
     """
     if any(
         isinstance(child, _BatchNorm) and skeleton.training
-        for skeleton in (set_mode(part) for part in _skeletons(spec).values())
+        for skeleton in (set_mode(part) for part in skeletons(spec).values())
         for own in [own_buffers(skeleton)]
         for name, child in skeleton.named_modules()
         if not child._buffers or f"{name}.{next(iter(child._buffers))}".lstrip(".") in own

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from raymm.actors.features.feature_folder import FeatureFolder
+from raymm.actors.host.memory import CopyOptions
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.actors.quota import Backend
@@ -55,6 +56,7 @@ class RuntimeOptions:
             quotas; None: green contexts on CUDA, and a record of who ran when on a CPU.
         features: by encoder whose features are kept, where; the plan gives its projector a stage
             of its own.
+        copies: of what trains in host memory, for which nodes must have room.
 
     Raises:
         ValueError: another precision or device, or other kernels.
@@ -74,6 +76,7 @@ class RuntimeOptions:
     nccl_timeout_s: float | None = None
     quota_backend: Callable[[], Backend] | None = None
     features: Mapping[str, FeatureFolder] = field(default_factory=dict)
+    copies: CopyOptions = CopyOptions()
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -26,6 +26,7 @@ from raymm.actors.rank.step_calls import remember
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
+from raymm.layout.host_memory import check_hosts, host_needs
 from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants
@@ -90,6 +91,7 @@ class PlannedModule(ParallelModule):
         Raises:
             PlanError, ProbeError: before any actor starts, as of :meth:`check_plan`; also of
                 quotas that the device cannot set apart.
+            PlanError: also later, if a node lacks host memory for copies of what trains.
             ClusterError: if the cluster is too small.
             ModelError: if weights are not finite.
         """
@@ -116,6 +118,13 @@ class PlannedModule(ParallelModule):
         if (astride := straddling(plan, self.group.placement.process_nodes)) is not None:
             run.placement.say(astride)
         self._check_weights()
+        if any(run.copies):
+            needs = host_needs(ranks, self.model, run.optimizer, run.copies, run.device)
+            try:
+                check_hosts(needs, self.group.call("host_memory"))
+            except PlanError:
+                self.shutdown()
+                raise
         return ranks
 
     def renew(self) -> int | None:

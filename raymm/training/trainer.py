@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from raymm.actors.faults.fault_folder import faults_kept_in
+from raymm.actors.host.memory import CopyOptions
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
@@ -384,6 +385,9 @@ class Trainer:
             resources=resources, threads=self.threads, seed=self.run.seed, placement=placement,
             timeout_s=self.run.timeout_s, nccl_timeout_s=self.run.nccl_timeout_s,
             features=kept.folders,
+            copies=CopyOptions(
+                self.run.asynchronous_checkpoints, self.run.snapshot_every is not None
+            ),
         ) as parallel:
             self._folder.check_seen_by(parallel.group)
             if self._elastic is not None:
