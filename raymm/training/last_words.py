@@ -39,15 +39,16 @@ def last_words(place: object) -> Iterator[Callable[[], None]]:
         [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         start_new_session=True, cwd="/",
     )
-    assert process.stdin is not None
+    pipe = process.stdin
+    assert pipe is not None
     with suppress(OSError):
-        process.stdin.write(text.encode(errors="replace"))
-        process.stdin.flush()
+        pipe.write(text.encode(errors="replace"))
+        pipe.flush()
 
     def done() -> None:
         with suppress(OSError, ValueError):  # closed before
-            process.stdin.write(_DONE)
-            process.stdin.close()
+            pipe.write(_DONE)
+            pipe.close()
 
     try:
         yield done

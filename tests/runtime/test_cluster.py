@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +89,13 @@ def test_an_embedded_ray_wants_a_token(ray_cluster, monkeypatch):
             capture_output=True, text=True, timeout=100,
         )
         assert (child.returncode == 0) == (mode == "token"), child.stderr
+
+
+def test_an_embedded_ray_waits_for_slow_workers(ray_cluster):
+    """By itself the raylet gives up after a minute, and the driver then waits without a limit."""
+    (raylet,) = ray_cluster._private.worker.global_worker.node.all_processes["raylet"]
+    environment = Path(f"/proc/{raylet.process.pid}/environ").read_text().split("\0")
+    assert {f"{name}={value}" for name, value in embedded_ray.SETTINGS.items()} <= {*environment}
 
 
 def test_the_mode_of_authentication_is_the_users_if_it_is_set(monkeypatch):

@@ -22,6 +22,12 @@ from raymm.runtime.embedded.forked_workers import forked_workers, start_servers
 
 # Ray gives its servers some seconds to come up, which a busy machine may not have the first time.
 ATTEMPTS = 2
+# Of the raylet and its workers, unless the environment says otherwise. With niceness 15, Ray's
+# default, any other process of the machine starves workers. The first driver waits for workers
+# without a limit: if Ray gives up on the first two, after 60 s by default, it waits forever.
+SETTINGS = {
+    ray_constants.RAY_WORKER_NICENESS: "0", "RAY_worker_register_timeout_seconds": "600",
+}
 AUTH_MODE = "RAY_AUTH_MODE"
 _guardian: subprocess.Popen | None = None
 
@@ -75,17 +81,14 @@ def _start_guardian() -> None:
 
 @contextmanager
 def _unhindered() -> Iterator[None]:
-    """Ray starts workers with niceness 15, so that any other process of the machine starves
-    them."""
-    name = ray_constants.RAY_WORKER_NICENESS
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "0"
+    """Ray starts with :data:`SETTINGS` in here."""
+    added = [name for name in SETTINGS if name not in os.environ]
+    os.environ.update({name: SETTINGS[name] for name in added})
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager
