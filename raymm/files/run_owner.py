@@ -1,10 +1,15 @@
-"""One run at a time in a folder, on any file system that the runs share (NFS too).
+"""A lease on a run folder, so that one run at a time writes there.
 
-``owner.json`` names the process that owns the folder, and its modification time is renewed while
-that process lives. It appears by ``link(2)``, which is atomic everywhere and fails where there is
-one. When its process is gone, whoever links ``.owner-after-{token}``, of which there can be one
-only, is the next owner, and renames that over ``owner.json``. So nobody ever removes a file that
-could have become another's.
+``owner.json`` names the process that owns the folder, which renews the file while it lives. The
+lease is taken over once that process has ended, or has been silent for :data:`GONE_AFTER_S`. There
+are two ways to take it:
+
+- :class:`RunOwner`, on any file system (NFS too): ``link(2)`` is atomic and fails where a file
+  exists. Of a process that is gone, the one that links ``.owner-after-{token}`` is the next owner,
+  and renames that over ``owner.json``. So no process removes a file that another one may own.
+- :class:`BucketOwner`, in a bucket, where files can only be replaced, by Fischer's algorithm: write
+  your name, wait for longer than any process may take between looking and writing, and own the
+  folder if your name still stands there.
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Self
 
+from raymm.actors.storage.folder import StorageFolder
 from raymm.actors.storage.plain_file import open_plain
 from raymm.errors import RunError
 from raymm.files.config_error import ConfigError
@@ -37,6 +44,11 @@ HEARTBEAT_S = 5.0
 GONE_AFTER_S = 60.0
 # Seconds between two looks for a sign of life.
 LOOK_S = 0.5
+# In a bucket: seconds between writing a name and owning the folder, and at most half of which may
+# pass between the look that found no owner and the write.
+SETTLE_S = 2.0
+# In a bucket: seconds for which an owner that was seen is not read again, as steps may be short.
+SEEN_S = 1.0
 
 # Bytes that are read of a file that names an owner.
 _MOST_BYTES = 2**16
@@ -116,30 +128,6 @@ class Owner:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
-def owned(folder: object, owner: Owner) -> str:
-    """What to say of a run folder that another run owns."""
-    return (
-        f"run.storage_path is {str(folder)!r}, which belongs to a run that goes on: {owner}. Wait "
-        "for its end or end it, or give another storage_path. Once it is gone, the next run takes "
-        "the folder over by itself"
-    )
-
-
-def _lost(folder: object, file: object, owner: Owner | None) -> str:
-    """What to say of a run folder that was this run's.
-
-    Args:
-        folder: as people know it.
-        file: that said so.
-        owner: whom that file names now; None if it is gone.
-    """
-    whose = f"{file} is gone" if owner is None else f"it belongs to {owner}"
-    return (
-        f"{folder} is this run's no more; {whose}. Was it stopped for long, or was that file "
-        "removed?"
-    )
-
-
 def _started(pid: int) -> int | None:
     """When a process started, in clock ticks; None if there is none, or it has ended."""
     try:
@@ -159,57 +147,40 @@ def _place() -> tuple[str | None, int | None]:
 
 
 class FolderOwner(ABC):
-    """Owns a folder for the length of a ``with`` block. How is for those who are derived from it.
+    """Lease on a folder for the length of a ``with`` block. Subclasses implement the lease file.
 
     Args:
-        folder: in errors.
-        expected: what that should be, in errors.
-        say: is told when it waits, and whom it has followed.
+        place: the folder, as error messages name it.
+        expected: the accepted kind of folder, for error messages.
+        say: called with a line when the lease waits or is taken over.
 
     Raises:
-        RunOwnedError: on entering: it is another's, who lives.
+        RunOwnedError: on entering: the folder belongs to another run, which lives.
         ConfigError: on entering: the folder cannot be written.
         RunFileError: on entering: its disk is full.
     """
 
-    def __init__(self, folder: object, expected: str, say: Callable[[str], None]) -> None:
-        self._place, self._expected, self._say = folder, expected, say
+    def __init__(self, place: object, expected: str, say: Callable[[str], None]) -> None:
+        self._place, self._expected, self._say = place, expected, say
         self._me = Owner.this_process()
         self._left = threading.Event()
         self._beating: threading.Thread | None = None
 
     @abstractmethod
     def _acquire(self) -> None:
-        """Own it.
-
-        Raises:
-            RunOwnedError: it is another's.
-            OSError: it cannot be written.
-        """
+        """Take the lease, or raise RunOwnedError or OSError."""
 
     @abstractmethod
     def _owner(self) -> Owner | None:
-        """Whom the file names; None if there is none.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read the owner that the file names; None without a file."""
 
     @abstractmethod
     def _give_sign(self) -> None:
-        """A sign of life, in the file that is this process's.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Renew this process's file."""
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Remove the file that is this process's.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
+        """Remove this process's file."""
 
     def __enter__(self) -> Self:
         try:
@@ -225,17 +196,17 @@ class FolderOwner(ABC):
         self._left.set()
         if self._beating is not None:
             self._beating.join()
-        # Else it is seen to be gone: by its process, or by its signs of life.
+        # Otherwise others see that it is gone: by its process, or by its silence.
         with contextlib.suppress(OSError):
             if self._owner() == self._me:
                 self._give_up()
 
     def check(self) -> None:
-        """Before something that only the owner may do.
+        """Check the lease before something that only the owner may do.
 
         Raises:
-            OwnerLostError: it is this run no more.
-            RunFileError: that cannot be seen.
+            OwnerLostError: the folder is no longer this run's.
+            RunFileError: the file cannot be read.
         """
         file = f"{self._place}/{OWNER}"
         try:
@@ -243,7 +214,11 @@ class FolderOwner(ABC):
         except OSError as error:
             raise RunFileError(f"cannot read {file}: {error.strerror or error}") from error
         if owner != self._me:
-            raise OwnerLostError(_lost(self._place, file, owner))
+            whose = f"{file} is gone" if owner is None else f"it belongs to {owner}"
+            raise OwnerLostError(
+                f"{self._place} is this run's no more; {whose}. Was it stopped for long, or was "
+                "that file removed?"
+            )
 
     def _beat(self) -> None:
         while not self._left.wait(HEARTBEAT_S):
@@ -251,13 +226,66 @@ class FolderOwner(ABC):
                 if self._owner() == self._me:
                     self._give_sign()
 
+    def _sees_gone(
+        self, owner: Owner, sign: Callable[[], object], current: Callable[[], Owner | None],
+        silent: Callable[[], float] = lambda: 0.0,
+    ) -> bool:
+        """Wait until it is known whether an owner is gone.
+
+        Args:
+            owner: the owner.
+            sign: reads its latest sign of life; None without a file.
+            current: reads the owner that the file names now.
+            silent: returns the seconds since the latest sign of life, as far as they are known.
+
+        Returns:
+            False if the file is another one by then.
+
+        Raises:
+            RunOwnedError: the owner lives.
+        """
+        gone = owner.is_gone()
+        if gone is None:
+            gone = self._stays_silent(owner, sign, silent)
+            if gone and current() != owner:
+                return False
+        if gone:
+            return True
+        if current() != owner:
+            return False
+        raise RunOwnedError(
+            f"run.storage_path is {str(self._place)!r}, which belongs to a run that goes on: "
+            f"{owner}. Wait for its end or end it, or give another storage_path. Once it is gone, "
+            "the next run takes the folder over by itself"
+        )
+
+    def _stays_silent(
+        self, owner: Owner, sign: Callable[[], object], silent: Callable[[], float]
+    ) -> bool:
+        """Return True without a sign of life for as long as no owner that lives is silent."""
+        before = sign()
+        if before is None:
+            return False
+        left = GONE_AFTER_S - silent()
+        if left > 0:
+            self._say(
+                f"the run folder belongs to {owner}; looking for a sign of life for at most "
+                f"{left:.0f} s"
+            )
+        deadline = time.monotonic() + left
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            if sign() != before:
+                return False
+        return True
+
 
 class RunOwner(FolderOwner):
-    """Owns a folder of a file system.
+    """Lease on a folder of a file system.
 
     Args:
         folder: an existing one.
-        say: as of :class:`FolderOwner`.
+        say: called with a line when the lease waits or is taken over.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
@@ -289,11 +317,12 @@ class RunOwner(FolderOwner):
             if (last := self._last()) is None:
                 continue  # it has just been given up
             path, owner = last
-            if not self._sees_gone(path, owner):
+            looks = partial(_beat_of, path), partial(_read, path), partial(self._silent, path)
+            if not self._sees_gone(owner, *looks):
                 continue  # it is another's by now
             claim = self._claim(owner)
             if not self._link(claim):
-                continue  # somebody was faster
+                continue  # another process was faster
             # There is one claim on each owner at a time. It holds if the owner had not been
             # followed, and that claim renamed, in the meantime.
             latest = self._last()
@@ -311,8 +340,8 @@ class RunOwner(FolderOwner):
         return self._folder / f".owner-after-{owner.token}"
 
     def _last(self) -> tuple[Path, Owner] | None:
-        """The owner, or who follows the owner and has not yet put itself in the place; with its
-        file. None if there is none."""
+        """Find the owner, or the process that follows it and has not yet replaced the file, and
+        the file that names it. None if there is none."""
         path = self._file
         owner = _read(path)
         while owner is not None:
@@ -323,7 +352,7 @@ class RunOwner(FolderOwner):
         return None
 
     def _link(self, path: Path) -> bool:
-        """Put this process's file in a place where there is none; whether it is there."""
+        """Put this process's file where there is none; True if it is there."""
         try:
             os.link(self._own_copy, path)
         except FileExistsError:
@@ -336,40 +365,71 @@ class RunOwner(FolderOwner):
                 return False
         return True
 
-    def _sees_gone(self, path: Path, owner: Owner) -> bool:
-        """Wait until it is known whether an owner is gone; False if the file is another one by
-        then.
-
-        Raises:
-            RunOwnedError: it lives.
-        """
-        gone = owner.is_gone()
-        if gone is None:
-            gone = self._stays_silent(path)
-            if _read(path) != owner:
-                return False
-        if not gone:
-            raise RunOwnedError(owned(self._folder, owner))
-        return True
-
-    def _stays_silent(self, path: Path) -> bool:
-        """Whether there is no sign of life for as long as an owner that lives would be silent."""
+    def _silent(self, path: Path) -> float:
+        """Seconds since a sign of life. Both times are of the file system's clock, so other
+        machines' clocks do not matter."""
         beat = _beat_of(path)
-        if beat is None:
-            return False
-        # Both times are of the file system's clock, so other machines' clocks do not matter.
-        silent = max(self._own_copy.stat().st_mtime - beat, 0.0)
-        deadline = time.monotonic() + GONE_AFTER_S - silent
-        if silent < GONE_AFTER_S:
-            self._say(
-                f"the run folder belongs to {_read(path)}; looking for a sign of life for at most "
-                f"{GONE_AFTER_S - silent:.0f} s"
-            )
-        while time.monotonic() < deadline:
-            time.sleep(LOOK_S)
-            if _beat_of(path) != beat:
-                return False
-        return True
+        return 0.0 if beat is None else max(self._own_copy.stat().st_mtime - beat, 0.0)
+
+
+class BucketOwner(FolderOwner):
+    """Lease on a folder of a bucket. Its sign of life is a number that it counts up.
+
+    Args:
+        folder: the folder.
+        say: called with a line when the lease waits or is taken over.
+    """
+
+    def __init__(self, folder: StorageFolder, say: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(folder, "a bucket that can be read and written", say)
+        self._folder = folder
+        self._beats, self._seen_at = 0, float("-inf")
+
+    def check(self) -> None:
+        if time.monotonic() - self._seen_at < SEEN_S:
+            return
+        super().check()
+        self._seen_at = time.monotonic()
+
+    def _acquire(self) -> None:
+        while True:
+            looked = time.monotonic()
+            before = self._text()
+            owner = None
+            if before is not None:
+                owner = _owner_of(before)
+                if owner != self._me and not self._sees_gone(owner, self._text, self._owner):
+                    continue  # it has gone by itself, or is another one by now
+                looked = time.monotonic()
+                if self._text() != before:
+                    continue
+            self._give_sign()
+            if time.monotonic() - looked > SETTLE_S / 2:
+                time.sleep(SETTLE_S)
+                continue  # too late: a process that looked meanwhile may have settled
+            time.sleep(SETTLE_S)
+            if self._owner() == self._me:
+                if owner is not None and owner != self._me:
+                    self._say(f"the run folder belonged to {owner}, which is gone")
+                return
+
+    def _text(self) -> bytes | None:
+        try:
+            return self._folder.read(OWNER)
+        except FileNotFoundError:
+            return None
+
+    def _owner(self) -> Owner | None:
+        text = self._text()
+        return None if text is None else _owner_of(text)
+
+    def _give_up(self) -> None:
+        self._folder.unlink(OWNER)
+
+    def _give_sign(self) -> None:
+        self._beats += 1
+        values = {"owner": asdict(self._me), "beats": self._beats}
+        self._folder.replace(OWNER, json.dumps(values).encode())
 
 
 def _write_new(path: Path, owner: Owner) -> None:
@@ -401,3 +461,12 @@ def _beat_of(path: Path) -> float | None:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
+
+
+def _owner_of(text: bytes) -> Owner:
+    try:
+        values = json.loads(text)
+        inner = json.dumps(values["owner"]).encode()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        inner = b""
+    return Owner.from_bytes(inner, "in a bucket")

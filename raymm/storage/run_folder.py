@@ -13,11 +13,10 @@ from pathlib import Path
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.storage.folder import PARTIAL, LocalFolder, StorageFolder
 from raymm.actors.storage.location import storage_folder
-from raymm.files.bucket_owner import BucketOwner
 from raymm.files.config_error import ConfigError
 from raymm.files.output import Output
 from raymm.files.run_files import RunFileError, is_shortage, writing
-from raymm.files.run_owner import OWNER, RunOwner
+from raymm.files.run_owner import OWNER, BucketOwner, RunOwner
 
 # What is not mirrored: checkpoints are in the storage from the beginning.
 _CHECKPOINTS = "checkpoints/"

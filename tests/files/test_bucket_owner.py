@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 
 from raymm.actors.storage.folder import LocalFolder
-from raymm.files import bucket_owner, run_owner
-from raymm.files.bucket_owner import BucketOwner
+from raymm.files import run_owner
 from raymm.files.config_error import ConfigError
-from raymm.files.run_owner import OWNER, Owner, OwnerLostError, RunOwnedError
+from raymm.files.run_owner import OWNER, BucketOwner, Owner, OwnerLostError, RunOwnedError
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.05)
     shorter = {"SETTLE_S": 0.4, "SEEN_S": 0.0, "LOOK_S": 0.02, "GONE_AFTER_S": 0.6}
     for name, seconds in shorter.items():
-        monkeypatch.setattr(bucket_owner, name, seconds)
+        monkeypatch.setattr(run_owner, name, seconds)
     return LocalFolder(tmp_path)
 
 
@@ -56,11 +55,11 @@ def test_one_of_another_machine_lives_while_it_gives_signs_of_life(folder):
 
 
 def test_one_whose_process_has_ended_is_followed_at_once(folder, monkeypatch):
-    monkeypatch.setattr(bucket_owner, "GONE_AFTER_S", 1000.0)
+    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 1000.0)
     code = (
         "import sys, os, signal; from raymm.actors.storage.folder import LocalFolder\n"
-        "from raymm.files import bucket_owner; bucket_owner.SETTLE_S = 0.1\n"
-        "bucket_owner.BucketOwner(LocalFolder(sys.argv[1])).__enter__()\n"
+        "from raymm.files import run_owner; run_owner.SETTLE_S = 0.1\n"
+        "run_owner.BucketOwner(LocalFolder(sys.argv[1])).__enter__()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, folder.location], check=False, timeout=120)

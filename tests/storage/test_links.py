@@ -152,7 +152,7 @@ def test_a_run_on_another_disk_keeps_what_is_beside_it(tmp_path, run, operation,
 
 def test_a_folder_that_is_mirrored_follows_no_link(s3, outside, tmp_path, monkeypatch):
     """The folder that a run in a bucket works in: emptied at the start, and uploaded."""
-    monkeypatch.setattr("raymm.files.bucket_owner.SETTLE_S", 0.1)
+    monkeypatch.setattr("raymm.files.run_owner.SETTLE_S", 0.5)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
     folder = RunFolder(s3.url("linked"))
     folder.check()

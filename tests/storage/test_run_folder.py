@@ -16,7 +16,7 @@ from raymm.actors.rank.rank_group import RankPlace
 from raymm.actors.storage import bucket, seen
 from raymm.actors.storage.folder import FILE_MODE, replace_file, set_file_modes
 from raymm.actors.storage.seen import problem_seeing
-from raymm.files import bucket_owner
+from raymm.files import run_owner
 from raymm.files.config_error import ConfigError
 from raymm.files.run_files import RunFileError, remove_partial
 from raymm.files.run_owner import RunOwnedError
@@ -25,7 +25,7 @@ from raymm.storage.run_folder import RunFolder
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    monkeypatch.setattr(bucket_owner, "SETTLE_S", 0.1)
+    monkeypatch.setattr(run_owner, "SETTLE_S", 0.5)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
 
 

@@ -13,7 +13,7 @@ from tiny_run import checkpoint_tensors, curve, start
 
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.storage.location import storage_folder
-from raymm.files import bucket_owner
+from raymm.files import run_owner
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest
 from raymm.storage.run_folder import RunFolder
@@ -42,7 +42,7 @@ class HeldUpload:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Where runs of buckets work."""
-    monkeypatch.setattr(bucket_owner, "SETTLE_S", 0.2)
+    monkeypatch.setattr(run_owner, "SETTLE_S", 0.2)
     monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
 
 
