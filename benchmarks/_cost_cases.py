@@ -35,6 +35,7 @@ class Case:
         inputs: of each size. Of a language model, without its embeddings and ids.
         causal: True for a language model.
         tokens: of a language model, per sample, by size.
+        whole: True for the language model of a vision-language model; inputs are microbatches.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     inputs: tuple[Callable[[], Inputs], ...]
     causal: bool = False
     tokens: tuple[int, ...] = ()
+    whole: bool = False
 
 
 def _config(name: str, values: Mapping[str, Any]) -> Callable[[], ModuleSource]:
@@ -121,6 +123,14 @@ def _mixers() -> list[Case]:
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
         linear_value_head_dim=16, shared_expert_intermediate_size=48,
     )
+    decays = dict(
+        num_local_experts=4, num_experts_per_tok=2, head_dim=16, block_size=32,
+        layer_types=["linear_attention"] * 2 + ["full_attention"],
+    )
+    beside = dict(
+        head_dim=16, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1,
+        mamba_d_state=16, mamba_chunk_size=32,
+    )
     states = dict(hidden_size=WIDTH, num_hidden_layers=3, vocab_size=VOCABULARY)
     mixed = dict(attn_layer_period=3, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1)
     return [
@@ -133,7 +143,38 @@ def _mixers() -> list[Case]:
             "JambaForCausalLM", {**TEXT, **mixed, "mamba_d_state": 8}
         )),
         _text("linear attention", _config("Qwen3NextForCausalLM", {**TEXT, **linear})),
+        _text("linear attention, decays", _config("MiniMaxForCausalLM", {**TEXT, **decays})),
+        _text("state space beside attention", _config("FalconH1ForCausalLM", {**TEXT, **beside})),
     ]
+
+
+def cross_attention() -> Case:
+    """A language model some of whose layers attend to features of images."""
+    text = dict(TEXT, cross_attention_layers=[1], pad_token_id=0)
+    vision = dict(
+        hidden_size=WIDTH, intermediate_size=160, num_hidden_layers=2, num_global_layers=1,
+        attention_heads=4, image_size=16, patch_size=4, vision_output_dim=2 * WIDTH,
+        intermediate_layers_indices=[0], max_num_tiles=2,
+        supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
+    )
+    values = dict(text_config=text, vision_config=vision, image_token_index=VOCABULARY)
+
+    def microbatch(tokens: int) -> Inputs:
+        mask = torch.ones(SAMPLES, tokens, 1, 2, dtype=torch.int64)
+        return {
+            "input_ids": torch.arange(SAMPLES * tokens).reshape(SAMPLES, tokens) % VOCABULARY,
+            "attention_mask": torch.ones(SAMPLES, tokens, dtype=torch.int64),
+            "pixel_values": torch.randn(SAMPLES, 1, 2, 3, 16, 16),
+            "aspect_ratio_ids": torch.full((SAMPLES, 1), 2),
+            "aspect_ratio_mask": torch.ones(SAMPLES, 1, 2, dtype=torch.int64),
+            "cross_attention_mask": mask,
+            "labels": torch.zeros(SAMPLES, tokens, dtype=torch.int64),
+        }
+
+    return Case(
+        "cross attention", _config("MllamaForConditionalGeneration", values),
+        tuple(partial(microbatch, tokens) for tokens in (24, 80)), True, whole=True,
+    )
 
 
 def _encoders() -> list[Case]:
@@ -256,4 +297,6 @@ class Convolutions(nn.Sequential):
 
 def cases() -> list[Case]:
     """All of them."""
-    return [*_language_models(), *_encoders(), *_native(), *_projectors(), _plain()]
+    return [
+        *_language_models(), cross_attention(), *_encoders(), *_native(), *_projectors(), _plain()
+    ]

@@ -16,14 +16,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.table import Table
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import eager_mask
 from transformers.utils.generic import ModelOutput
 
@@ -32,14 +32,19 @@ from benchmarks._cost_cases import VOCABULARY, Case, cases
 from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.modules.projector import Projector
+from raymm.actors.weights.model_part import is_within
+from raymm.actors.weights.source import ConfigSource
 from raymm.costs.analytic import analytic_layers, projector_layers
-from raymm.costs.kept_bytes import kept_elements
+from raymm.costs.forward_run import forward_run, kept_elements
 from raymm.costs.layer_count import count_layers
 from raymm.costs.load import Load
 from raymm.costs.observed_load import observe
+from raymm.costs.workload import microbatch_workload
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.kernels.hf import self_attention
 from raymm.kernels.hf.self_attention import can_use
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.whole_model import WholeModel, from_pretrained
 
 SAMPLES = 2
 _EAGER = "cost_truth"
@@ -53,7 +58,13 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
         torch.manual_seed(size)
         model = case.source().build().eval()
         module = case.source().skeleton().eval()
-        if case.causal:
+        if case.whole:
+            inputs = make()
+            whole = from_pretrained(_described(case), inputs)
+            load = microbatch_workload(whole, inputs).by_module[LANGUAGE_MODEL]
+            module = whole.language_spec().source.skeleton().eval()
+            inputs = _without_tower(model, whole, inputs)
+        elif case.causal:
             tokens = case.tokens[size]
             load = Load(SAMPLES, tokens)
             inputs = {"inputs_embeds": torch.randn(SAMPLES, tokens, _width(model))}
@@ -65,6 +76,27 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
             "counted": counted(module, load, case.causal),
             "measured": measured(model, inputs, case.causal),
         }
+
+
+def _described(case: Case) -> PretrainedConfig:
+    """The configuration of a case's model, which names its class."""
+    source = cast(ConfigSource, case.source())
+    source.config.architectures = [source.model_class.__name__]
+    return source.config
+
+
+def _without_tower(model: nn.Module, whole: WholeModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Let a model have the features of its tower as received, without the tower's parameters, and
+    return the inputs without labels."""
+    (tower,) = whole.towers
+    with torch.no_grad():
+        computed = tower.output(model, tower.inputs(inputs) or {})
+    features = tree_map_only(torch.Tensor, lambda t: t.requires_grad_(), computed)
+    tower.call.replace(model, lambda *_, **__: features)
+    for name in [n for n, _ in model.named_parameters() if is_within(n, tower.places)]:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, None)
+    return {name: value for name, value in inputs.items() if name != "labels"}
 
 
 def _width(model: nn.Module) -> int:
@@ -96,13 +128,13 @@ def counted(module: nn.Module, load: Load, causal: bool) -> dict[str, float]:
         load: what it has to do.
         causal: True for a language model.
     """
-    layers = count_layers(module, load, causal)
+    layers = count_layers(module, load, causal, forward_run(module, load, "fp32", causal))
     if isinstance(module, Projector):  # one layer, whatever it is made of
         costs = projector_layers(module, load, "cpu", "fp32")
     else:
         costs = analytic_layers(module, load, "cpu", "fp32", causal=causal)
     products = sum(layer.matmul_flops for layer in layers)
-    attention = sum(layer.attention_flops for layer in layers)
+    attention = sum(layer.attention_flops + layer.mixing_flops for layer in layers)
     base = sum(layer.base_flops for layer in layers)
     return {
         "parameters": sum(layer.parameters for layer in layers) - layers[-1].tied,
@@ -158,6 +190,20 @@ def _convolution_backward(
     return 2 * 2 * rows * math.prod(weight)
 
 
+def _solve(
+    system: Any, right: Any, *_: Any, left: bool = True, out_shape: Any = None, **__: Any
+) -> int:
+    """FLOPs of a triangular system of equations, which torch does not count."""
+    equations = right[-2] if left else right[-1]
+    return math.prod(right) * equations
+
+
+CUSTOM_FLOPS = {
+    torch.ops.aten.convolution_backward: _convolution_backward,
+    torch.ops.aten.linalg_solve_triangular: _solve,
+}
+
+
 class _Pairs:
     """FLOPs of attention that is computed, and of the pairs that are seen."""
 
@@ -195,10 +241,9 @@ def _eager(model: nn.Module) -> Iterator[_Pairs]:
 
 def _flops(model: nn.Module, inputs: dict[str, Any], causal: bool) -> tuple[float, float]:
     with _eager(model) as pairs:
-        with FlopCounterMode(display=False) as forward:
+        with FlopCounterMode(display=False, custom_mapping=CUSTOM_FLOPS) as forward:
             loss = _run(model, inputs, causal)
-        known = {torch.ops.aten.convolution_backward: _convolution_backward}
-        with FlopCounterMode(display=False, custom_mapping=known) as backward:
+        with FlopCounterMode(display=False, custom_mapping=CUSTOM_FLOPS) as backward:
             loss.backward()
     unseen = pairs.computed - pairs.visible
     return forward.get_total_flops() - unseen, backward.get_total_flops() - 2 * unseen

@@ -9,9 +9,10 @@ import transformers as hf
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.cost_truth import CUSTOM_FLOPS
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.modules.merge import ReplaceTokens
-from raymm.costs.step_flops import StepFlops
+from raymm.costs.step_flops import StepFlops, module_flops
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.data.samples.collate import describe
 from raymm.model.batch_rules import complete_microbatch
@@ -90,6 +91,19 @@ def test_a_step_of_any_frozen_modules_is_what_torch_counts(vision, projector, ll
         backward = not (vision and projector and llm)
         masked += 3 * rows * (length * (length - 1) // 2) * 2 * (48 + 48) * (1 + 2 * backward)
     assert sum(counted.values()) + masked == pytest.approx(total, rel=1e-12)
+
+
+def test_scans_of_state_spaces_count_per_token():
+    config = hf.Mamba2Config(
+        hidden_size=48, num_hidden_layers=2, vocab_size=64, num_heads=6, head_dim=16,
+        state_size=16, n_groups=1, chunk_size=64,
+    )
+    model, tokens = hf.Mamba2ForCausalLM(config), 256
+    with FlopCounterMode(display=False, custom_mapping=CUSTOM_FLOPS) as counter:
+        model(torch.zeros(1, tokens, dtype=torch.int64)).logits.sum().backward()
+    flops = module_flops(model, [True, True], [False, True], causal=True)
+    counted = (flops.per_token + flops.per_label) * tokens + flops.per_sample
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 @pytest.mark.parametrize("mask", [None, "causal", "multimodal", "causal_with_own_image"])

@@ -8,7 +8,8 @@ of bytes at the memory's bandwidth. FLOPs and bytes come from :mod:`raymm.costs.
   forward's attention: of flash attention's five backward products one recomputes the scores,
   the forward has two (Dao, FlashAttention-2, section 3.1.2).
 - B_w: the products once more (input times the output's gradient), but for weights under adapters;
-  attention has no weights.
+  attention has no weights. Other products of two activations, such as scans, are two products each
+  in B_d.
 
 Blocks hand on fp32 in both dtypes: under autocast the residual stream starts with an fp32
 embedding and stays that.
@@ -35,7 +36,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from raymm.costs.kept_bytes import kept_bytes
+from raymm.costs.forward_run import forward_run
 from raymm.costs.layer_count import LayerCount, count_blocks, count_layers
 from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
@@ -119,10 +120,10 @@ def analytic_layers(
     """
     device = find_device(device) if isinstance(device, str) else device
     seconds = _Roofline(device, dtype, tp, cp, _FP32_BYTES)
-    counts, blocks = count_layers(module, load, causal), count_blocks(module, load, causal)
-    kept = kept_bytes(module, load, dtype, causal)
-    layers = seconds.costs(counts, None if kept is None else kept.layers)
-    of_blocks = [None] * len(blocks) if kept is None else kept.blocks
+    run = forward_run(module, load, dtype, causal)
+    blocks = count_blocks(module, load, causal, run)
+    layers = seconds.costs(count_layers(module, load, causal, run), run and run.layers)
+    of_blocks = [None] * len(blocks) if run is None else run.blocks
     return tuple(
         replace(layer, options=seconds.options(block, bytes_, layer.activation_bytes))
         for layer, block, bytes_ in zip(layers, blocks, of_blocks, strict=True)
@@ -152,8 +153,8 @@ def projector_layers(
     counts = count_layers(projector, load.of_projector())
     total = sum(counts, LayerCount())
     total = replace(total, output_elements=counts[-1].output_elements)
-    kept = kept_bytes(projector, load.of_projector(), dtype)
-    return seconds.costs((total,), None if kept is None else (sum(kept.layers),))
+    run = forward_run(projector, load.of_projector(), dtype)
+    return seconds.costs((total,), None if run is None else (sum(run.layers),))
 
 
 def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
@@ -214,7 +215,7 @@ class _Roofline:
         products = block.product_elements * self._bytes / shared
         remade = max(0.0, kept - products - attention) + products
         without_attention = self._seconds(
-            block.matmul_flops,
+            block.matmul_flops + block.mixing_flops,
             (block.traffic_elements - block.attention_traffic) * self._bytes,
             block.weight_elements * self._bytes,
         )
@@ -239,11 +240,12 @@ class _Roofline:
         weights = count.weight_elements * self._bytes
         return LayerCost(
             forward=self._seconds(
-                count.matmul_flops + count.attention_flops + count.weight_flops * self._cp, traffic,
-                weights,
+                count.matmul_flops + count.attention_flops + count.mixing_flops
+                + count.weight_flops * self._cp, traffic, weights,
             ),
             backward_input=self._seconds(
-                count.matmul_flops + ATTENTION_BACKWARD * count.attention_flops, traffic, weights
+                count.matmul_flops + ATTENTION_BACKWARD * count.attention_flops
+                + 2 * count.mixing_flops, traffic, weights,
             ),
             # The weights' gradients are written in fp32.
             backward_weight=self._seconds(

@@ -1,15 +1,16 @@
 """Counting a module's layers: FLOPs, memory traffic, parameters.
 
-Nothing is run and nothing is known of a model by name: everything follows from the shapes of
-the weights on a skeleton (parameters on the meta device), and from the few numbers of a
-Hugging Face config that shapes do not show (heads, experts per token).
+Nothing is run here and nothing is known of a model by name: everything follows from the shapes
+of the weights on a skeleton (parameters on the meta device), from the few numbers of a Hugging
+Face config that shapes do not show (heads, experts per token), and from what loads and runs say.
 
 Assumed throughout:
 
 - Products with weights are as in :mod:`raymm.costs.matmul_count`; a pooling head works on one
   token per sample.
-- Attention is as in :mod:`raymm.costs.attention_count`; linear attention and state-space mixers
-  count with their weights alone.
+- Attention is as in :mod:`raymm.costs.attention_count`. Linear attention and state-space mixers
+  count with their weights, and with the products of activations that a run of the forward
+  (:mod:`raymm.costs.forward_run`) was seen to compute.
 - Products and attention that were seen to run (:mod:`raymm.costs.observed_load`) count as seen;
   else blocks work on as many tokens as the module gives out (no token merging between blocks).
 - Embeddings, norms, activation functions and rotary tables are no FLOPs.
@@ -26,7 +27,9 @@ from torch import nn
 from raymm.actors.adapters.lora import HIGH, LOW, MAGNITUDE, is_adapter
 from raymm.actors.experts.routing import experts
 from raymm.actors.modules.blocks import block_list
+from raymm.actors.weights.model_part import is_within
 from raymm.costs.attention_count import Attention, AttentionCounter
+from raymm.costs.forward_run import ForwardRun
 from raymm.costs.load import Load, LoadedModule
 from raymm.costs.matmul_count import MatmulCounter, expanded_elements
 from raymm.costs.parameter_shares import parameter_shares
@@ -40,6 +43,7 @@ class LayerCount:
         matmul_flops: of the forward products with weights.
         weight_flops: of products of weights with weights, once per forward (norms of adapted rows).
         attention_flops: of the forward's two products within attention.
+        mixing_flops: of the forward's other products of two activations, such as scans.
         weight_elements: elements of weights that a forward reads.
         traffic_elements: elements that products and attention read and write besides.
         trained_traffic: of ``traffic_elements``, those of products whose weights are trained.
@@ -69,6 +73,7 @@ class LayerCount:
     matmul_flops: float = 0.0
     weight_flops: float = 0.0
     attention_flops: float = 0.0
+    mixing_flops: float = 0.0
     weight_elements: float = 0.0
     traffic_elements: float = 0.0
     parameters: int = 0
@@ -114,7 +119,9 @@ _ONE_AT_A_TIME = frozenset(
 )
 
 
-def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[LayerCount, ...]:
+def count_layers(
+    module: nn.Module, load: Load, causal: bool = False, run: ForwardRun | None = None
+) -> tuple[LayerCount, ...]:
     """Counts per layer, as :class:`raymm.scheduler.graph.module_graph.ModuleNode` has layers: one
     per block, what is before the blocks with the first, what is after them with the last. A module
     that cannot be cut is one layer. Parameters tied between the two ends count at both, because
@@ -125,8 +132,9 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
         load: what it has to do.
         causal: whether a token sees only those before it; then the module is a language model
             whose head runs on ``load.labels`` rows and whose output is a loss.
+        run: of the same load; without it, ``mixing_flops`` are 0.
     """
-    counter = _LayerCounter(module, load, causal)
+    counter = _LayerCounter(module, load, causal, run)
     places = counter.places()
     layers = [counter.layer(place) for place in places or [""]]
     if places and counter.path is not None:
@@ -142,17 +150,21 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
     return tuple(layers)
 
 
-def count_blocks(module: nn.Module, load: Load, causal: bool = False) -> tuple[LayerCount, ...]:
+def count_blocks(
+    module: nn.Module, load: Load, causal: bool = False, run: ForwardRun | None = None
+) -> tuple[LayerCount, ...]:
     """Counts of the blocks alone, without what is before and after them; arguments as of
     :func:`count_layers`. Empty for a module that cannot be cut."""
-    counter = _LayerCounter(module, load, causal)
+    counter = _LayerCounter(module, load, causal, run)
     return tuple(counter.layer(place) for place in counter.places())
 
 
-def count_attention(module: nn.Module, causal: bool = False) -> tuple[dict[int | None, float], ...]:
+def count_attention(
+    module: nn.Module, causal: bool = False, run: ForwardRun | None = None
+) -> tuple[dict[int | None, float], ...]:
     """FLOPs of a forward's attention per visible pair of a query and a key, by layer and the window
     of its attention (None: without one); arguments as of :func:`count_layers`."""
-    counter = _LayerCounter(module, Load(1, 1), causal)
+    counter = _LayerCounter(module, Load(1, 1), causal, run)
     return tuple(counter.pair_flops(place) for place in counter.places() or [""])
 
 
@@ -173,8 +185,11 @@ def count_products(
 class _LayerCounter:
     """Counts parts of one module under one load."""
 
-    def __init__(self, module: nn.Module, load: Load, causal: bool) -> None:
+    def __init__(
+        self, module: nn.Module, load: Load, causal: bool, run: ForwardRun | None = None
+    ) -> None:
         self.loaded = LoadedModule(module, load, causal)
+        self.mixing = () if run is None else run.mixing
         self.module, self.load, self.path = module, load, self.loaded.path
         self.matmuls = MatmulCounter(self.loaded)
         self.attention = AttentionCounter(self.loaded)
@@ -304,8 +319,24 @@ class _LayerCounter:
         return sum(size for key, size in ends[0].items() if key in ends[1])
 
     def _attention(self, place: str) -> LayerCount:
-        """All attention below ``place``."""
-        return sum((self._one_attention(m) for m in self.attention.below(place)), LayerCount())
+        """All attention below ``place``, and other products of two activations."""
+        flops, attentions = self._mixing(place)
+        count = sum((self._one_attention(each) for each in attentions), LayerCount())
+        return replace(count, mixing_flops=flops)
+
+    def _mixing(self, place: str) -> tuple[float, list[Attention]]:
+        """FLOPs of products of two activations below ``place``, and the attention, which these do
+        not include."""
+        attentions = list(self.attention.below(place))
+        if not place or not self.mixing:
+            return 0.0, attentions
+        flops, attended = self.mixing[self.places().index(place)]
+        if attended or not attentions:
+            return flops, attentions
+        seen = any(is_within(name, (place,)) for name in self.loaded.seen)
+        if not seen and any(attended for _, attended in self.mixing):
+            return flops, []  # linear attention, in a model whose other attention was seen
+        return 0.0, attentions  # plain products of a model's own, of masked pairs, too
 
     def _one_attention(self, attention: Attention) -> LayerCount:
         a = attention
@@ -321,7 +352,7 @@ class _LayerCounter:
     def pair_flops(self, place: str) -> dict[int | None, float]:
         """FLOPs of all attention below ``place`` per visible pair, by window."""
         flops: dict[int | None, float] = {}
-        for attention in self.attention.below(place):
+        for attention in self._mixing(place)[1]:
             window = attention.window
             flops[window] = flops.get(window, 0.0) + attention.pair_flops
         return flops

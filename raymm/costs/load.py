@@ -73,7 +73,10 @@ class Load:
             as wide as the hidden state.
         kept: elements that autograd saves in the compute dtype and in fp32 for each token of the
             blocks: before the blocks, by block, after the blocks, and in a head; empty where
-            :mod:`raymm.costs.kept_bytes` runs the module for it.
+            :mod:`raymm.costs.forward_run` runs the module for it.
+        mixing: by block, FLOPs of products of two activations for each token of the blocks, without
+            those of attention through transformers' interface, and True if the block has such
+            attention; empty as ``kept`` is.
         projector_places, projector_handed, projector_kept: as these, of an encoder's projector.
     """
 
@@ -85,6 +88,7 @@ class Load:
     handed: float | None = None
     streams: tuple[float, ...] = ()
     kept: tuple[tuple[float, float], ...] = ()
+    mixing: tuple[tuple[float, bool], ...] = ()
     projector_places: tuple[tuple[str, float], ...] = ()
     projector_handed: float | None = None
     projector_kept: tuple[tuple[float, float], ...] = ()
@@ -93,7 +97,7 @@ class Load:
         """Return the load of the encoder's projector."""
         return replace(
             self, places=self.projector_places, attention=(), handed=self.projector_handed,
-            streams=(), kept=self.projector_kept,
+            streams=(), kept=self.projector_kept, mixing=(),
         )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -57,6 +59,9 @@ class Observation:
             blocks returns; 0 tokens if there is none.
         kept: bytes that autograd saves, without parameters: before the blocks, by block, after
             the blocks, and in a language model's head and loss.
+        mixing: in the same order, FLOPs of products of two activations, without those of attention
+            through transformers' interface.
+        attended: in the same order, True where attention ran through that interface.
         output: what the forward returned; None if it did not end.
     """
 
@@ -74,6 +79,8 @@ class Observation:
         blocks = [] if path is None else list(block_list(module, path))
         first = next(iter(blocks), module)
         self.kept = [0] * (len(blocks) + 3)
+        self.mixing = [0] * len(self.kept)
+        self.attended = [False] * len(self.kept)
         # Of its norms and biases: by them channels that come last are told from those before.
         self._widths = {len(p) for p in first.parameters() if p.dim() == 1}
         self._hidden = "hidden_states" if path is None else hidden_name(first)
@@ -113,11 +120,17 @@ class Observation:
             attention=tuple((name, each.over(total)) for name, each in seen),
             handed=first_tensor(self.output).numel() / total if complete else None,
             streams=tuple(count / total for count in self.streams) if complete else (),
+            mixing=self.mixing_per(total) if complete else (),
         )
 
     def places_per(self, tokens: int) -> tuple[tuple[str, float], ...]:
         """Return the rows by name, divided by a number of tokens."""
         return tuple((name, count / tokens) for name, count in self.places.items())
+
+    def mixing_per(self, tokens: int) -> tuple[tuple[float, bool], ...]:
+        """Return ``mixing`` of the blocks, divided by a number of tokens, with ``attended``."""
+        blocks = zip(self.mixing[1:-2], self.attended[1:-2], strict=True)
+        return tuple((flops / tokens, attended) for flops, attended in blocks)
 
     def _note(self, name: str, channels: int, _: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
@@ -141,6 +154,24 @@ class Observation:
     def add_bytes(self, size: int) -> None:
         """Count bytes that autograd saves in the layer that runs."""
         self.kept[self._bucket] += size
+
+    def add_mixing(self, flops: int) -> None:
+        """Count FLOPs of a product of activations in the layer that runs."""
+        self.mixing[self._bucket] += flops
+
+    def add_attention(self, name: str, sizes: SeenAttention, cross: bool) -> None:
+        """Count a call of an attention module in the layer that runs.
+
+        Args:
+            name: of the module.
+            sizes: of the call.
+            cross: True if its keys are not of the queries' own tokens, or not causal.
+        """
+        before = self.attention.get(name)
+        self.attention[name] = sizes if before is None else sizes.joined(before)
+        self.attended[self._bucket] = True
+        if cross:
+            self.cross.add(name)
 
     def _stream(self, _: nn.Module, __: Any, output: Any) -> None:
         self.streams.append(first_tensor(output).numel())
@@ -200,7 +231,10 @@ def observe(
                 stack.enter_context(_noted_attention(module, each, masks))
                 if few:
                     stack.enter_context(_few_blocks(module, each))
-            stack.enter_context(_saved_bytes(modules, seen))
+            running = stack.enter_context(_running(modules, seen))
+            stack.enter_context(_saved_bytes(modules, running))
+            if not leave:
+                stack.enter_context(_Mixing(modules, running))
             run(**inputs)
     except USER_CODE_RAISES:  # not every forward runs without values; blocks may have run
         pass
@@ -248,37 +282,90 @@ def _fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _saved_bytes(
+def _running(
     modules: Sequence[nn.Module], seen: Sequence[Observation]
-) -> Iterator[None]:
-    """Add the bytes of every tensor that autograd saves to the observation of the module that
-    runs. Of nested hooks, torch calls the innermost alone, so there is one for all modules."""
+) -> Iterator[list[Observation]]:
+    """Yield a list whose last entry is the observation of the module that runs. Between modules,
+    that is the first module."""
     running = [seen[0]]
 
     def enter(each: Observation, *_: Any) -> None:
-        running[0] = each
+        running.append(each)
+
+    def leave(*_: Any) -> None:
+        running.pop()
 
     handles = [
-        module.register_forward_pre_hook(partial(enter, each))
-        for module, each in zip(modules, seen, strict=True)
+        handle for module, each in zip(modules, seen, strict=True) for handle in (
+            module.register_forward_pre_hook(partial(enter, each)),
+            module.register_forward_hook(leave),
+        )
     ]
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _state_storages(modules: Sequence[nn.Module]) -> dict[int, torch.UntypedStorage]:
+    """Return storages of parameters and buffers by address. They are held, so that no other storage
+    gets the same address."""
     state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    # Storages are held, so that no other storage gets the same address.
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in state}
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in state}
+
+
+@contextmanager
+def _saved_bytes(modules: Sequence[nn.Module], running: list[Observation]) -> Iterator[None]:
+    """Add the bytes of every tensor that autograd saves to the observation of the module that
+    runs. Of nested hooks, torch calls the innermost alone, so there is one for all modules."""
+    storages = _state_storages(modules)
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = storage
-            running[0].add_bytes(storage.nbytes())
+            running[-1].add_bytes(storage.nbytes())
         return tensor
 
-    try:
-        with saved_tensors_hooks(save, lambda tensor: tensor):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        yield
+
+
+def _solve_flops(system: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return FLOPs of a triangular system of n equations, n² per column of its right-hand side."""
+    return right.numel() * system.shape[-1]
+
+
+class _Mixing(TorchDispatchMode):
+    """Adds the FLOPs of every product of two activations to the observation of the module that
+    runs: scans of state-space layers, chunks of linear attention. Products with parameters, and
+    with what is computed of parameters and buffers alone, are counted by their shapes
+    (:mod:`raymm.costs.matmul_count`)."""
+
+    _FLOPS: Mapping[Any, Callable[..., int]] = {
+        **flop_registry, torch.ops.aten.linalg_solve_triangular: _solve_flops
+    }
+
+    def __init__(self, modules: Sequence[nn.Module], running: list[Observation]) -> None:
+        super().__init__()
+        self._state, self._running = _state_storages(modules), running
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        storages = [s for t in tree_leaves((args, kwargs)) if (s := _storage(t)) is not None]
+        of_state = [s._cdata in self._state for s in storages]
+        if all(of_state) and of_state:
+            results = (s for t in tree_leaves(output) if (s := _storage(t)) is not None)
+            self._state.update((s._cdata, s) for s in results)
+        elif not any(of_state) and (flops := self._FLOPS.get(func._overloadpacket)) is not None:
+            self._running[-1].add_mixing(flops(*args, **kwargs, out_val=output))
+        return output
+
+
+def _storage(value: Any) -> torch.UntypedStorage | None:
+    return value.untyped_storage() if isinstance(value, torch.Tensor) else None
 
 
 @contextmanager
@@ -313,6 +400,8 @@ def _few_blocks(module: nn.Module, observation: Observation) -> Iterator[None]:
         for index, like in copied.items():
             vars(blocks[index]).pop("forward")
             observation.kept[index + 1] = observation.kept[like + 1]
+            observation.mixing[index + 1] = observation.mixing[like + 1]
+            observation.attended[index + 1] = observation.attended[like + 1]
         for handle in handles:
             handle.remove()
 
@@ -359,10 +448,7 @@ def _noted_attention(module: nn.Module, observation: Observation, masks: bool) -
     names = {id(child): name for name, child in module.named_modules()}
 
     def note(child: nn.Module, sizes: SeenAttention, cross: bool) -> None:
-        name, attention = names[id(child)], observation.attention
-        attention[name] = sizes.joined(attention[name]) if name in attention else sizes
-        if cross:
-            observation.cross.add(name)
+        observation.add_attention(names[id(child)], sizes, cross)
 
     chosen = _WITH_MASKS if masks else _WITHOUT_MASKS
     AttentionInterface.register(chosen, _sizes_forward)

@@ -2,9 +2,9 @@
 
 What a step must compute, not what it happens to (PaLM, appendix B): recomputation is not counted,
 masked pairs are not, padding is not. A product with a weight is one forward; once more where
-gradients go on to what is before it; once more where the weight is trained. Attention's two
-products are four in the backward. Counts per token, sample, label and visible pair come from
-:mod:`raymm.costs.layer_count`, once.
+gradients go on to what is before it; once more where the weight is trained. Every product of two
+activations (of attention, scans, linear attention) is two in the backward. Counts per token,
+sample, label and visible pair come from :mod:`raymm.costs.layer_count`, once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.merge import Prepend
+from raymm.costs.forward_run import MOST_TOKENS, forward_run
 from raymm.costs.layer_count import count_attention, count_blocks, count_layers
 from raymm.costs.load import Load, LoadError
 from raymm.costs.workload import encoder_tokens
@@ -36,7 +37,8 @@ class ModuleFlops:
     """What a module does in a training step.
 
     Attributes:
-        per_token, per_sample, per_label: FLOPs of products with weights.
+        per_token, per_sample, per_label: FLOPs of products with weights; those of scans and linear
+            attention are per token, too.
         per_pair: FLOPs of attention per visible pair of a query and a key, by the window of the
             layers (None: those without one).
     """
@@ -79,7 +81,7 @@ def module_flops(
     whole = _products(module, causal, count_layers)
     blocks = _products(module, causal, count_blocks) or whole
     base = _products(module, causal, count_layers, "base_flops")
-    attention = count_attention(module, causal)
+    activations = activation_flops(module, causal)
     for layer, (trained, earlier) in enumerate(zip(trainable, before, strict=True)):
         if layer < first:
             continue
@@ -90,8 +92,32 @@ def module_flops(
         total += blocks[layer] * (1 + backward + trained)
         total += outside * (1 + (earlier if first else backward) + trained)
         total += base[layer] * -float(trained)
-        total += ModuleFlops(per_pair=attention[layer]) * (1 + ATTENTION_BACKWARD * backward)
+        total += activations[layer] * (1 + ATTENTION_BACKWARD * backward)
     return total
+
+
+def activation_flops(
+    module: nn.Module, causal: bool, load: Load | None = None
+) -> list[ModuleFlops]:
+    """Return what products of two activations are in a forward, by layer: attention per pair, other
+    products per token.
+
+    Args:
+        module: a skeleton; parameters may be on the meta device.
+        causal: True for a language model.
+        load: of a microbatch on which the others are counted. By default, a language model runs on
+            a sample whose length is a multiple of the chunks of linear attention.
+    """
+    run = None
+    if causal or load is not None:
+        load = load or Load(1, MOST_TOKENS // 4)
+        run = forward_run(module, load, "bf16", causal)
+    load = load or Load(1, 1)
+    counts = count_layers(module, load, causal, run)
+    return [
+        ModuleFlops(count.mixing_flops / load.total, per_pair=pairs)
+        for count, pairs in zip(counts, count_attention(module, causal, run), strict=True)
+    ]
 
 
 def _projector_flops(projector: nn.Module, trained: bool, earlier: bool) -> ModuleFlops:

@@ -19,9 +19,9 @@ from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.weights.model_part import is_within
-from raymm.costs.layer_count import count_attention, count_products
+from raymm.costs.layer_count import count_products
 from raymm.costs.load import Load, LoadError
-from raymm.costs.step_flops import ATTENTION_BACKWARD, ModuleFlops
+from raymm.costs.step_flops import ATTENTION_BACKWARD, ModuleFlops, activation_flops
 from raymm.costs.workload import tower_load
 from raymm.data import MicrobatchMeta
 from raymm.model.module_kind import LANGUAGE_MODEL
@@ -142,7 +142,7 @@ def _step_flops(
         onward = onward or trained
         onward_at[name] = onward
     path = find_blocks(module)
-    for index, attention in enumerate(count_attention(module, causal)):
+    for index, of_block in enumerate(activation_flops(module, causal, example)):
         block = f"{path}.{index}"
         inside = [flag for name, flag in onward_at.items() if is_within(name, (block,))]
         backward = any(inside) if inside else onward
@@ -150,7 +150,8 @@ def _step_flops(
             sizes.pairs * 2.0 * (sizes.query + sizes.out) for name, sizes in seen
             if is_within(name, (block,)) and sizes.pairs < most_pairs
         )
-        of_block = ModuleFlops(windowed) if windowed else ModuleFlops(per_pair=attention)
+        if windowed:
+            of_block = ModuleFlops(of_block.per_token + windowed)
         total += of_block * (1 + ATTENTION_BACKWARD * backward)
     return total
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext, first_tensor
 from raymm.actors.probe.whole.cut import of_zeros
 from raymm.actors.weights.model_part import PartSource, is_within
-from raymm.costs.kept_bytes import kept_elements
+from raymm.costs.forward_run import kept_elements
 from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.costs.observed_load import FLAT_ROWS, IMAGE_DIMENSIONS, Observation, observe
 from raymm.data.sampling.batching import ItemTokens
 from raymm.errors import USER_CODE_RAISES
+from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
 from raymm.model.module_kind import LANGUAGE_MODEL
@@ -173,20 +174,39 @@ def encoder_load(
 
 
 def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
-    """What the language model has to do for a microbatch of a whole model. Attention to features of
-    towers, and products with them, are as seen when the model runs without values."""
+    """Return the load of a whole model's language model for a microbatch. Attention to features of
+    towers, products with them, and bytes that autograd saves are as seen when the model runs
+    without values."""
     ids, labels = microbatch[IDS], microbatch[LABELS]
     learned = int((labels[:, 1:] != IGNORE_INDEX).sum())
     rows, length = ids.shape
     load = Load(rows, length, min(learned, ids.numel()))
     if not model.towers:
         return load
-    whole = of_zeros(PartSource(model.source, (), True))
     inputs = {name: value for name, value in microbatch.items() if name in model.example}
-    (seen,) = observe(partial(whole, use_cache=False), inputs, whole, masks=False)
+
+    def observed(dtype: torch.dtype, few: bool) -> Observation:
+        whole = of_zeros(PartSource(model.source, (), True))
+
+        def run(**inputs: Any) -> None:
+            for tower in model.towers:
+                if (own := tower.inputs(inputs)) is not None:
+                    with torch.no_grad():
+                        features = tower.output(whole, own)
+                    # As ranks of the language model have them: received, not computed.
+                    features = tree_map_only(torch.Tensor, _received, features)
+                    tower.call.replace(whole, lambda *_, features=features, **__: features)
+            logits = whole(**inputs, use_cache=False).logits
+            token_cross_entropy_sum(logits.flatten(0, 1), torch.zeros(rows * length).long())
+
+        return observe(run, inputs, whole, masks=False, dtype=dtype, few=few)[0]
+
+    seen, halved = observed(torch.float32, False), observed(torch.bfloat16, True)
     own = {name for name, _ in model.language_spec().source.skeleton().named_parameters()}
     return replace(
         load,
+        kept=kept_elements(seen, halved, load.total),
+        mixing=() if seen.output is None else seen.mixing_per(load.total),
         places=tuple(
             (name, each) for name, each in seen.places_per(load.total) if f"{name}.weight" in own
         ),
@@ -195,6 +215,10 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
             if any(is_within(parameter, (name,)) for parameter in own)
         ),
     )
+
+
+def _received(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def item_tokens(

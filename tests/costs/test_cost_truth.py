@@ -10,7 +10,9 @@ from benchmarks.cost_truth import BYTES, FLOPS, error, rows_of
 
 NAMES = (
     "windows that merge", "native sizes, windows", "projector, mlp", "convolutions",
-    "dense, grouped queries", "latent attention", "adapters with norms",
+    "dense, grouped queries", "latent attention", "adapters with norms", "linear attention",
+    "linear attention, decays", "state space, chunks", "state space beside attention",
+    "cross attention",
 )
 
 

@@ -21,7 +21,7 @@ from benchmarks import cost_truth
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
-from raymm.costs import kept_bytes as kept
+from raymm.costs import forward_run
 from raymm.costs.load import Load
 from raymm.costs.observed_load import observe
 from raymm.costs.workload import encoder_load
@@ -54,7 +54,8 @@ def test_language_models_save_what_a_real_run_saves(name: str) -> None:
     model = SOURCES[name].build().eval()
     inputs = {"inputs_embeds": torch.randn(3, 40, 64)}
     measured, _ = cost_truth._bytes(model, inputs, True)
-    counted = kept.kept_bytes(SOURCES[name].skeleton().eval(), Load(3, 40), "fp32", causal=True)
+    skeleton = SOURCES[name].skeleton().eval()
+    counted = forward_run.forward_run(skeleton, Load(3, 40), "fp32", causal=True)
     assert counted is not None
     assert sum(counted.layers) == pytest.approx(measured, rel=0.002)
 
@@ -73,9 +74,9 @@ def test_few_blocks_save_what_all_blocks_save(source: ModuleSource) -> None:
 
 def test_bytes_of_long_samples_follow_from_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton, load = LLAMA.skeleton(), Load(3, 200, labels=150)
-    direct = kept.kept_bytes(skeleton, load, "bf16", causal=True)
-    monkeypatch.setattr(kept, "MOST_TOKENS", 64)
-    extended = kept.kept_bytes(skeleton, load, "bf16", causal=True)
+    direct = forward_run.forward_run(skeleton, load, "bf16", causal=True)
+    monkeypatch.setattr(forward_run, "MOST_TOKENS", 64)
+    extended = forward_run.forward_run(skeleton, load, "bf16", causal=True)
     assert direct is not None and extended is not None
     assert extended.layers == pytest.approx(direct.layers, rel=1e-6)
 
@@ -87,11 +88,11 @@ def test_an_encoder_and_its_projector_have_their_own_bytes() -> None:
     assert load is not None
     alone = SiglipVisionModel(SIGLIP)
     measured, _ = cost_truth._bytes(alone, {"pixel_values": items["pixel_values"]}, False)
-    encoder = kept.kept_bytes(alone, load, "fp32")
+    encoder = forward_run.forward_run(alone, load, "fp32")
     assert encoder is not None
     # The projector reads the last hidden state, not the pooled output that the measured run sums.
     assert sum(encoder.layers) == pytest.approx(measured, rel=0.1)
-    projector = kept.kept_bytes(torch.nn.Identity(), load.of_projector(), "fp32")
+    projector = forward_run.forward_run(torch.nn.Identity(), load.of_projector(), "fp32")
     assert projector is not None
     # What its activation function reads and returns; its input is saved by the encoder's head.
     assert sum(projector.layers) == 3 * 16 * 4 * (64 + 64)

@@ -1,9 +1,10 @@
-"""Bytes that autograd saves of a module's forward, seen when it runs without values.
+"""Bytes that autograd saves of a module's forward, and FLOPs that shapes of weights do not show,
+seen when it runs without values.
 
-A microbatch of an encoder is run by :mod:`raymm.costs.workload`, and its load says what was saved.
-A language model is run here, on embeddings of one and two samples, since what is saved is linear in
-samples. Above :data:`MOST_TOKENS` tokens, the parabola through three shorter lengths says what is
-saved, since nothing grows faster than attention. An encoder whose load says only how many tokens
+A microbatch of an encoder is run by :mod:`raymm.costs.workload`, and its load has the figures. A
+language model is run here, on embeddings of one and two samples, since the figures are linear in
+samples. Above :data:`MOST_TOKENS` tokens, they are those of the parabola through three shorter
+lengths, since nothing grows faster than attention. An encoder whose load says only how many tokens
 there are is run on example inputs.
 """
 
@@ -34,25 +35,29 @@ _MOST_RUNS = 1024
 _EXAMPLE_TOKENS = 16
 _FP32_BYTES = 4
 
-Saved = tuple[float, ...]
-_RUNS: dict[Any, Saved | None] = {}
+Figures = tuple[float, ...]
+_RUNS: dict[Any, Figures | None] = {}
 _CONFIGURATIONS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-class KeptBytes(NamedTuple):
-    """Bytes that autograd saves of a microbatch, without parameters.
+class ForwardRun(NamedTuple):
+    """Figures of the forward of a microbatch.
 
     Attributes:
-        before, after: outside the blocks; the head and the loss of a language model are after.
-        blocks: by block; empty of a module without blocks.
+        before, after: bytes that autograd saves outside the blocks, without parameters; the head
+            and the loss of a language model are after.
+        blocks: bytes by block; empty of a module without blocks.
+        mixing: by block, FLOPs of products of two activations, without those of attention through
+            transformers' interface, and True if the block has such attention.
     """
 
     before: float
-    blocks: Saved
+    blocks: Figures
     after: float
+    mixing: tuple[tuple[float, bool], ...]
 
     @property
-    def layers(self) -> Saved:
+    def layers(self) -> Figures:
         """Bytes by layer, as :func:`raymm.costs.layer_count.count_layers` has layers."""
         if len(self.blocks) < 2:
             return (self.before + sum(self.blocks) + self.after,)
@@ -60,10 +65,10 @@ class KeptBytes(NamedTuple):
         return (self.before + first, *inner, last + self.after)
 
 
-def kept_bytes(
+def forward_run(
     module: nn.Module, load: Load, dtype: str, causal: bool = False
-) -> KeptBytes | None:
-    """Return what autograd saves of a microbatch, as if every parameter, or every parameter of its
+) -> ForwardRun | None:
+    """Return the figures of a microbatch, as if every parameter, or every parameter of its
     adapters, were trained; None if the module does not run without values.
 
     Args:
@@ -72,19 +77,24 @@ def kept_bytes(
         dtype: compute dtype, one of :data:`DTYPES`.
         causal: True for a language model.
     """
-    saved: Saved | None
+    saved: Figures | None
+    mixing = tuple((flops * load.total, attended) for flops, attended in load.mixing)
     if load.kept:
         size = DTYPES[dtype].itemsize
         saved = tuple((half * size + full * _FP32_BYTES) * load.total for half, full in load.kept)
     elif causal:
-        saved = _language_bytes(module, load, dtype)
+        saved = _language_figures(module, load, dtype)
     else:
         saved = _encoder_bytes(module, load, dtype)
     if saved is None:
         return None
+    if causal and not load.kept:
+        third = len(saved) // 3
+        saved, flops, attended = (saved[i * third : (i + 1) * third] for i in range(3))
+        mixing = tuple(zip(flops[1:-2], (share > 0.5 for share in attended[1:-2]), strict=True))
     labels = load.total if load.labels is None else load.labels
     before, *blocks, after, head = saved
-    return KeptBytes(before, tuple(blocks), after + head * labels / load.total)
+    return ForwardRun(before, tuple(blocks), after + head * labels / load.total, mixing)
 
 
 def kept_elements(
@@ -106,7 +116,7 @@ def kept_elements(
     )
 
 
-def _language_bytes(module: nn.Module, load: Load, dtype: str) -> Saved | None:
+def _language_figures(module: nn.Module, load: Load, dtype: str) -> Figures | None:
     if load.samples <= 2:
         return _of_rows(module, load.samples, load.tokens, dtype)
     single = _of_rows(module, 1, load.tokens, dtype)
@@ -116,7 +126,7 @@ def _language_bytes(module: nn.Module, load: Load, dtype: str) -> Saved | None:
     return tuple(a + (load.samples - 1) * (b - a) for a, b in zip(single, double, strict=True))
 
 
-def _of_rows(module: nn.Module, samples: int, tokens: int, dtype: str) -> Saved | None:
+def _of_rows(module: nn.Module, samples: int, tokens: int, dtype: str) -> Figures | None:
     if tokens <= MOST_TOKENS:
         return _language_run(module, samples, tokens, dtype)
     lengths = MOST_TOKENS // 4, MOST_TOKENS // 2, MOST_TOKENS
@@ -133,11 +143,12 @@ def _of_rows(module: nn.Module, samples: int, tokens: int, dtype: str) -> Saved 
     return tuple(max(0.0, size) for size in total)
 
 
-def _language_run(module: nn.Module, samples: int, tokens: int, dtype: str) -> Saved | None:
+def _language_run(module: nn.Module, samples: int, tokens: int, dtype: str) -> Figures | None:
     key = _configuration(module), samples, tokens, dtype
     if key not in _RUNS:
         seen = _observed_language(module, samples, tokens, dtype)
-        _remember(key, None if seen is None else tuple(map(float, seen.kept)))
+        figures = () if seen is None else (*seen.kept, *seen.mixing, *seen.attended)
+        _remember(key, tuple(map(float, figures)) or None)
     return _RUNS[key]
 
 
@@ -162,7 +173,7 @@ def _observed_language(
     return None if seen.output is None else seen
 
 
-def _encoder_bytes(module: nn.Module, load: Load, dtype: str) -> Saved | None:
+def _encoder_bytes(module: nn.Module, load: Load, dtype: str) -> Figures | None:
     """Return bytes of as many tokens as the load has, at the rate of example inputs."""
     key = _configuration(module), dtype
     if key not in _RUNS:
@@ -171,7 +182,7 @@ def _encoder_bytes(module: nn.Module, load: Load, dtype: str) -> Saved | None:
     return None if rate is None else tuple(size * load.total for size in rate)
 
 
-def _example_bytes(module: nn.Module, dtype: str) -> Saved | None:
+def _example_bytes(module: nn.Module, dtype: str) -> Figures | None:
     """Return bytes per token of the blocks, on example inputs."""
     try:
         copy = on_meta(module)
@@ -193,10 +204,10 @@ def _example(module: nn.Module) -> dict[str, Any]:
         return {name: torch.empty(1, _EXAMPLE_TOKENS, width)}
 
 
-def _remember(key: Any, saved: Saved | None) -> None:
+def _remember(key: Any, figures: Figures | None) -> None:
     if len(_RUNS) >= _MOST_RUNS:
         _RUNS.clear()
-    _RUNS[key] = saved
+    _RUNS[key] = figures
 
 
 def _configuration(module: nn.Module) -> Any:
