@@ -4,7 +4,7 @@
 # `make test-fast` (without Ray and Triton's interpreter), `make explore` (property tests on new
 # examples, and more of them) and `make docs` (the pages for users). All create .venv and install
 # what they need: `make train` what training needs, the others in addition what tests need.
-# `make gpu PYTHON=python3` installs nothing: all that only a GPU can say, in nine minutes.
+# `make gpu PYTHON=python3` installs nothing: all that only a GPU can say, in nine minutes; `make gpu-more` is the second part of it.
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --dura
 EXPLORE_TIMEOUT_S := 3600
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
-.PHONY: train train-vlm test test-system test-sweep test-fast explore prepare ruff lint docs gpu clean
+.PHONY: train train-vlm test test-system test-sweep test-fast explore prepare ruff lint docs gpu gpu-more clean
 
 INSTALL := $(BIN)/python -m deploy.install
 $(VENV)/.train: pyproject.toml constraints.txt
@@ -90,6 +90,10 @@ docs: $(VENV)/.dev
 GPU_OPTIONS ?=
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
+
+# The second part of it: a rank's recovery, a step of Qwen3-VL-2B's size, copies to the host.
+gpu-more:
+	$(PYTHON) -m benchmarks.gpu --more $(GPU_OPTIONS)
 
 clean:
 	rm -rf $(VENV) build runs

@@ -1,11 +1,12 @@
-"""Runs all sections on this machine's GPU, writes the results and prints them as tables.
+"""Runs sections on this machine's GPU, writes the results and prints them as tables.
 
     make gpu PYTHON=python3
+    make gpu-more PYTHON=python3                 # the sections of the second run
     python -m benchmarks.gpu --sections attention green_contexts
     python -m benchmarks.gpu --device cpu        # tries the code, with tiny sizes
 
 Needs torch, transformers, triton and numpy. Exits with 1 where a part failed, with 4 where there
-is no GPU.
+is no GPU, with 5 where a trial on a CPU is not possible with the installed versions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 from benchmarks.gpu import report
 from benchmarks.gpu.processes import NO_DEVICE, ready_server, run_together
@@ -27,6 +31,8 @@ SECONDS = 530.0
 NO_DEVICE_TEXT = "there is no CUDA device that torch can use: nothing was measured"
 # Seconds between two looks at what there is, which are written to the file of results.
 WRITE_S = 3.0
+# Exit code where Triton's interpreter cannot run with the installed numpy.
+NO_INTERPRETER = 5
 
 
 def groups(sections: Sequence[Section]) -> list[list[Section]]:
@@ -66,6 +72,18 @@ def has_driver() -> bool:
     return True
 
 
+def no_interpreter() -> str:
+    """Why Triton's interpreter, which stands for a GPU on a CPU, does not work with the installed
+    versions; empty where it does."""
+    triton, numpy = (Version(version(name)) for name in ("triton", "numpy"))
+    if triton < Version("3.7") and numpy >= Version("2.4"):
+        return (
+            f"triton {triton}'s interpreter fails with numpy {numpy}: nothing was tried. Install "
+            "numpy<2.4 or triton>=3.7; kernels that are compiled for a GPU are not concerned"
+        )
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     parser = argparse.ArgumentParser(
@@ -73,15 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     names = [section.name for section in SECTIONS]
     parser.add_argument("--device", choices=KINDS, default="cuda", help="cpu only tries the code")
-    parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="SECTION")
+    parser.add_argument("--sections", nargs="+", choices=names, default=[], metavar="SECTION")
+    parser.add_argument("--more", action="store_true", help="the second run instead of the first")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole run")
     parser.add_argument("--output", type=Path, help="file of results; default by the device's name")
     options = parser.parse_args(arguments)
     # The first always: it names the machine.
-    chosen = [s for s in SECTIONS if s is SECTIONS[0] or s.name in options.sections]
+    wanted = options.sections or [s.name for s in SECTIONS if s.more == options.more]
+    chosen = [s for s in SECTIONS if s is SECTIONS[0] or s.name in wanted]
     if options.device == "cuda" and not has_driver():
         print(NO_DEVICE_TEXT, file=sys.stderr)
         return NO_DEVICE
+    if options.device == "cpu" and (reason := no_interpreter()):
+        print(reason, file=sys.stderr)
+        return NO_INTERPRETER
     started, begin = time.time(), time.monotonic()
     server = ready_server(options.device)
     path, written = options.output, 0.0

@@ -1,4 +1,4 @@
-"""Attention on a GPU: raymm's Triton kernels beside FlexAttention, SDPA and flash varlen.
+"""Attention on a GPU: raymm's Triton kernels beside FlexAttention, SDPA, cuDNN and flash varlen.
 
 32 query and 8 key heads of 128, bf16, forward and backward, at 8k to 128k tokens:
 
@@ -9,7 +9,8 @@
 
 FlexAttention is compiled and gets a BlockMask made from the same tiles, and a mask function
 that tests no more than the pattern needs. SDPA gets ``is_causal``, or a dense mask where one fits
-in memory; flash varlen (where flash-attn is installed) stands beside causal.
+in memory, once with the kernel that torch chooses and once with cuDNN's alone; flash varlen (where
+flash-attn is installed) stands beside causal.
 
 TFLOP/s count the mask's visible pairs only: 4 x pairs x D x Hq forward, 10 x backward. In the
 same run outputs and query gradients of sampled rows are checked against the float64 oracle,
@@ -172,6 +173,7 @@ def contenders(
     yield "raymm", lambda: lambda q, k, v: triton_attention(q, k, v, (mask,))[0]
     yield "flex", lambda: flex(device, pattern, mask)
     yield "sdpa", lambda: _sdpa(device, pattern, mask)
+    yield "cudnn", lambda: _cudnn(device, pattern, mask)
     if pattern == "causal":
         yield "flash_varlen", lambda: _flash_varlen(device, mask.n_queries)
 
@@ -190,6 +192,19 @@ def _sdpa(device: Device, pattern: str, mask: AttentionMask) -> Attention:
         # With a mask, kernels other than the slowest take no grouped heads.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         return scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+    return attend
+
+
+def _cudnn(device: Device, pattern: str, mask: AttentionMask) -> Attention:
+    """SDPA by cuDNN's kernels alone, which refuse what they cannot compute."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    attend_by_any = _sdpa(device, pattern, mask)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attend_by_any(q, k, v)
 
     return attend
 

@@ -1,5 +1,5 @@
-"""NCCL with one rank: every collective that raymm uses, whether waits block the host, and what a
-communicator costs. Gloo on a CPU. A rank cannot send to itself: messages need two GPUs."""
+"""NCCL with one rank: every collective that raymm uses, whether waits block the host, and FSDP2.
+Gloo on a CPU. A rank cannot send to itself: messages need two GPUs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Record
 
 TIMEOUT = timedelta(seconds=20)
-COMMUNICATORS = 8
 ELEMENTS = 1 << 20
 # Seconds that the stream is busy before an operation that the host does not wait for.
 BUSY_S = 0.2
 
 
 def run(device: Device, record: Record) -> None:
-    """Start, operations, waits, and the cost of communicators."""
+    """Start, operations, waits, and a step under FSDP2."""
     record.part("start", partial(start, device))
     if not dist.is_initialized():
         return  # the error says why
     for name, call in operations(device).items():
         record.part(name, partial(operation, device, call))
     record.part("waits", partial(waits, device))
-    record.part("communicators", partial(communicators, device))
     record.part("FSDP2", partial(fully_sharded, device))
     dist.destroy_process_group()
 
@@ -117,26 +115,6 @@ def waits(device: Device) -> Mapping[str, Any]:
         "wait_ms": blocked(lambda work: work.wait()),
         "wait_with_timeout_ms": blocked(lambda work: work.wait(TIMEOUT)),
         "is_completed_ms": blocked(lambda work: work.is_completed()),
-    }
-
-
-def communicators(device: Device) -> Mapping[str, Any]:
-    """Megabytes of the GPU and seconds for each of several further process groups."""
-    before, begin = device.used_bytes(), time.perf_counter()
-    groups = [dist.new_group([0], timeout=TIMEOUT) for _ in range(COMMUNICATORS)]
-    x = torch.ones(1024, device=device.torch)
-    for group in groups:
-        dist.all_reduce(x, group=group)
-    device.synchronize()
-    seconds = time.perf_counter() - begin
-    after = device.used_bytes()
-    for group in groups:
-        dist.destroy_process_group(group)
-    device.synchronize()
-    return {
-        "each_mb": round((after - before) / len(groups) / 1e6, 2),
-        "each_s": round(seconds / len(groups), 4),
-        "left_mb": round((device.used_bytes() - before) / 1e6, 1),
     }
 
 

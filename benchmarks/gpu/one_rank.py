@@ -3,7 +3,8 @@ is an object here, with everything that an actor does in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from benchmarks._tcp_meeting import use_loopback
 from benchmarks.gpu.device import Device
 from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.memory.to_device import to_device
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.costs.analytic import analytic_profile
@@ -23,6 +25,7 @@ from raymm.model.batch_rules import complete_microbatch, text_inputs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
@@ -104,6 +107,14 @@ def microbatches(sizes: Sizes) -> list[dict[str, Any]]:
     return found
 
 
+def step_inputs(
+    batches: Sequence[dict[str, Any]],
+) -> tuple[list[dict[str, dict[str, Any]]], int]:
+    """Inputs of a step by microbatch and module, and the number of label tokens."""
+    parts = [{VISION: batch[VISION], LANGUAGE_MODEL: text_inputs(batch)} for batch in batches]
+    return parts, sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+
 def plan_of(device: Device, model: MultimodalModule, sizes: Sizes) -> Plan:
     """All stages on one rank, with the costs that the planner counts for this device."""
     name = torch.cuda.get_device_name(0) if device.is_gpu else "cpu"
@@ -116,6 +127,11 @@ def plan_of(device: Device, model: MultimodalModule, sizes: Sizes) -> Plan:
     graph = module_graph(model)
     whole = {node.name: ((0, node.num_layers),) for node in graph.nodes}
     plan = make_plan(graph, whole, sizes.microbatches, profile=profile)
+    return on_one_rank(plan)
+
+
+def on_one_rank(plan: Plan) -> Plan:
+    """The plan with all of its stages on the first rank."""
     stages = tuple(replace(stage, rank=0) for stage in plan.stages)
     return replace(plan, stages=stages, shared_ranks=None)
 
@@ -128,32 +144,54 @@ class OneRank:
         plan: with one rank.
         kind: of device, ``"cpu"`` or ``"cuda"``.
         autocast: name of a dtype, or None.
-        batches: microbatches of its step.
+        inputs: of a step, by microbatch and module.
+        labels: label tokens of a step.
+        optimizer: of the update.
+        update: clip and update after the gradients, or leave the gradients where they are.
+        options: further fields of the rank's specification.
     """
 
     def __init__(
-        self, model: MultimodalModule, plan: Plan, kind: str, autocast: str | None,
-        batches: Sequence[dict[str, Any]],
+        self, model: MultimodalModule | WholeModel, plan: Plan, kind: str, autocast: str | None,
+        inputs: Sequence[Mapping[str, dict[str, Any]]], labels: int,
+        optimizer: OptimizerConfig = OPTIMIZER, update: bool = True, **options: Any,
     ) -> None:  # fmt: skip
+        if dist.is_initialized():  # by a rank whose part has failed
+            dist.destroy_process_group()
         ranks = rank_specs(
-            model, plan, optimizer=OPTIMIZER, autocast=autocast, device=kind,
-            threads=torch.get_num_threads(),
+            model, plan, optimizer=optimizer, autocast=autocast, device=kind,
+            threads=torch.get_num_threads(), **options,
         )  # fmt: skip
         self.plan = plan
         self.actor = RankActor(ranks.specs[0])
         use_loopback()
         self.actor.connect({})  # it is alone
         self.parameters = self.actor.build()
-        self.program = _program(plan, len(batches))
-        self.actor.load_program("step", self.program.ranks[0], ())
+        self.program = _program(plan, len(inputs), update)
+        self.load_program()
         self._layout: list[tuple[Any, int]] = []
         self._inputs: list[dict[str, Any]] = []
-        for number, batch in enumerate(batches):
-            for module, values in ((VISION, batch[VISION]), (LANGUAGE_MODEL, text_inputs(batch))):
+        for number, parts in enumerate(inputs):
+            for module, values in parts.items():
                 self._layout.append((plan.replicas(module)[0][0].id, number))
                 self._inputs.append(values)
-        self._labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        self._labels = labels
         self._steps = 0
+
+    def load_program(self) -> None:
+        """Hand the program of a step to the rank; again after it has met others anew."""
+        self.actor.load_program("step", self.program.ranks[0], ())
+
+    def rewind(self, steps: int) -> None:
+        """Give the next step the number of one after ``steps`` others, from which its random
+        numbers follow: one that failed counts as none."""
+        self._steps = steps
+
+    def move_inputs(self, device: torch.device) -> int:
+        """Keep the inputs of all steps to come on a device; returns their bytes."""
+        self._inputs = [to_device(each, device) for each in self._inputs]
+        tensors = [t for each in self._inputs for t in each.values()]
+        return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
     def step(self) -> StepResult:
         """Forward, backward, clipping and update."""
@@ -163,12 +201,17 @@ class OneRank:
         return self.actor.run_step("step", meta, self._layout, *self._inputs)
 
     def close(self) -> None:
-        """Leave the process groups, so that another rank can be made."""
+        """Leave the process groups and give the memory back, so that another rank can be made."""
         dist.destroy_process_group()
+        del self.actor, self._inputs
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
-def _program(plan: Plan, count: int) -> Program:
+def _program(plan: Plan, count: int, update: bool) -> Program:
     program = lower(plan, [(VISION,)] * count)
     check_program(program)
     # One process has nobody to sum gradients with.
-    return program.with_optimizer_ops(tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS))
+    ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS) if update else ()
+    return program.with_optimizer_ops(ops)

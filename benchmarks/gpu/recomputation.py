@@ -3,7 +3,6 @@ whether steps have the same numbers."""
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Mapping
@@ -12,63 +11,83 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.one_rank import LARGE, TINY, OneRank, Sizes, build_model, microbatches, plan_of
+from benchmarks.gpu.one_rank import (
+    LARGE,
+    OPTIMIZER,
+    TINY,
+    OneRank,
+    Sizes,
+    build_model,
+    microbatches,
+    plan_of,
+    step_inputs,
+)
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.surfaces import arguments_of, requests_of
+from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.rank.module_profiler import ModuleProfiler
+from raymm.actors.recompute.recomputed_layers import layers_recomputed
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.scheduler.costs.recomputation import KEEP, OFFLOAD, OPTIONS
 from raymm.scheduler.schedule.memory import rank_memory
 
 REPEATS = 3
 WARM_UP_STEPS, STEPS = 1, 3
-# Fewer blocks and words: a model is built for every option.
+# Fewer blocks and words, so that every option has its steps in time.
 MEDIUM = replace(LARGE, llm=LARGE.llm | {"num_hidden_layers": 4, "vocab_size": 8000})
 
 
 def run(device: Device, record: Record) -> None:
-    """Steps with every option, the first keeping all, then blocks by themselves."""
+    """Steps of one model with every option, the first keeping all, then blocks by themselves."""
     sizes = device.choose(MEDIUM, TINY)
-    kept: dict[str, tuple[float, float]] = {}
+    model = build_model(sizes)
+    # Nothing is learned, so that every step has the numbers of the first.
+    rank = OneRank(
+        model, plan_of(device, model, sizes), device.kind, "bfloat16",
+        *step_inputs(microbatches(sizes)), optimizer=replace(OPTIMIZER, lr=0.0),
+    )  # fmt: skip
+    kept: list[tuple[float, float]] = []
     for option in device.choose((KEEP, *(n for n in OPTIONS if n != KEEP)), (KEEP, OFFLOAD)):
-        record.part(f"steps, {option}", partial(steps, device, sizes, option, kept))
+        record.part(f"steps, {option}", partial(steps, device, rank, option, kept))
+    rank.close()
     record.part("blocks", partial(blocks, device, sizes), needs=device.choose(8.0, 0.0))
 
 
 def steps(
-    device: Device, sizes: Sizes, option: str, kept: dict[str, tuple[float, float]]
+    device: Device, rank: OneRank, option: str, kept: list[tuple[float, float]]
 ) -> Mapping[str, Any]:
     """Seconds and peak of a step in which all blocks of the language model do the same.
 
     Raises:
         AssertionError: numbers are not those of a step that keeps everything.
     """
-    model = build_model(sizes)
-    plan = plan_of(device, model, sizes)
-    options = () if option == KEEP else (option,) * sizes.llm["num_hidden_layers"]
-    plan = replace(plan, stages=tuple(
-        replace(stage, layer_options=options) if stage.id.module == LANGUAGE_MODEL else stage
-        for stage in plan.stages
+    (stage,) = (s for s in rank.plan.stages if s.id.module == LANGUAGE_MODEL)
+    module = rank.actor._stages[stage.id].module
+    path = find_blocks(module)
+    assert path is not None
+    layers = list(block_list(module, path))
+    options = (option,) * len(layers)
+    plan = replace(rank.plan, stages=tuple(
+        replace(each, layer_options=options) if each is stage and option != KEEP else each
+        for each in rank.plan.stages
     ))  # fmt: skip
-    rank = OneRank(model, plan, device.kind, "bfloat16", microbatches(sizes))
     numbers, times, peaks = [], [], []
-    for _ in range(WARM_UP_STEPS + device.choose(STEPS, 1)):
-        device.synchronize()
-        start = time.perf_counter()
-        result = rank.step()
-        device.synchronize()
-        times.append(time.perf_counter() - start)
-        peaks.append(result.peak_bytes)
-        numbers.append((sum(result.losses.values()), result.grad_norm))
+    with layers_recomputed(layers, options):
+        for _ in range(WARM_UP_STEPS + device.choose(STEPS, 1)):
+            device.synchronize()
+            start = time.perf_counter()
+            result = rank.step()
+            device.synchronize()
+            times.append(time.perf_counter() - start)
+            peaks.append(result.peak_bytes)
+            numbers.append((sum(result.losses.values()), result.grad_norm or 0.0))
     (need,) = rank_memory(plan, rank.program)
-    rank.close()
-    del rank
-    gc.collect()
     device.release()
-    first = kept.setdefault(KEEP, numbers[0])
-    # The first step: from the second on, differences in the last bits have been trained on.
-    off = max(abs(a - b) / abs(b) for a, b in zip(numbers[0], first, strict=True))
-    assert off <= 1e-5, f"loss and gradient norm are {numbers[0]}, where all is kept {first}"
+    kept[:] = kept or numbers[:1]
+    off = max(
+        abs(a - b) / abs(b) for row in numbers for a, b in zip(row, kept[0], strict=True)
+    )  # fmt: skip
+    assert off <= 1e-5, f"loss and gradient norm are {numbers}, where all is kept {kept[0]}"
     return {
         "step_s": round(statistics.median(times[WARM_UP_STEPS:]), 4),
         "peak_gb": round(max(peaks) / 1e9, 3),

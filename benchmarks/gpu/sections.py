@@ -24,12 +24,14 @@ class Section:
         seconds: that it may take; what sections before it have left over comes on top.
         shares: processes that share its parts.
         beside: runs at the same time as the section before it: neither measures time.
+        more: is of the second run (``make gpu-more``).
     """
 
     name: str
     seconds: float
     shares: int = 1
     beside: bool = False
+    more: bool = False
 
     def run(self, device: Device, record: Record, share: tuple[int, int]) -> None:
         """Run its parts in this process.
@@ -59,4 +61,7 @@ SECTIONS = (
     Section("recomputation", 35),
     Section("compiled_blocks", 45),
     Section("attention", 115),
+    Section("recovery", 60, more=True),
+    Section("full_step", 240, more=True),
+    Section("host_copies", 90, more=True),
 )

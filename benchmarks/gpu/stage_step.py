@@ -3,7 +3,6 @@ the plan's."""
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Mapping
@@ -14,7 +13,15 @@ import torch
 
 from benchmarks.gpu import host_waits
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.one_rank import LARGE, TINY, OneRank, build_model, microbatches, plan_of
+from benchmarks.gpu.one_rank import (
+    LARGE,
+    TINY,
+    OneRank,
+    build_model,
+    microbatches,
+    plan_of,
+    step_inputs,
+)
 from benchmarks.gpu.record import Record
 from raymm.scheduler.schedule.memory import rank_memory
 from raymm.scheduler.schedule.network import Network
@@ -45,7 +52,8 @@ def parity(device: Device, autocast: str | None, bound: float) -> Mapping[str, A
     found = {}
     for kind, dtype in (("cpu", None), (device.kind, autocast)):
         model = build_model(TINY)
-        rank = OneRank(model, plan_of(device, model, TINY), kind, dtype, microbatches(TINY))
+        inputs = step_inputs(microbatches(TINY))
+        rank = OneRank(model, plan_of(device, model, TINY), kind, dtype, *inputs)
         results = [rank.step() for _ in range(2)]
         rank.close()
         numbers = [(sum(r.losses.values()), r.grad_norm or 0.0) for r in results]
@@ -62,14 +70,11 @@ def measure(device: Device, frozen: bool) -> Mapping[str, Any]:
     sizes = device.choose(LARGE, TINY)
     model = build_model(sizes, frozen)
     plan = plan_of(device, model, sizes)
-    rank = OneRank(model, plan, device.kind, "bfloat16", microbatches(sizes))
+    rank = OneRank(model, plan, device.kind, "bfloat16", *step_inputs(microbatches(sizes)))
     try:
         return _steps(device, rank, sizes.rows * sizes.tokens * sizes.microbatches)
     finally:
         rank.close()
-        del rank
-        gc.collect()
-        device.release()
 
 
 def _steps(device: Device, rank: OneRank, tokens: int) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import host_waits, processes, report
 from benchmarks.gpu.__main__ import budgets, groups
 from benchmarks.gpu.device import Device
@@ -136,8 +137,10 @@ def test_time_that_is_left_over_goes_on_to_later_sections():
     assert budgets(rest, 100.0) == [10, 30.0]
     assert budgets(rest, 45.0) == [5.0, 10.0]
     assert budgets(rest[1:], 69.0) == [pytest.approx(69.0)]
-    longest = sum(max(s.seconds for s in group) for group in groups(SECTIONS))
-    assert longest < 530 and {s.name for s in SECTIONS} == {
+    for more in (False, True):
+        of_run = [s for s in SECTIONS if s is SECTIONS[0] or s.more == more]
+        assert sum(max(s.seconds for s in group) for group in groups(of_run)) < 530
+    assert {s.name for s in SECTIONS} == {
         path.stem for path in Path(report.__file__).parent.glob("*.py")
         if "\ndef run(device: Device, record: Record" in path.read_text()
     }
@@ -150,3 +153,20 @@ def test_waits_are_counted_by_their_line():
         warnings.warn("something else", stacklevel=1)
     ((place, count),) = waits.items()
     assert count == 2 and place.startswith("tests/benchmarks/gpu/test_gpu_processes.py:")
+
+
+@pytest.mark.parametrize("triton, numpy, works", [
+    ("3.6.0", "2.4.6", False), ("3.5.1", "2.4.0", False), ("3.6.0", "2.3.5", True),
+    ("3.7.0", "2.4.6", True),
+])  # fmt: skip
+def test_an_interpreter_that_fails_with_numpy_is_said(
+    tmp_path, monkeypatch, capsys, triton, numpy, works
+):
+    installed = {"triton": triton, "numpy": numpy}
+    monkeypatch.setattr(command, "version", installed.__getitem__)
+    assert (command.no_interpreter() == "") == works
+    if not works:
+        output = tmp_path / "results.json"
+        assert command.main(["--device", "cpu", "--output", str(output)]) == 5
+        text = capsys.readouterr().err
+        assert f"numpy {numpy}" in text and "triton>=3.7" in text and not output.exists()
