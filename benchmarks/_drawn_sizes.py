@@ -34,9 +34,15 @@ def _text_only(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.
     return tiles, np.exp(random.normal(6.0, 1.2, count))
 
 
+def _documents(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pages with questions, as of DocVQA: long tails in both, half of the samples text only."""
+    tiles = np.where(random.random(count) < 0.5, 0, np.exp(random.normal(1.5, 0.7, count)) + 1)
+    return tiles, np.exp(random.normal(5.5, 1.0, count))
+
+
 DISTRIBUTIONS: dict[str, Draw] = {
     "lognormal": _lognormal, "long_tails": _long_tails, "correlated": _correlated,
-    "text_only": _text_only,
+    "text_only": _text_only, "documents": _documents,
 }
 
 

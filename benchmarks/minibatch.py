@@ -18,7 +18,9 @@ And the CPU seconds to plan 1.2 million samples drawn with replacement from all 
 Without files only what follows: sizes drawn from distributions of `_drawn_sizes.py`, seeded, at 8
 to 256 ranks. `drawn_steps_over_bound`: steps over the least that could hold the samples within the
 budgets (every step has a group per rank), the worst and the median; `drawn_efficiency_min`; and
-`drawn_step_efficiency_over_isf_min`, where ISF has groups for all ranks.
+`drawn_step_efficiency_over_isf_min`, where ISF has groups for all ranks. `documents`: 30,000
+sizes like DocVQA's, planned with the default costs as a run without a profile does; the least
+`documents_efficiency_min` and the most `documents_plan_seconds_max` CPU seconds of a plan.
 
     python -m benchmarks.minibatch --json --data a.json b.json
 """
@@ -56,6 +58,7 @@ MILLION = 1_200_000
 # Samples and ranks; the last have few steps.
 DRAWN_CASES = ((20_000, 8), (20_000, 64), (20_000, 256), (2_000, 64))
 DRAWN_SEED = 0
+DOCUMENTS, DOCUMENT_RANKS = 30_000, (8, 64, 256)
 # InternViT-6B: 45 layers of 3200, 1025 tokens per tile, which attend within the tile.
 # InternLM2-20B: 48 layers of 6144.
 MODEL = CostModel((
@@ -234,6 +237,31 @@ def drawn(epochs: int) -> dict[str, Any]:
     }
 
 
+def documents(epochs: int) -> dict[str, Any]:
+    """The default on many samples with long tails, half of them text only."""
+    sizes = drawn_sizes("documents", DOCUMENTS, DRAWN_SEED)
+    plan_balanced(sizes, DOCUMENT_RANKS[0])  # compiles
+    rows = {}
+    for ranks in DOCUMENT_RANKS:
+        seconds, found = [], []
+        for epoch in range(epochs):
+            start = time.process_time()
+            plan = plan_balanced(sizes, ranks, samples_per_group=BATCH, epoch=epoch)
+            seconds.append(time.process_time() - start)
+            found.append(balance(plan, sizes))
+        rows[f"dp{ranks}"] = {
+            "efficiency": round(statistics.fmean(one.efficiency for one in found), 4),
+            "step_efficiency": round(statistics.fmean(one.step_efficiency for one in found), 4),
+            "steps": plan.steps,
+            "seconds": round(statistics.median(seconds), 3),
+        }
+    return {
+        "documents": rows,
+        "documents_efficiency_min": min(row["efficiency"] for row in rows.values()),
+        "documents_plan_seconds_max": max(row["seconds"] for row in rows.values()),
+    }
+
+
 def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
     """Cost of every rank in 40 steps by method."""
     from matplotlib.figure import Figure
@@ -284,8 +312,10 @@ def main() -> None:
     budgets = tuple(args.budgets) if args.budgets else None
     console = _common.console()
     if not args.data:
-        result = {"machine": _common.machine(), **drawn(args.epochs)}
-        for case, row in result["drawn"].items():
+        result = {
+            "machine": _common.machine(), **drawn(args.epochs), **documents(args.epochs),
+        }
+        for case, row in (result["drawn"] | result["documents"]).items():
             console.print(f"{case:28} {row}", highlight=False)
         _common.emit(result, args.json)
         return

@@ -6,8 +6,9 @@ of steps is fixed first and the samples are split to exactly that many groups:
 1. The samples, sorted by size, are dealt at random to *pools* of some steps each, so that every
    pool has the same distribution of sizes and, in every epoch, other samples.
 2. A pool's samples are levelled over its groups (:mod:`raymm.scheduler.minibatch.levelling`): equal
-   in every modality, in cost, and in how much comes from every data set. What fits no group goes
-   on to the next pool; the last one gets more steps if it must.
+   in every modality, in cost, and in how much comes from every data set. Samples that are larger
+   than the mean group share steps, whose other groups are filled up to them, if ranks wait less
+   then. What fits no group continues to the next pool; the last one gets more steps if it must.
 3. All groups are sorted by size and cut into steps of groups that are nearly the same. Samples
    of equal size are exchanged between steps so that each has its share of every data set, others
    within a step for what is left of the difference.
@@ -29,7 +30,7 @@ import numpy as np
 
 from raymm.scheduler.minibatch.budgets import least_groups, suggest_budgets
 from raymm.scheduler.minibatch.costs import CostModel, even_costs
-from raymm.scheduler.minibatch.grouping import MANY_GROUPS, split_into_groups
+from raymm.scheduler.minibatch.grouping import MANY_GROUPS, Groups, split_into_groups
 from raymm.scheduler.minibatch.levelling import exchange_steps, spread_sources
 from raymm.scheduler.minibatch.measured_costs import PARTS, MeasuredCosts
 from raymm.scheduler.minibatch.problem import (
@@ -49,9 +50,8 @@ SOURCE_WEIGHT = 0.3
 # A step whose groups are above their mean by less, relative to the mean group, is left alone.
 TOLERANCE = 2e-4
 TRIES = 200
-# With many groups only so many are looked at for an exchange instead of the whole step, and half
-# as often.
-CANDIDATES = 4
+# Groups of a step that are looked at for an exchange.
+CANDIDATES = 8
 # Scale of units beside measured costs: they count for budgets, and for nearly nothing else.
 UNMEASURED = 1e-3
 # What other steps must save to be taken: by cost alone they are less alike in each modality.
@@ -115,10 +115,10 @@ def plan_balanced(
     budgets = checked_budgets(sizes, budgets)
     least = max(1, -(-least_groups(sizes, budgets) // ranks))
     columns = _columns(sizes, budgets, model, measured, source_weight)
-    group_of, groups = split_into_groups(
-        columns.features, columns.limits, len(sizes.names), ranks, least, random
+    groups = split_into_groups(
+        columns.features, columns.limits, len(sizes.names), columns.cost, ranks, least, random
     )
-    samples, offsets = _steps(sizes, columns, group_of, groups, ranks, alike, random)
+    samples, offsets = _steps(sizes, columns, groups, ranks, alike, random)
     if measured is not None and measured.replicas.keys() - measured.shared:
         hard = np.full(len(budgets), np.inf) if suggested else np.array(budgets)
         samples, offsets = split_over_replicas(samples, offsets, ranks, sizes, measured, hard)
@@ -217,39 +217,49 @@ def _measured_features(
 
 
 def _steps(
-    sizes: SampleSizes, columns: _Columns, group_of: np.ndarray, groups: int, ranks: int,
-    alike: float, random: np.random.Generator,
+    sizes: SampleSizes, columns: _Columns, split: Groups, ranks: int, alike: float,
+    random: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Samples group after group, groups of a step after one another, and where groups begin."""
+    group_of, groups, large = split
     sums = [
-        np.bincount(group_of, column, groups).astype(np.int64)
+        np.bincount(group_of, column, groups).astype(np.int64)[large:]
         for column in columns.levelled.values.T
     ]
     sums = np.stack(sums, 1)
-    orders = [_similar_together(sums, columns.levelled.totals, ranks, alike, random)]
-    if groups <= MANY_GROUPS:
-        cost = np.bincount(group_of, columns.cost, groups)
-        orders.append(_of_similar_cost(cost, alike, random))
+    similar = _similar_together(sums, columns.levelled.totals, ranks, alike, random)
+    cost = np.bincount(group_of, columns.cost, groups)
+    by_cost = _of_similar_cost(cost[large:], alike, random)
+    levelled = np.column_stack([
+        columns.features[:, : columns.sizes], columns.cost * (UNMEASURED / cost.mean())
+    ])
+    limits = np.append(columns.limits[: columns.sizes], np.inf)
     best: tuple[float, np.ndarray, np.ndarray] | None = None
-    for order in orders:
+    for order in (similar, by_cost):
+        order = np.concatenate([np.arange(large), large + order])
+        # Exchanges within steps take time, and do not make the largest group of any smaller.
+        if best is not None and _slowest(cost[order], ranks).sum() > best[0] * WORTH_IT:
+            break
         samples, offsets = _by_group(group_of, order)
         _spread_sources(samples, offsets, ranks, sizes, random)
         exchange_steps(
-            np.ascontiguousarray(columns.features[:, : columns.sizes]), samples, offsets, ranks,
-            columns.limits[: columns.sizes],
-            TOLERANCE,
-            TRIES if groups <= MANY_GROUPS else TRIES // 2,
-            ranks if groups <= MANY_GROUPS else CANDIDATES,
+            levelled, samples, offsets, ranks, limits, TOLERANCE,
+            TRIES if groups <= MANY_GROUPS else TRIES // 2, CANDIDATES, True,
         )
-        slowest = _step_costs(columns.cost, samples, offsets).reshape(-1, ranks).max(1)
-        if best is None or slowest.sum() < best[0] * WORTH_IT:
-            best = float(slowest.sum()), samples, offsets
+        seconds = float(_slowest(_step_costs(columns.cost, samples, offsets), ranks).sum())
+        if best is None or seconds < best[0] * WORTH_IT:
+            best = seconds, samples, offsets
     assert best is not None
     _, samples, offsets = best
-    slowest = _step_costs(columns.cost, samples, offsets).reshape(-1, ranks).max(1)
+    slowest = _slowest(_step_costs(columns.cost, samples, offsets), ranks)
     shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
     shuffled = shuffled[_waves(slowest, random)].ravel()
     return _reordered(samples, offsets, shuffled)
+
+
+def _slowest(cost: np.ndarray, ranks: int) -> np.ndarray:
+    """(steps,) the largest cost of a group, of (groups,) costs step after step."""
+    return cost.reshape(-1, ranks).max(1)
 
 
 def _step_costs(cost: np.ndarray, samples: np.ndarray, offsets: np.ndarray) -> np.ndarray:

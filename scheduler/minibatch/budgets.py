@@ -116,6 +116,7 @@ def _groups_needed(values: np.ndarray, budgets: tuple[int, ...]) -> int:
     least = max(1, math.ceil(scaled.sum(0).max()))
     most = math.ceil(least * (1 + TRIAL_EXCESS))
     groups, group_of = least, np.empty(len(values), np.int64)
-    while groups < most and level(scaled, order, 1.0 + 0.5 / limits, groups, group_of):
+    no_extra = np.zeros((0, len(limits)))
+    while groups < most and level(scaled, order, 1.0 + 0.5 / limits, groups, group_of, no_extra):
         groups += max(1, least // 100)
     return groups

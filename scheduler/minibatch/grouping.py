@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from raymm.errors import InternalError
 from raymm.scheduler.minibatch.levelling import fill, level, make_room
 
 # Groups that compete for a sample; more level better, and take longer.
 POOL_GROUPS = 128
-LARGE_POOL_GROUPS = 512
+LARGE_POOL_GROUPS = 256
 # From so many on, to plan fast counts for more, and groups are more alike to begin with.
 MANY_GROUPS = 20_000
+# A sample makes its group larger than others if it is above the mean group by this factor; the mean
+# group of the other steps keeps at least this share.
+LARGE = 1.02
+LEAST_REST = 0.3
+# Groups are filled up to large samples if ranks would wait for these so long, relative to a step.
+WORTH_FILLING = 0.002
 # Samples that find no group in a trial pool, relative to all of it, with which the last pool
 # is trusted to cope.
 SPILL = 0.002
@@ -18,16 +27,51 @@ SPILL = 0.002
 HOPELESS = 0.03
 
 
+class Groups(NamedTuple):
+    """Samples in groups.
+
+    Attributes:
+        group_of: (N,) group of every sample.
+        count: number of groups, a multiple of the ranks.
+        large: number of groups, a multiple of the ranks, that are larger than the others because a
+            single sample makes them so. They come first, and those of one step are together.
+    """
+
+    group_of: np.ndarray
+    count: int
+    large: int
+
+
+class _LargeSamples(NamedTuple):
+    """Samples that make a group larger than the others, step by step.
+
+    Attributes:
+        samples: (H,) one for each group of the first steps.
+        extra: (H, C) what their groups have more than the others, equal within a step.
+    """
+
+    samples: np.ndarray
+    extra: np.ndarray
+
+    @classmethod
+    def none(cls, columns: int) -> _LargeSamples:
+        return cls(np.zeros(0, np.int64), np.zeros((0, columns)))
+
+
 def split_into_groups(
-    features: np.ndarray, limits: np.ndarray, modalities: int, ranks: int, least: int,
-    random: np.random.Generator,
-) -> tuple[np.ndarray, int]:
-    """(N,) group of every sample, and how many groups.
+    features: np.ndarray, limits: np.ndarray, modalities: int, cost: np.ndarray, ranks: int,
+    least: int, random: np.random.Generator,
+) -> Groups:
+    """Split samples into groups.
+
+    A step takes as long as its largest group. So the samples that are larger than the mean group
+    share steps, whose other groups are filled up to the largest sample.
 
     Args:
         features: (N, C) what is levelled, of every sample.
         limits: (C,) sums that no group may exceed.
         modalities: how many of the columns, the first ones, say how large a sample is.
+        cost: (N,) of every sample.
         ranks: groups come in multiples of this.
         least: steps that the samples need at least.
         random: the generator.
@@ -36,57 +80,138 @@ def split_into_groups(
     size = features[:, :modalities].sum(1)
     order = random.permutation(n)
     order = order[np.argsort(-size[order], kind="stable")]
-    group_of = np.empty(n, np.int64)
-    steps = _enough_steps(features, limits, order, ranks, least, group_of, random)
-    if steps * ranks > MANY_GROUPS:
-        return _split_in_steps(features, limits, order, size, ranks, steps, random)
+    steps = _enough_steps(features, limits, order, ranks, least, np.empty(n, np.int64), random)
     # A trial pool may need more than the others, which also take from one another.
-    tried = {least, (3 * least + steps) // 4, (least + steps) // 2, steps}
-    best: tuple[np.ndarray, int] | None = None
+    many = steps * ranks > MANY_GROUPS
+    tried = {steps} if many else {least, (least + steps) // 2, steps}
+    splits: dict[int, Groups] = {}  # by whether there are large samples
     for count in sorted(tried):
-        if best is None or count * ranks < best[1]:
-            result = _split_in_steps(features, limits, order, size, ranks, count, random)
-            if best is None or result[1] < best[1]:
-                best = result
-    assert best is not None
-    return best
+        ways = [_LargeSamples.none(features.shape[1])]
+        if not many:
+            ways += _large_samples(features, modalities, order, ranks, count)
+        for way, large in enumerate(ways):
+            if way not in splits:
+                split = _split_in_steps(
+                    features, limits, order, size, ranks, count, large, count < steps, random
+                )
+                if split is not None:
+                    splits[way] = split
+        if len(splits) >= len(ways):
+            return min(splits.values(), key=lambda split: _seconds(split, cost, ranks))
+    raise InternalError("the largest number of steps is always taken")
+
+
+def _seconds(split: Groups, cost: np.ndarray, ranks: int) -> float:
+    """The sum over steps of their largest group's cost, with groups of similar cost together."""
+    costs = np.bincount(split.group_of, cost, split.count)
+    costs[split.large :].sort()
+    return float(costs.reshape(-1, ranks).max(1).sum())
+
+
+def _large_samples(
+    features: np.ndarray, modalities: int, order: np.ndarray, ranks: int, steps: int
+) -> list[_LargeSamples]:
+    """Find the samples that are larger than the mean group: modality by modality, largest first, in
+    whole steps, which leave smaller groups for the other steps. Empty if ranks would hardly wait
+    for them."""
+    sizes = features[:, :modalities]
+    remaining = totals = sizes.sum(0) / ranks  # of a group, summed over steps
+    least = LEAST_REST * remaining / steps
+    free = np.ones(len(features), np.bool_)
+    chunks: list[np.ndarray] = []
+    levels: list[np.ndarray] = []
+    idle = 0.0  # of ranks that wait for the large samples, relative to the work of all steps
+    for column in range(modalities):
+        largest = order[np.argsort(-sizes[order, column], kind="stable")]
+        place = 0
+        while 2 * len(chunks) < steps - 1:
+            mean = remaining / (steps - len(chunks))
+            chunk = largest[place : place + 2 * ranks]
+            chunk = chunk[free[chunk]][:ranks]
+            if len(chunk) < ranks or sizes[chunk[0], column] <= LARGE * mean[column]:
+                break
+            level = np.maximum(sizes[chunk].max(0), mean)
+            rest = (remaining - level) / (steps - len(chunks) - 1)
+            if (rest < least).any():
+                break
+            alone = np.maximum(sizes[chunk], mean).mean(0)
+            idle += float(((level - alone) / totals).sum()) / modalities
+            chunks.append(chunk)
+            levels.append(level)
+            free[chunk] = False
+            remaining = remaining - level
+            place += ranks
+    if idle < WORTH_FILLING:
+        return []
+    extra = np.maximum(np.stack(levels) - remaining / (steps - len(chunks)), 0.0)
+    large = np.concatenate(chunks)
+    if features.shape[1] > modalities:
+        slopes = _slopes(sizes, features[:, modalities:])
+        others = extra @ slopes
+        # A large sample may cost more than small ones of as many units.
+        costs = features[large, modalities] - sizes[large] @ slopes[:, 0]
+        others[:, 0] += np.maximum(costs.reshape(-1, ranks).max(1), 0.0)
+        extra = np.concatenate([extra, others], axis=1)
+    return [_LargeSamples(large, np.repeat(extra, ranks, axis=0))]
+
+
+def _slopes(sizes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """(M, columns) of others by sizes, by least squares; rounded, so that every machine finds the
+    same."""
+    moments = [[float((a * b).sum()) for b in sizes.T] for a in sizes.T]
+    products = [[float((a * b).sum()) for b in others.T] for a in sizes.T]
+    slopes = np.linalg.lstsq(np.array(moments), np.array(products), rcond=1e-9)[0]
+    return np.round(slopes, 6)
 
 
 def _split_in_steps(
     features: np.ndarray, limits: np.ndarray, order: np.ndarray, size: np.ndarray, ranks: int,
-    steps: int, random: np.random.Generator,
-) -> tuple[np.ndarray, int]:
-    """:func:`split_into_groups` in so many steps, or more."""
-    n = len(order)
+    steps: int, large: _LargeSamples, exact: bool, random: np.random.Generator,
+) -> Groups | None:
+    """:func:`split_into_groups` in so many steps, or more; None if it takes more, where the
+    number is to be ``exact``."""
+    n, count_large = len(order), len(large.samples)
     group_of = np.empty(n, np.int64)
+    large_place = np.full(n, -1)
+    large_place[large.samples] = np.arange(count_large)
+    order = np.concatenate([large.samples, order[large_place[order] < 0]])
     pools, pool_steps = _pools(steps, ranks)
-    of_pool = np.minimum(_split_groups(n, steps, random) // pool_steps, pools - 1)
+    slots = [_split_groups(part, steps, random) for part in (count_large, n - count_large)]
+    of_pool = np.minimum(np.concatenate(slots) // pool_steps, pools - 1)
     by_pool = np.argsort(of_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
                          kind="stable")
     stops = np.cumsum(np.bincount(of_pool, minlength=pools))
-    carried, first = np.zeros(0, np.int64), 0
+    carried, first = np.zeros(0, np.int64), count_large
     for pool in range(pools):
         mine = order[by_pool[stops[pool - 1] if pool else 0 : stops[pool]]]
+        places = large_place[mine]
+        places = places[places >= 0]
         if len(carried):
-            mine = np.concatenate([carried, mine])
-            mine = mine[np.argsort(-size[mine], kind="stable")]
+            rest = np.concatenate([carried, mine[len(places) :]])
+            rest = rest[np.argsort(-size[rest], kind="stable")]
+            mine = np.concatenate([mine[: len(places)], rest])
         count = pool_steps if pool < pools - 1 else steps - pool_steps * (pools - 1)
-        spilled = _level(features, mine, limits, count * ranks, group_of)
+        extra = large.extra[places]
+        spilled = _level(features, mine, limits, count * ranks, group_of, extra)
+        if exact and spilled > (0 if pool == pools - 1 else n // steps):
+            return None
         while pool == pools - 1 and spilled:
-            count += max(1, spilled * count // (8 * len(mine)))
-            spilled = _level(features, mine, limits, count * ranks, group_of)
+            count += max(1, spilled * count // (4 * len(mine)))
+            spilled = _level(features, mine, limits, count * ranks, group_of, extra)
         placed = group_of[mine] >= 0
         _fill_empty(group_of, mine[placed], count * ranks)
-        group_of[mine[placed]] += first
-        first += count * ranks
+        new = count * ranks - len(places)
+        numbers = np.concatenate([places, first + np.arange(new)])
+        group_of[mine[placed]] = numbers[group_of[mine[placed]]]
+        first += new
         carried = mine[~placed]
-    return group_of, first
+    return Groups(group_of, first, count_large)
 
 
 def _pools(steps: int, ranks: int) -> tuple[int, int]:
     """How many pools, and steps in each; the last one has the rest as well."""
     few = steps * ranks <= MANY_GROUPS
-    pool_steps = max(1, (LARGE_POOL_GROUPS if few else POOL_GROUPS) // ranks)
+    pool_steps = max(2, LARGE_POOL_GROUPS // ranks) if few else max(1, POOL_GROUPS // ranks)
     return max(1, steps // pool_steps), pool_steps
 
 
@@ -109,7 +234,8 @@ def _enough_steps(
         if pools == 1:
             return steps  # the only pool looks for itself
         trial = order[_split_groups(n, steps, random) < pool_steps]
-        spilled = _level(features, trial, limits, pool_steps * ranks, group_of)
+        extra = _LargeSamples.none(features.shape[1]).extra
+        spilled = _level(features, trial, limits, pool_steps * ranks, group_of, extra)
         if spilled <= SPILL * len(trial):
             return steps
         steps += max(1, spilled * steps // (4 * len(trial)))
@@ -117,20 +243,21 @@ def _enough_steps(
 
 
 def _level(
-    features: np.ndarray, order: np.ndarray, limits: np.ndarray, groups: int, group_of: np.ndarray
+    features: np.ndarray, order: np.ndarray, limits: np.ndarray, groups: int,
+    group_of: np.ndarray, extra: np.ndarray,
 ) -> int:
     """:func:`level`; where samples find no group that way, :func:`make_room` for them, or else
     :func:`fill`."""
-    spilled = level(features, order, limits, groups, group_of)
+    spilled, first = level(features, order, limits, groups, group_of, extra), len(extra)
     if not 0 < spilled <= HOPELESS * len(order):
         return spilled
-    spilled = make_room(features, order, limits, groups, group_of)
+    spilled = make_room(features, order, limits, groups, group_of, first)
     if not spilled:
         return 0
     levelled = group_of[order]
-    filled = fill(features, order, limits, groups, group_of)
+    filled = fill(features, order, limits, groups, group_of, first)
     if 0 < filled <= HOPELESS * len(order):
-        filled = make_room(features, order, limits, groups, group_of)
+        filled = make_room(features, order, limits, groups, group_of, first)
     if filled < spilled:
         return filled
     group_of[order] = levelled

@@ -12,37 +12,49 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+MOST_CANDIDATES = 8
+
 
 @njit(cache=True)
-def level(sizes, order, budgets, groups, group_of):
-    """Deal samples to groups so that all groups become equally large in every column.
+def level(sizes, order, budgets, groups, group_of, extra):
+    """Assign samples to groups so that all groups become equally large in every column.
 
     Args:
         sizes: (N, C) float64, none negative.
-        order: (n,) int64, the samples to deal, largest first.
+        order: (n,) int64, the samples to assign, largest first.
         budgets: (C,) float64, what no group may exceed in each column; infinite for no budget.
-        groups: how many.
+        groups: number of groups.
         group_of: (N,) int64, written for the samples in ``order``: their group, or -1 for a
             sample that no group has room for.
+        extra: (H, C) float64. The first H samples of ``order`` go to the first H groups, one to
+            each, and these groups become larger than the others by ``extra``.
 
     Returns:
         How many samples found no group.
     """
     columns = sizes.shape[1]
     loads = np.zeros((columns, groups))
+    above = np.zeros((columns, groups))  # loads without what a group is to have more
+    for g in range(extra.shape[0]):
+        for c in range(columns):
+            above[c, g] = -extra[g, c]
     scores = np.empty(groups)
     spilled = 0
-    for sample in order:
-        scores[:] = 0.0
-        for c in range(columns):
-            size = sizes[sample, c]
-            if size > 0.0:
-                row = loads[c]
-                for g in range(groups):
-                    scores[g] += size * row[g]
+    for place in range(order.shape[0]):
+        sample = order[place]
         chosen = -1
         best = np.inf
-        for g in range(groups):
+        if place < extra.shape[0]:
+            chosen = place
+        else:
+            scores[:] = 0.0
+            for c in range(columns):
+                size = sizes[sample, c]
+                if size > 0.0:
+                    row = above[c]
+                    for g in range(groups):
+                        scores[g] += size * row[g]
+        for g in range(groups if chosen < 0 else 0):
             if scores[g] < best:
                 fits = True
                 for c in range(columns):
@@ -57,16 +69,18 @@ def level(sizes, order, budgets, groups, group_of):
         else:
             for c in range(columns):
                 loads[c, chosen] += sizes[sample, c]
+                above[c, chosen] += sizes[sample, c]
     return spilled
 
 
 @njit(cache=True)
-def fill(sizes, order, budgets, groups, group_of):
-    """Deal samples to the fullest groups that have room (best fit decreasing): fewer groups do
-    than for :func:`level`, but they are less alike.
+def fill(sizes, order, budgets, groups, group_of, first):
+    """Assign samples to the fullest groups that have room (best fit decreasing): fewer groups do
+    than for :func:`level`, but they are less equal.
 
     Args:
         sizes, order, budgets, groups, group_of: as of :func:`level`.
+        first: number of samples that go to the first groups, one to each.
 
     Returns:
         How many samples found no group.
@@ -76,8 +90,9 @@ def fill(sizes, order, budgets, groups, group_of):
     for c in range(columns):
         room[:, c] = budgets[c]
     spilled = 0
-    for sample in order:
-        group = _fullest_with_room(room, sizes[sample], budgets, -1)
+    for place in range(order.shape[0]):
+        sample = order[place]
+        group = place if place < first else _fullest_with_room(room, sizes[sample], budgets, -1)
         group_of[sample] = group
         if group < 0:
             spilled += 1
@@ -88,12 +103,13 @@ def fill(sizes, order, budgets, groups, group_of):
 
 
 @njit(cache=True)
-def make_room(sizes, order, budgets, groups, group_of):
+def make_room(sizes, order, budgets, groups, group_of, first):
     """Find groups for samples that :func:`level` left without one: where another sample leaves for
     a third group, which it fills up most.
 
     Args:
         sizes, order, budgets, groups, group_of: as of :func:`level`, after it.
+        first: number of samples at the beginning of ``order`` that stay in their groups.
 
     Returns:
         How many samples still have no group.
@@ -113,7 +129,7 @@ def make_room(sizes, order, budgets, groups, group_of):
         if group_of[sample] >= 0:
             continue
         has_group = False
-        for at in range(len(order) - 1, -1, -1):
+        for at in range(len(order) - 1, first - 1, -1):
             other = order[at]
             group = group_of[other]
             if group < 0 or stays[at]:
@@ -175,7 +191,7 @@ def _fullest_with_room(room, size, budgets, but):
 
 
 @njit(cache=True)
-def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, candidates):
+def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, candidates, capped):
     """Level the groups of every step among themselves, in place.
 
     Groups ``step * ranks`` to ``(step + 1) * ranks`` are one step. The group that is furthest
@@ -191,7 +207,9 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
         budgets: (C,) float64.
         tolerance: a group this far above the mean is level enough; above 0.
         tries: at most this many per step.
-        candidates: groups to look at for an exchange, if one of them will do.
+        candidates: groups to look at for an exchange, those that have least in the column; where
+            none of them will do, :data:`MOST_CANDIDATES` times as many.
+        capped: True where no step's largest group in the last column may become larger.
     """
     columns = sizes.shape[1]
     groups = offsets.shape[0] - 1
@@ -202,6 +220,7 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
     starts = np.empty(ranks + 1, np.int64)
     loads = np.empty((ranks, columns))
     stuck = np.empty(ranks, np.bool_)
+    limits = budgets.copy()
     for first in range(0, groups - ranks + 1, ranks):
         begin = offsets[first]
         starts[:] = offsets[first : first + ranks + 1] - begin
@@ -212,12 +231,14 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
                     mine[i, c] = sizes[samples[begin + i], c]
                     loads[g, c] += mine[i, c]
         stuck[:] = False
+        if capped:
+            limits[columns - 1] = min(budgets[columns - 1], loads[:, columns - 1].max())
         for _ in range(tries):
             heavy, column = _furthest_above(loads, tolerance, stuck)
             if heavy < 0:
                 break
             other, i, j = _best_swap(
-                mine, starts, loads, budgets, heavy, column, candidates
+                mine, starts, loads, limits, heavy, column, candidates
             )
             if other < 0:
                 stuck[heavy] = True
@@ -256,10 +277,9 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
     columns = mine.shape[1]
     chosen, best_i, best_j, best = -1, 0, 0, -1e-12
     asked = 0
-    for k in range(1, loads.shape[0]):
-        other = (heavy + k) % loads.shape[0]
+    for other in np.argsort(loads[:, column], kind="mergesort"):
         if loads[other, column] >= loads[heavy, column]:
-            continue
+            break
         asked += 1
         for i in range(starts[heavy], starts[heavy + 1]):
             for j in range(starts[other], starts[other + 1]):
@@ -273,7 +293,7 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
                     fits = fits and above + abs(d) <= budgets[c]
                 if fits and change < best:
                     chosen, best_i, best_j, best = other, i, j, change
-        if asked >= candidates and chosen >= 0:
+        if asked >= candidates and (chosen >= 0 or asked >= MOST_CANDIDATES * candidates):
             break
     return chosen, best_i, best_j
 

@@ -28,16 +28,25 @@ def levelled(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     return np.array(rows, float), np.array(budgets, float), draw(st.integers(1, 8))
 
 
-@given(levelled())
-def test_every_sample_goes_where_the_sum_of_squares_grows_least(case) -> None:
+@given(levelled(), st.lists(st.integers(0, 9), max_size=4))
+def test_every_sample_goes_where_the_sum_of_squares_grows_least(case, extra) -> None:
     sizes, budgets, groups = case
+    extra = np.repeat(np.array(extra, float)[:, None], sizes.shape[1], axis=1)
     order = np.argsort(-sizes.sum(1), kind="stable")
     group_of = np.full(len(sizes), -2)
-    spilled = level(sizes, order, budgets, groups, group_of)
-    loads = np.zeros((groups, sizes.shape[1]))
-    for sample in order:
+    extra = extra[: min(len(order), groups)]
+    spilled = level(sizes, order, budgets, groups, group_of, extra)
+    assert group_of[order[: len(extra)]].tolist() == list(range(len(extra)))
+    above = np.zeros((groups, sizes.shape[1]))
+    above[: len(extra)] -= extra
+    loads = np.zeros_like(above)
+    for place, sample in enumerate(order):
+        if place < len(extra):
+            loads[place] += sizes[sample]
+            above[place] += sizes[sample]
+            continue
         growth = [
-            ((load + sizes[sample]) ** 2).sum() - (load**2).sum() for load in loads
+            ((load + sizes[sample]) ** 2).sum() - (load**2).sum() for load in above
         ]
         fitting = [g for g in range(groups) if (loads[g] + sizes[sample] <= budgets).all()]
         if not fitting:
@@ -45,6 +54,7 @@ def test_every_sample_goes_where_the_sum_of_squares_grows_least(case) -> None:
             continue
         assert growth[group_of[sample]] == min(growth[g] for g in fitting)
         loads[group_of[sample]] += sizes[sample]
+        above[group_of[sample]] += sizes[sample]
     assert spilled == (group_of == -1).sum()
     assert (loads <= budgets).all()
 
@@ -74,11 +84,11 @@ def group_loads(sizes: np.ndarray, samples: np.ndarray, offsets: np.ndarray) -> 
     ]).reshape(len(offsets) - 1, -1)
 
 
-@given(steps(), st.integers(1, 4))
-def test_exchanges_stay_in_their_step_and_lower_its_squares(case, candidates) -> None:
+@given(steps(), st.integers(1, 4), st.booleans())
+def test_exchanges_stay_in_their_step_and_lower_its_squares(case, candidates, capped) -> None:
     sizes, samples, offsets, ranks, budgets = case
     before, old = group_loads(sizes, samples, offsets), samples.copy()
-    exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 1000, candidates)
+    exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 1000, candidates, capped)
     after = group_loads(sizes, samples, offsets)
     assert (after <= budgets + 1e-9).all()
     for first in range(0, len(offsets) - 1, ranks):
@@ -86,6 +96,7 @@ def test_exchanges_stay_in_their_step_and_lower_its_squares(case, candidates) ->
         assert sorted(samples[part]) == sorted(old[part])
         rows = slice(first, first + ranks)
         assert (after[rows] ** 2).sum() <= (before[rows] ** 2).sum() + 1e-9
+        assert not capped or after[rows, -1].max() <= before[rows, -1].max() + 1e-9
 
 
 @given(steps())
@@ -94,7 +105,7 @@ def test_where_exchanges_end_no_exchange_of_a_heavy_group_helps(case) -> None:
     before = None
     while before is None or (before != samples).any():
         before = samples.copy()
-        exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 10_000, ranks)
+        exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 10_000, ranks, False)
     loads = group_loads(sizes, samples, offsets)
     for first in range(0, len(offsets) - 1, ranks):
         rows = range(first, first + ranks)
@@ -125,7 +136,7 @@ def test_exchanges_find_the_best_step_there_is() -> None:
     for _ in range(200):
         sizes = random.integers(1, 50, (6, 1)).astype(float)
         samples, offsets = np.arange(6), np.array([0, 3, 6])
-        exchange_steps(sizes, samples, offsets, 2, np.array([np.inf]), 1e-9, 100, 2)
+        exchange_steps(sizes, samples, offsets, 2, np.array([np.inf]), 1e-9, 100, 2, False)
         found = group_loads(sizes, samples, offsets).max()
         optimum = min(
             max(part, sizes.sum() - part)
@@ -178,7 +189,7 @@ def test_the_fullest_group_with_room(case) -> None:
     sizes, budgets, groups = case
     order = np.argsort(-sizes.sum(1), kind="stable")
     group_of = np.full(len(sizes), -2)
-    spilled = fill(sizes, order, budgets, groups, group_of)
+    spilled = fill(sizes, order, budgets, groups, group_of, 0)
     loads = np.zeros((groups, sizes.shape[1]))
     known = np.isfinite(budgets)
     for sample in order:
@@ -192,14 +203,17 @@ def test_the_fullest_group_with_room(case) -> None:
     assert spilled == (group_of == -1).sum()
 
 
-@given(levelled(), st.sampled_from([level, fill]))
-def test_room_is_made_where_one_other_sample_can_go(case, deal) -> None:
+@given(levelled(), st.booleans())
+def test_room_is_made_where_one_other_sample_can_go(case, filled) -> None:
     sizes, budgets, groups = case
     order = np.argsort(-sizes.sum(1), kind="stable")
     group_of = np.full(len(sizes), -2)
-    deal(sizes, order, budgets, groups, group_of)
+    if filled:
+        fill(sizes, order, budgets, groups, group_of, 0)
+    else:
+        level(sizes, order, budgets, groups, group_of, np.zeros((0, sizes.shape[1])))
     placed = group_of >= 0
-    spilled = make_room(sizes, order, budgets, groups, group_of)
+    spilled = make_room(sizes, order, budgets, groups, group_of, 0)
     assert (group_of[placed] >= 0).all() and spilled == (group_of < 0).sum()
     loads = np.array([sizes[group_of == g].sum(0) for g in range(groups)])
     assert (loads <= budgets).all()
@@ -211,6 +225,19 @@ def test_room_is_made_where_one_other_sample_can_go(case, deal) -> None:
             if (loads[here] - sizes[other] + sizes[sample] <= budgets).all():
                 elsewhere = [g for g in range(groups) if g != here]
                 assert not any((loads[g] + sizes[other] <= budgets).all() for g in elsewhere)
+
+
+@given(levelled(), st.integers(1, 8))
+def test_large_samples_stay_in_their_groups(case, first) -> None:
+    sizes, budgets, groups = case
+    order = np.argsort(-sizes.sum(1), kind="stable")
+    first = min(first, groups, len(order))
+    group_of = np.full(len(sizes), -2)
+    extra = np.zeros((first, sizes.shape[1]))
+    for assign in (level, fill):
+        assign(sizes, order, budgets, groups, group_of, extra if assign is level else first)
+        make_room(sizes, order, budgets, groups, group_of, first)
+        assert group_of[order[:first]].tolist() == list(range(first))
 
 
 def plain_make_room(sizes, order, budgets, groups, group_of):
@@ -244,9 +271,9 @@ def test_room_is_made_as_by_looking_at_everything(seed):
     groups = int(random.integers(3, 8))
     budgets = sizes.sum(0) / groups * random.uniform(0.95, 1.1)
     group_of = np.full(40, -1)
-    level(sizes, order, budgets, groups, group_of)
+    level(sizes, order, budgets, groups, group_of, np.zeros((0, 2)))
     plain = group_of.copy()
-    assert make_room(sizes, order, budgets, groups, group_of) == plain_make_room(
+    assert make_room(sizes, order, budgets, groups, group_of, 0) == plain_make_room(
         sizes, order, budgets, groups, plain
     )
     assert (group_of == plain).all()

@@ -225,3 +225,12 @@ def test_drawn_sizes_take_few_steps_and_are_no_worse_than_isf(name: str, ranks: 
     ours, theirs = balance(plan, sizes), balance(isf, sizes)
     assert ours.step_efficiency > theirs.step_efficiency
     assert ours.efficiency > theirs.efficiency
+
+
+@pytest.mark.parametrize(("ranks", "least"), [(8, 0.997), (64, 0.989), (256, 0.993)])
+def test_steps_with_large_samples_are_filled_up_to_them(ranks: int, least: float) -> None:
+    sizes = drawn_sizes("documents", 30_000, 0)
+    plan = plan_balanced(sizes, ranks)
+    check(plan, sizes)
+    assert balance(plan, sizes).efficiency >= least
+    assert plan.steps <= 1.02 * -(-least_groups(sizes, plan.budgets) // ranks) + 1
