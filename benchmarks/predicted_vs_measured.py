@@ -29,7 +29,6 @@ from benchmarks import real_model
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks.paper_rows import ROWS, PaperRow, own_plan, scale_of, table_plan
 from benchmarks.sleeping_stages import Overheads, SleepingPipeline, op_seconds_measured
-from raymm.scheduler.graph.direction import posted_receives
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
@@ -40,8 +39,6 @@ from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 # Milliseconds of 1F + 1B of the slowest stage; what paper's rows are scaled to.
 BOTTLENECK_MS = 50.0
 QUICK_ROWS = ("VLM-S", "MMM")
-# Ranks are on CPUs.
-POSTED = posted_receives(in_order=False)
 PICTURE_ROW, PICTURE_RUN = "VLM-L", "aware zero_bubble trained"
 # Runs that are not compared with the paper's have this many microbatches.
 FEW_MICROBATCHES = 12
@@ -73,9 +70,9 @@ class Run:
         """Lower and predict."""
         program = full_program(plan)
         nominal = op_seconds(plan)
-        bare = simulate(program, nominal, overheads.message, posted=POSTED).makespan
+        bare = simulate(program, nominal, overheads.message, posted=plan.posted_receives).makespan
         costs = overheads.added_to(nominal, program)
-        expected = simulate(program, costs, overheads.latency, posted=POSTED)
+        expected = simulate(program, costs, overheads.latency, posted=plan.posted_receives)
         return cls(name, plan, program, expected, bare)
 
     @property

@@ -101,7 +101,9 @@ def run_case(case: str, costs: CostProfile, latency: float, steps: int) -> list[
             parallel.reschedule(replace(plan, schedule=schedule))
             program = parallel.program([["vision"]] * MICROBATCHES, update=False)
             expected = op_seconds(parallel.plan)
-            predicted = simulate(program, expected, latency).makespan
+            predicted = simulate(
+                program, expected, latency, posted=plan.posted_receives
+            ).makespan
             timelines = [parallel.execute(batch).timeline for _ in range(WARM_UP_STEPS + steps)]
             timelines = timelines[WARM_UP_STEPS:]
             spans = tuple(timeline.makespan for timeline in timelines)

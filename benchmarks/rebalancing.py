@@ -118,7 +118,8 @@ class Simulated:
                     each = float(seconds[m, column]) / len(replica)
                     costs[stage.id, Op.FORWARD, m] = each * FORWARD
                     costs[stage.id, Op.BACKWARD, m] = each * (1 - FORWARD)
-        return simulate(self._program, {}, microbatch_costs=costs)
+        posted = self._plan.posted_receives
+        return simulate(self._program, {}, microbatch_costs=costs, posted=posted)
 
     def slowness(self, steps: list[Groups], costs: MeasuredCosts) -> float:
         """Seconds over seconds of work, of steps with all their microbatches."""

@@ -49,6 +49,16 @@ def on_gpu(device: str) -> bool:
     return device in DEVICES and DEVICES[device].to_host is not None
 
 
+def receives_ahead(device: str) -> int:
+    """Return the number of receives that a rank posts on every edge
+    (:func:`~raymm.scheduler.graph.direction.posted_receives`).
+
+    Args:
+        device: a profile's.
+    """
+    return posted_receives(in_order=on_gpu(device))
+
+
 def usable_bytes(device: DeviceSpec) -> int:
     """Bytes of a device that a plan may use for all that it counts."""
     return device.memory_bytes - (CONTEXT_BYTES if on_gpu(device.name) else 0)
@@ -73,7 +83,7 @@ def message_bytes(
         kept: of the gradients that it hands back.
         awaited: of the gradients that it gets.
     """
-    posted = min(posted_receives(in_order=on_gpu(device)), microbatches)
+    posted = min(receives_ahead(device), microbatches)
     return posted * (received + awaited) + MESSAGE_BOUND * (output + kept)
 
 

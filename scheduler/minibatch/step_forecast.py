@@ -128,7 +128,8 @@ class StepForecast:
             }))
             for row in seconds.tolist()
         ]
-        return simulate(self._program(present, samples), {}, microbatch_costs=costs)
+        program = self._program(present, samples)
+        return simulate(program, {}, microbatch_costs=costs, posted=self.plan.posted_receives)
 
     def _program(
         self, present: Sequence[tuple[str, ...]], samples: Sequence[Samples]

@@ -10,6 +10,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from raymm.scheduler.costs.device_memory import receives_ahead
 from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value
@@ -197,6 +198,11 @@ class Plan:
                 f"stages of {node.name!r} cover layers [0, {expected}); "
                 f"the module has {node.num_layers}"
             )
+
+    @property
+    def posted_receives(self) -> int:
+        """Receives that the ranks post on every edge, which follows from the profile's device."""
+        return receives_ahead("unknown" if self.profile is None else self.profile.device)
 
     @cached_property
     def derived(self) -> dict[object, Any]:

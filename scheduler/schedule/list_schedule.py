@@ -136,29 +136,37 @@ class ListScheduler:
         """
         if transfers is None:
             transfers = {edge: Transfer(0.0, wait) for edge, wait in self.delays.items()}
-        last = self._replayed(schedule, transfers, costs, MESSAGE_BOUND)
-        return self._replayed(schedule, transfers, costs, sys.maxsize) if last < 0 else last
+        posted = self.plan.posted_receives
+        last, delayed = self._replayed(schedule, transfers, costs, MESSAGE_BOUND, 1)
+        if last < 0:
+            last, _ = self._replayed(schedule, transfers, costs, sys.maxsize, 1)
+        elif delayed and posted > 1:
+            last, _ = self._replayed(schedule, transfers, costs, MESSAGE_BOUND, posted)
+        return last
 
     def _replayed(
         self, schedule: Schedule, transfers: Mapping[Edge, Transfer],
-        costs: Mapping[tuple[StageId, Op], float] | None, bound: int,
-    ) -> float:
-        """Seconds with a bound of messages under way; below 0 if ranks wait for ever then."""
-        results: dict[object, float] = {}
-        last = 0.0
+        costs: Mapping[tuple[StageId, Op], float] | None, bound: int, posted: int,
+    ) -> tuple[float, bool]:
+        """Seconds with a bound of messages in flight, below 0 if ranks wait for ever then; and
+        whether the bound made a sender wait."""
+        results: dict[object, tuple[float, bool]] = {}
+        last, delayed = 0.0, False
         for part, own in zip(schedule.parts, schedule.results, strict=True):
             seconds = part.arrays.amounts if costs is None else part.op_array(costs)
             messages = part.transfer_arrays(transfers)
             key = (id(own), seconds.tobytes(), *(array.tobytes() for array in messages))
             if key not in results:
-                results[key] = float(replay(
-                    part.arrays, own.log, own.starts, schedule.early, seconds, messages, bound
-                ))
-            if results[key] < 0:
+                results[key] = replay(
+                    part.arrays, own.log, own.starts, schedule.early, seconds, messages, bound,
+                    posted,
+                )
+            end, waited = results[key]
+            if end < 0:
                 assert bound < sys.maxsize, "a schedule's ranks wait for each other"
-                return results[key]
-            last = max(last, results[key])
-        return last
+                return float(end), True
+            last, delayed = max(last, float(end)), delayed or bool(waited)
+        return last, delayed
 
     def activation_peaks(self, schedule: Schedule) -> tuple[int, ...]:
         """Per rank, the most bytes of activations that live at once.

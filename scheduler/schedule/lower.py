@@ -159,7 +159,8 @@ def _simulated(
     costs = _known_costs(plan, costs)[0]
     program = lower(plan, full_step(plan), costs, delays=delays, samples=full_samples(plan))
     return simulate(
-        program, costs, transfers=transfers, group_seconds=group_seconds(plan, costs)
+        program, costs, transfers=transfers, group_seconds=group_seconds(plan, costs),
+        posted=plan.posted_receives,
     )
 
 

@@ -38,7 +38,7 @@ def simulate(
     """Run a program on paper.
 
     A rank that has sent :data:`~raymm.scheduler.graph.direction.MESSAGE_BOUND` messages on an edge
-    that are not received waits before it sends another, as it does in a run; where a program does
+    that are in flight waits before it sends another, as it does in a run; where a program does
     not end so, no rank does (:func:`~raymm.scheduler.program.check_program.check_program`).
 
     Args:
@@ -52,8 +52,11 @@ def simulate(
         group_seconds: of instructions on quotas. Without it, a quota takes as many times more (an
             upper bound: a module that does not fill a device loses less).
         posted: receives that an edge's receiver posts ahead
-            (:func:`~raymm.scheduler.graph.direction.posted_receives`); what has come into those
-            beyond the first is under way no longer, for its sender.
+            (:func:`~raymm.scheduler.graph.direction.posted_receives`, and of a plan
+            :attr:`~raymm.scheduler.plan.plan.Plan.posted_receives`). With 1, a message is in flight
+            until it is received. With more, so many receives are there when the step begins, and
+            each RECV posts another before it waits; for its sender, a message with a receive is
+            in flight no longer.
 
     Returns:
         Compute spans and the waits of messages. Collective instructions take no time.
@@ -63,9 +66,11 @@ def simulate(
     """
     seconds = _Seconds(costs, microbatch_costs or {}, group_seconds)
     arguments = seconds, Transfer(0.0, latency), transfers or {}
-    timeline, waiting = _simulate(program, *arguments, MESSAGE_BOUND + posted - 1)
+    timeline, waiting, delayed = _simulate(program, *arguments, MESSAGE_BOUND, 1)
     if waiting is not None:
-        timeline, waiting = _simulate(program, *arguments, sys.maxsize)
+        timeline, waiting, _ = _simulate(program, *arguments, sys.maxsize, 1)
+    elif delayed and posted > 1:
+        timeline, waiting, _ = _simulate(program, *arguments, MESSAGE_BOUND, posted)
     if waiting is not None:
         raise ProgramError(waiting)
     return timeline
@@ -73,9 +78,9 @@ def simulate(
 
 def _simulate(
     program: Program, seconds: _Seconds, usual: Transfer, transfers: Mapping[Edge, Transfer],
-    bound: int,
-) -> tuple[Timeline, str | None]:
-    """The timeline, and who waits for ever."""
+    bound: int, posted: int,
+) -> tuple[Timeline, str | None, bool]:
+    """The timeline, which rank waits for ever, and whether the bound delayed a message."""
     clock = [0.0] * len(program.ranks)
     position = [0] * len(program.ranks)
     spans: list[Span] = []
@@ -83,7 +88,7 @@ def _simulate(
     # on its own past and on when messages are sent and received, which is fixed by their ends.
     runnable = deque(range(len(program.ranks)))
     waiting: dict[Edge, int] = {}
-    messages = _Messages(transfers, usual, bound)
+    messages = _Messages(transfers, usual, bound, posted)
     while runnable:
         rank = runnable.popleft()
         instructions = program.ranks[rank]
@@ -120,8 +125,9 @@ def _simulate(
             position[rank] += 1
     for rank, instructions in enumerate(program.ranks):
         if position[rank] < len(instructions):
-            return Timeline((), 0), f"deadlock: rank {rank} waits in {instructions[position[rank]]}"
-    return Timeline(tuple(spans), len(program.ranks)), None
+            stuck = f"deadlock: rank {rank} waits in {instructions[position[rank]]}"
+            return Timeline((), 0), stuck, True
+    return Timeline(tuple(spans), len(program.ranks)), None, messages.delayed
 
 
 class _Seconds(NamedTuple):
@@ -148,23 +154,28 @@ class _Messages:
     """Messages under way: those of an edge leave one after another and arrive in that order."""
 
     def __init__(
-        self, transfers: Mapping[Edge, Transfer], default: Transfer, bound: int
+        self, transfers: Mapping[Edge, Transfer], default: Transfer, bound: int, posted: int
     ) -> None:
         self._transfers = transfers
         self._default = default
-        self._bound = bound
+        self._bound = bound + posted - 1
+        self._posts_ahead = posted > 1
+        self.delayed = False
         self._arrivals: dict[Edge, deque[float]] = defaultdict(deque)
-        self._received: dict[Edge, deque[float]] = defaultdict(deque)
+        self._freed: dict[Edge, deque[float]] = defaultdict(deque)
         self._sent: dict[Edge, int] = defaultdict(int)
+        self._received: dict[Edge, int] = defaultdict(int)
         self._link_free: dict[Edge, float] = defaultdict(float)
 
     def send(self, edge: Edge, now: float) -> float:
         """When a sender that comes to it now goes on; infinity if nobody knows yet."""
-        if self._sent[edge] >= self._bound:
-            received = self._received[edge]
-            if not received:
+        if self._sent[edge] >= self._bound + self._posts_ahead:
+            freed = self._freed[edge]
+            if not freed:
                 return inf
-            now = max(now, received.popleft())
+            there = freed.popleft()
+            self.delayed |= there > now
+            now = max(now, there)
         self._sent[edge] += 1
         transfer = self._transfers.get(edge, self._default)
         sent = max(now, self._link_free[edge]) + transfer.seconds
@@ -178,9 +189,13 @@ class _Messages:
         queue = self._arrivals[edge]
         if not queue:
             return inf
-        now = max(now, queue.popleft())
-        self._received[edge].append(now)
-        return now
+        arrival = queue.popleft()
+        if not self._posts_ahead:
+            self._freed[edge].append(max(now, arrival))
+        elif self._received[edge]:  # the first RECV finds its and the next receives posted
+            self._freed[edge].append(now)
+        self._received[edge] += 1
+        return max(now, arrival)
 
 
 def _group_spans(

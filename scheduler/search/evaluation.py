@@ -118,7 +118,7 @@ def step_timeline(plan: Plan, network: Network, program: Program | None = None) 
     program = full_program(plan) if program is None else program
     return simulate(
         program, op_seconds(plan), transfers=network.transfers(plan),
-        group_seconds=group_seconds(plan),
+        group_seconds=group_seconds(plan), posted=plan.posted_receives,
     )
 
 

@@ -188,6 +188,7 @@ class _Planner:
     def _try_chunks(self, counts: dict[str, int]) -> None:
         if "zero_bubble" not in self.candidates.schedules:
             return
+        # Zero bubble is tuned without the bandwidth of links: 1F1B may be faster.
         for many in self.chunks:
             if self.candidates.control.should_stop():
                 return
@@ -195,7 +196,7 @@ class _Planner:
                 plan = chunked(self.space, counts, many)
             except StageSearchError:
                 continue
-            self.candidates.add(
+            self.candidates.add_schedules(
                 f"modality_parallel, {many} chunks per rank",
                 replace(plan, schedule="zero_bubble"),
             )

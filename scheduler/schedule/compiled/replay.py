@@ -51,10 +51,12 @@ class _Messages(NamedTuple):
     Attributes:
         arrivals: (2, E, M) when a message arrives; inf before it is sent.
         received: (2, E, M) whether its receiver has it.
-        times: (2, E, M) when an edge's messages were received, in their order.
+        times: (2, E, M) when an edge's messages were received, or their RECV began where it posts
+            another receive, in their order.
         counts: (2, 2, E) how many were sent, and how many received.
         links: (2, E) when a link is free.
         handed: (E, M) whether a consumer has made its gradient.
+        delayed: (1,) whether the bound of messages in flight made a sender wait.
     """
 
     arrivals: np.ndarray
@@ -63,11 +65,13 @@ class _Messages(NamedTuple):
     counts: np.ndarray
     links: np.ndarray
     handed: np.ndarray
+    delayed: np.ndarray
 
 
 @entry
-def replay(step, log, starts, early, seconds, transfers, bound):
-    """Return when the last rank is done; -1 if ranks wait for each other for ever.
+def replay(step, log, starts, early, seconds, transfers, bound, posted):
+    """Return when the last rank is done, -1 if ranks wait for each other for ever; and whether the
+    bound made a sender wait.
 
     Args:
         step: :class:`.arrays.StepArrays`.
@@ -76,14 +80,15 @@ def replay(step, log, starts, early, seconds, transfers, bound):
         early: whether a recomputation runs without waiting for its gradient.
         seconds: (S, 7) by operation.
         transfers: :class:`TransferArrays`.
-        bound: how many messages of an edge may be sent and not received.
+        bound: how many messages of an edge may be in flight.
+        posted: receives that are posted ahead, as in :func:`.simulate.simulate`.
     """
     ranks, edges, microbatches = len(starts) - 1, len(step.edges), step.uses.shape[1]
     shape = (2, edges, microbatches)
     messages = _Messages(
         np.full(shape, np.inf), np.zeros(shape, np.bool_), np.zeros(shape),
         np.zeros((2, 2, edges), np.int64), np.zeros((2, edges)),
-        np.zeros((edges, microbatches), np.bool_),
+        np.zeros((edges, microbatches), np.bool_), np.zeros(1, np.bool_),
     )
     clock, position = np.zeros(ranks), starts[:-1].copy()
     computed = np.zeros(ranks, np.bool_)  # the task that a rank is at, but not all sent
@@ -105,7 +110,7 @@ def replay(step, log, starts, early, seconds, transfers, bound):
                 for task in range(at, after):
                     if there:
                         there = _receive(
-                            step, messages, log[task], early, clock, runnable, queued
+                            step, messages, log[task], early, clock, posted, runnable, queued
                         )
                 if not there:
                     break
@@ -118,19 +123,20 @@ def replay(step, log, starts, early, seconds, transfers, bound):
             for task in range(at, after):
                 if gone:
                     gone = _send(
-                        step, messages, log[task], clock, transfers, bound, runnable, queued
+                        step, messages, log[task], clock, transfers, bound, posted, runnable,
+                        queued,
                     )
             if not gone:
                 break
             computed[rank], position[rank] = False, after
     for rank in range(ranks):
         if position[rank] < starts[rank + 1]:
-            return -1.0
-    return clock.max()
+            return -1.0, True
+    return clock.max(), messages.delayed[0]
 
 
 @part
-def _receive(step, messages, task, early, clock, runnable, queued):
+def _receive(step, messages, task, early, clock, posted, runnable, queued):
     """Receive all that a task needs, in the program's order; False if something is not sent.
 
     Only a message that had not been received wakes its sender: two ranks that wait for a third
@@ -144,7 +150,7 @@ def _receive(step, messages, task, early, clock, runnable, queued):
                 message = _message(step, edge, microbatch)
                 if messages.received[OUTPUT, message, microbatch]:
                     continue
-                if not _received(messages, OUTPUT, message, microbatch, rank, clock):
+                if not _received(messages, OUTPUT, message, microbatch, rank, clock, posted):
                     return False
                 _wake(step.stages[step.edges[edge, PRODUCER], RANK], runnable, queued)
         return True
@@ -156,21 +162,23 @@ def _receive(step, messages, task, early, clock, runnable, queued):
             if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
                 if messages.received[GRADIENT, edge, microbatch]:
                     continue
-                if not _received(messages, GRADIENT, edge, microbatch, rank, clock):
+                if not _received(messages, GRADIENT, edge, microbatch, rank, clock, posted):
                     return False
                 _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
     return True
 
 
 @part
-def _received(messages, direction, edge, microbatch, rank, clock):
+def _received(messages, direction, edge, microbatch, rank, clock, posted):
     """Receive a message; False if it is not sent."""
     arrival = messages.arrivals[direction, edge, microbatch]
     if arrival == np.inf:
         return False
-    clock[rank] = max(clock[rank], arrival)
+    called = clock[rank]
+    clock[rank] = max(called, arrival)
     messages.received[direction, edge, microbatch] = True
-    messages.times[direction, edge, messages.counts[direction, 1, edge]] = clock[rank]
+    freed = called if posted > 1 else clock[rank]
+    messages.times[direction, edge, messages.counts[direction, 1, edge]] = freed
     messages.counts[direction, 1, edge] += 1
     return True
 
@@ -202,7 +210,7 @@ def _group_end(step, tasks, seconds, start, ends):
 
 
 @part
-def _send(step, messages, task, clock, transfers, bound, runnable, queued):
+def _send(step, messages, task, clock, transfers, bound, posted, runnable, queued):
     """Send all that a task made, in the program's order; False if too much is under way."""
     stage, microbatch, operation = task[0], task[1], task[2]
     rank = step.stages[stage, RANK]
@@ -212,7 +220,9 @@ def _send(step, messages, task, clock, transfers, bound, runnable, queued):
             if step.carried[edge, microbatch] and _message(step, edge, microbatch) == edge:
                 if messages.arrivals[OUTPUT, edge, microbatch] < np.inf:
                     continue
-                if not _sent(messages, OUTPUT, edge, microbatch, rank, clock, transfers, bound):
+                if not _sent(
+                    messages, OUTPUT, edge, microbatch, rank, clock, transfers, bound, posted
+                ):
                     return False
                 _wake(step.stages[step.edges[at, CONSUMER], RANK], runnable, queued)
     elif operation == B or operation == B_INPUT:
@@ -226,7 +236,9 @@ def _send(step, messages, task, clock, transfers, bound, runnable, queued):
             message = _message(step, edge, microbatch)
             if messages.arrivals[GRADIENT, message, microbatch] < np.inf:
                 continue
-            if not _sent(messages, GRADIENT, message, microbatch, rank, clock, transfers, bound):
+            if not _sent(
+                messages, GRADIENT, message, microbatch, rank, clock, transfers, bound, posted
+            ):
                 return False
             _wake(step.stages[producer, RANK], runnable, queued)
     return True
@@ -243,13 +255,17 @@ def _all_handed(step, messages, producer, rank, microbatch):
 
 
 @part
-def _sent(messages, direction, edge, microbatch, rank, clock, transfers, bound):
+def _sent(messages, direction, edge, microbatch, rank, clock, transfers, bound, posted):
     """Send a message; False if too many are not received."""
     count = messages.counts[direction, 0, edge]
-    if count >= bound:
-        if messages.counts[direction, 1, edge] <= count - bound:
+    freeing = count - bound - posted + 1  # the number of the RECV that makes room
+    if freeing >= (1 if posted > 1 else 0):
+        if messages.counts[direction, 1, edge] <= freeing:
             return False
-        clock[rank] = max(clock[rank], messages.times[direction, edge, count - bound])
+        there = messages.times[direction, edge, freeing]
+        if there > clock[rank]:
+            messages.delayed[0] = True
+            clock[rank] = there
     messages.counts[direction, 0, edge] += 1
     sent = max(clock[rank], messages.links[direction, edge]) + transfers.seconds[direction, edge]
     messages.links[direction, edge] = sent

@@ -103,7 +103,8 @@ def test_the_same_as_in_python(data) -> None:
 
     program = to_program(plan, active, schedule.tasks, schedule.early)
     transfers = NETWORK.transfers(plan)
-    timeline = simulate(program, op_seconds(plan), transfers=transfers)
+    posted = plan.posted_receives
+    timeline = simulate(program, op_seconds(plan), transfers=transfers, posted=posted)
     assert scheduler.replayed(schedule, transfers, op_seconds(plan)) == timeline.makespan
     assert scheduler.activation_peaks(schedule) == activation_peaks(program, stage_costs(plan))
 

@@ -187,7 +187,9 @@ def test_simulation_bounds_and_memory_agree(consumer, producer, per_node, schedu
     plan = replace(two_modules(consumer, producer, per_node), schedule=schedule)
     network = Network(NEAR, FAR, per_node)
     program, transfers = full_program(plan), network.transfers(plan)
-    seconds = simulate(program, op_seconds(plan), transfers=transfers).makespan
+    seconds = simulate(
+        program, op_seconds(plan), transfers=transfers, posted=plan.posted_receives
+    ).makespan
     assert seconds >= lower_bound(plan, network.delays(plan)) * (1 - 1e-9)
     most = max(need.total for need in rank_memory(plan, program))
     check_memory(replace(plan, memory_limit=most), program)

@@ -1,4 +1,5 @@
-"""Every number of seconds that the planner reports is the simulator's, messages included."""
+"""Every number of seconds that the planner reports is the simulator's, messages included, with the
+receives that the executor posts on the plan's device; and no schedule is slower than 1F1B."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from random_plans import profiled_plans
 
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
-from raymm.scheduler.graph.direction import MESSAGE_BOUND
+from raymm.scheduler.graph.direction import MESSAGE_BOUND, posted_receives
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.schedule.lower import forecast, full_program, iteration_time, refine
@@ -23,6 +24,7 @@ from tests.scheduler.multiplex.random_mappings import cases
 from tests.scheduler.multiplex.test_mapped_plan import mapped_plan
 
 NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
+GPU = "H100"
 SCHEDULES = "1f1b", "gpipe", "zero_bubble"
 WHOLE = st.integers(1, 9)  # seconds and bytes, so that sums are exact; no work takes no time
 LAYERS = st.builds(LayerCost, WHOLE, WHOLE, WHOLE, WHOLE, WHOLE)
@@ -34,23 +36,36 @@ def assert_simulated(plan: Plan) -> None:
     latencies = {edge: Transfer(0.0, seconds) for edge, seconds in delays.items()}
     settled, seconds = refine(plan, delays)
     program = full_program(settled, delays=delays)
-    simulated = simulate(program, op_seconds(settled), transfers=latencies).makespan
+    # The executor posts receives ahead on a CPU, and one at a time on a GPU.
+    posted = posted_receives(in_order=plan.profile.device == GPU)
+    simulated = simulate(
+        program, op_seconds(settled), transfers=latencies, posted=posted
+    ).makespan
     assert seconds == iteration_time(settled, delays=delays) == simulated
     option, _ = evaluate(plan, NETWORK)
     assert option.seconds == step_timeline(option.plan, NETWORK).makespan
+    assert option.seconds == simulate(
+        full_program(option.plan), op_seconds(option.plan), transfers=NETWORK.transfers(plan),
+        posted=posted,
+    ).makespan
     assert option.seconds == forecast(option.plan, NETWORK.transfers(plan)).seconds
 
 
 @settings(deadline=None)
-@given(profiled_plans(LAYERS), st.integers(1, 3 * MESSAGE_BOUND))
-def test_pipelines(plan: Plan, microbatches: int) -> None:
+@given(
+    profiled_plans(LAYERS), st.integers(1, 3 * MESSAGE_BOUND), st.sampled_from(["cpu", GPU])
+)
+def test_pipelines(plan: Plan, microbatches: int, device: str) -> None:
     seconds = {}
+    plan = replace(plan, profile=replace(plan.profile, device=device))
     for schedule in SCHEDULES:
         tried = replace(plan, schedule=schedule, num_microbatches=microbatches)
         assert_simulated(tried)
         settled, seconds[schedule] = refine(tried)
         program = full_program(settled)
-        assert seconds[schedule] == simulate(program, op_seconds(settled)).makespan
+        posted = posted_receives(in_order=device == GPU)
+        simulated = simulate(program, op_seconds(settled), posted=posted).makespan
+        assert seconds[schedule] == simulated
     assert seconds["zero_bubble"] <= seconds["1f1b"]
 
 
@@ -64,12 +79,14 @@ def test_slots(case, data: st.DataObject) -> None:
         for node in plan.graph.nodes
     }
     plan = replace(plan, profile=CostProfile(profile))
-    simulated = simulate(full_program(plan), op_seconds(plan)).makespan
+    posted = posted_receives(in_order=False)
+    simulated = simulate(full_program(plan), op_seconds(plan), posted=posted).makespan
     assert iteration_time(plan) == simulated == refine(plan)[1]
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_messages_that_pile_up_delay_their_sender(schedule: str) -> None:
+def test_messages_that_pile_up_delay_their_sender(schedule: str, device: str) -> None:
     """A frozen stage is far ahead of the rest, until too many of its messages are under way."""
     graph = ModuleGraph(
         (
@@ -91,5 +108,5 @@ def test_messages_that_pile_up_delay_their_sender(schedule: str) -> None:
         ),
         "llm": (LayerCost(0.91, 1.1, 0.87, 104_000, 1000, 1000),),
     }
-    plan = Plan(graph, stages, 2 * MESSAGE_BOUND, schedule, CostProfile(layers))
+    plan = Plan(graph, stages, 2 * MESSAGE_BOUND, schedule, CostProfile(layers, device))
     assert_simulated(plan)

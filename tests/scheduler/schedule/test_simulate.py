@@ -26,25 +26,28 @@ from raymm.scheduler.schedule.simulate import simulate
 FIRST, SECOND = map(StageId, "ab")
 
 
-def longest_paths(program: Program, costs, latency: int) -> list[Span]:
+def longest_paths(program: Program, costs, latency: int, posted: int = 1) -> list[Span]:
     """Spans with a bound of messages under way, or without if a program does not end with one."""
     try:  # dependencies that cannot all be are seen if everything takes some time
         relaxed(program, defaultdict(lambda: 1), 1, MESSAGE_BOUND, pause=1)
     except CycleError:
         return relaxed(program, costs, latency, 10**6)
-    return relaxed(program, costs, latency, MESSAGE_BOUND)
+    return relaxed(program, costs, latency, MESSAGE_BOUND, posted=posted)
 
 
 class CycleError(Exception):
     """Dependencies that cannot all be."""
 
 
-def relaxed(program: Program, costs, latency: int, bound: int, pause: int = 0) -> list[Span]:
+def relaxed(
+    program: Program, costs, latency: int, bound: int, pause: int = 0, posted: int = 1
+) -> list[Span]:
     """Spans by relaxing "ends no sooner than" constraints until none is violated.
 
     An instruction starts when the one before it on its rank has ended; a receive ends no
     sooner than its edge's send of the same number, plus the latency, and a send no sooner than
-    the receive ``bound`` before.
+    the receive ``bound`` before. Where more receives than one are posted, the message ``bound``
+    before has one from the beginning, or since a receive began.
     """
     sends, receives = defaultdict(list), defaultdict(list)
     for r, rank in enumerate(program):
@@ -59,8 +62,14 @@ def relaxed(program: Program, costs, latency: int, bound: int, pause: int = 0) -
     }
     taken = {
         place: receives[edge][k - bound] for edge, places in sends.items()
-        for k, place in enumerate(places) if 0 <= k - bound < len(receives[edge])
+        for k, place in enumerate(places) if posted == 1 and 0 <= k - bound < len(receives[edge])
     }
+    for edge, places in sends.items():
+        for k, place in enumerate(places):
+            message = k - bound
+            if posted > 1 and message >= posted:
+                r, n = receives[edge][message - (posted - 1)]  # posts the message's receive
+                taken[place] = r, n - 1
     end = {(r, n): 0 for r, rank in enumerate(program) for n in range(len(rank))}
     for _ in range(len(end) + 1):
         changed = False
@@ -71,7 +80,7 @@ def relaxed(program: Program, costs, latency: int, bound: int, pause: int = 0) -
             if i.op is Op.RECV:
                 least = max(least, end[sender[r, n]] + latency)
             if (r, n) in taken:
-                least = max(least, end[taken[r, n]])
+                least = max(least, end.get(taken[r, n], 0))
             if value < least:
                 end[r, n] = least
                 changed = True
@@ -121,14 +130,14 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(tuple(map(tuple, ranks)))
 
 
-@given(st.data())
-def test_random_programs(data: st.DataObject) -> None:
+@given(st.data(), st.sampled_from([1, 2, MESSAGE_BOUND]))
+def test_random_programs(data: st.DataObject, posted: int) -> None:
     program = data.draw(programs())
     keys = sorted({(i.stage, i.op) for rank in program for i in rank if i.op in COMPUTE})
     costs = {key: data.draw(st.integers(0, 9)) for key in keys if data.draw(st.booleans())}
     latency = data.draw(st.integers(0, 5))
-    timeline = simulate(program, costs, latency)
-    assert sorted(timeline.spans) == sorted(longest_paths(program, costs, latency))
+    timeline = simulate(program, costs, latency, posted=posted)
+    assert sorted(timeline.spans) == sorted(longest_paths(program, costs, latency, posted))
     assert timeline.num_ranks == len(program.ranks)
 
 

@@ -27,7 +27,9 @@ NETWORKS = st.sampled_from([Network(), Network(Link(0.5, 10.0), Link(3.0, 2.0), 
 def seconds_of(plan: Plan, network: Network) -> float:
     names = [node.name for node in plan.graph.nodes]
     program = lower(plan, [names] * plan.num_microbatches)
-    return simulate(program, op_seconds(plan), transfers=network.transfers(plan)).makespan
+    return simulate(
+        program, op_seconds(plan), transfers=network.transfers(plan), posted=plan.posted_receives
+    ).makespan
 
 
 @given(any_plans(), NETWORKS)

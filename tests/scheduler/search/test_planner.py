@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
@@ -22,7 +23,7 @@ from raymm.scheduler.schedule.memory import rank_memory
 from raymm.scheduler.schedule.network import Network, edge_transfers
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.search.evaluation import Proposal
+from raymm.scheduler.search.evaluation import Proposal, evaluate, step_timeline
 from raymm.scheduler.search.layouts import colocated, replicated
 from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.options import LAYOUTS, PlanProblem
@@ -42,7 +43,9 @@ def needed(plan: Plan) -> list[int]:
 def seconds(plan: Plan, near: Link | None = None, far: Link | None = None, node: int = 1) -> float:
     transfers = edge_transfers(plan, near, far, node) if near else None
     program = full_program(plan)
-    return simulate(program, op_seconds(plan), transfers=transfers).makespan
+    return simulate(
+        program, op_seconds(plan), transfers=transfers, posted=plan.posted_receives
+    ).makespan
 
 
 def depth_bytes(plan: Plan, name: str) -> int:
@@ -183,6 +186,34 @@ def test_what_every_option_promises(
         assert label and reason
         if reason.startswith("rank "):
             assert re.search(r"^rank \d+ \(.+\) needs [\d,]+ bytes: .*limit is [\d,]+ by", reason)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    models(llm_layers=3), st.integers(0, 2), st.integers(1, 9), st.sampled_from(["cpu", "H100"]),
+    st.sampled_from([0.25, 1.0, 8.0]), st.one_of(st.none(), st.integers(50, 300)),
+)
+def test_the_best_plan_is_never_slower_than_its_1f1b(
+    model: Model, more: int, microbatches: int, device: str, bandwidth: float, limit: int | None
+) -> None:
+    """Messages, the device's receives and any layout included; and than all plans under 1F1B."""
+    graph, profile = model
+    problem = PlanProblem(
+        graph, replace(profile, device=device), len(graph.nodes) + more, microbatches,
+        memory_limit=limit, network=Network(Link(0.5, bandwidth), Link(1.0, bandwidth), 2),
+        chunks=(2,),
+    )
+    try:
+        best = propose(problem).best
+    except StageSearchError:
+        return
+    assert best.seconds == step_timeline(best.plan, problem.network).makespan
+    plain = replace(best.plan, schedule="1f1b", policy=None)
+    option, reason = evaluate(plain, problem.network)
+    if reason is None:
+        assert best.seconds <= option.seconds
+    with suppress(StageSearchError):
+        assert best.seconds <= propose(replace(problem, schedules=("1f1b",))).best.seconds
 
 
 @given(st.data())

@@ -50,7 +50,8 @@ def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
 
 def iteration_time(plan: Plan) -> float:
     costs = op_costs(plan)
-    return simulate(lower(plan, full_step(plan), costs), costs).makespan
+    program = lower(plan, full_step(plan), costs)
+    return simulate(program, costs, posted=plan.posted_receives).makespan
 
 
 def work_bound(plan: Plan) -> float:

@@ -4,12 +4,14 @@ where that is little, and its plans run."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
@@ -23,7 +25,7 @@ from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.step_graph import full_samples
-from raymm.scheduler.search.evaluation import evaluate
+from raymm.scheduler.search.evaluation import evaluate, step_timeline
 from raymm.scheduler.styles import style_search
 from raymm.scheduler.styles.blocks import StyleProblem
 from raymm.scheduler.styles.style_search import IN_TIME, OWN, QUOTA, search_between, way_of
@@ -126,6 +128,28 @@ def test_it_is_as_good_as_trying_everything(problem):
     if plan.splits_samples:
         check_samples(plan, program, full_samples(plan))
     assert len(result.lines()) == len(problem.graph.nodes)
+
+
+@given(
+    style_problems(), st.integers(5, 9), st.sampled_from(["cpu", "H100"]),
+    st.permutations(["1f1b", "zero_bubble", "gpipe"]), st.integers(1, 2),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_best_plan_is_never_slower_than_its_1f1b(problem, count, device, schedules, node):
+    """Between the styles: more microbatches than may be in flight, messages, and any order of
+    schedules."""
+    profile = replace(next(iter(problem.profiles.values())), device=device)
+    network = Network(Link(0.1, 4.0), Link(0.2, 1.0), node)
+    problem = replace(
+        problem, profiles={count: profile}, network=network, schedules=tuple(schedules)
+    )
+    try:
+        best = search_between(problem, {}).best
+    except PlanError:
+        return
+    assert best.seconds == step_timeline(best.plan, network).makespan
+    option, reason = evaluate(replace(best.plan, schedule="1f1b", policy=None), network)
+    assert reason is not None or best.seconds <= option.seconds
 
 
 @given(style_problems(), st.booleans())
