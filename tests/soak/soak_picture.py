@@ -55,7 +55,7 @@ def draw_soak(folder: Path, undisturbed: str, trials: Sequence[Trial], file: Pat
             [trial.last_step for trial in there], [kinds.index(_name(trial)) for trial in there],
             color=color, s=16, zorder=3,
         )
-    losses.set(ylabel="loss", title=f"{len(trials)} faults in {len(parts)} runs")
+    losses.set(ylabel="loss", title=f"faults: {len(trials)}")
     losses.legend(fontsize=8)
     faults.set(xlabel="step", ylim=(len(kinds) - 0.5, -0.5))
     faults.set_yticks(range(len(kinds)), kinds, fontsize=8)
