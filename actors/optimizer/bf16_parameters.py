@@ -7,7 +7,7 @@ which a step's result is rounded at random, up or down by how near it is (stocha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
 import torch
@@ -132,7 +132,7 @@ def _noise(part: ParameterPart, seed: int, device: torch.device) -> torch.Tensor
 
 def keep_in_bf16(
     parameters: Mapping[Key, nn.Parameter], config: OptimizerConfig, modules: Iterable[nn.Module],
-    parts: Mapping[Key, ParameterPart], seed: int,
+    parts: Mapping[Key, ParameterPart], seed: int, elsewhere: Collection[Key] = (),
 ) -> dict[int, Bf16Parameter]:
     """Keep the parameters in bf16 that the rules of their modules say, in place; by id.
 
@@ -142,6 +142,7 @@ def keep_in_bf16(
         modules: whose parameters these are.
         parts: of those that the process holds a part of.
         seed: of the run.
+        elsewhere: of the parameters, those that another process updates and has the master of.
     """
     products = products_of(modules)
     kept: dict[int, Bf16Parameter] = {}
@@ -149,7 +150,7 @@ def keep_in_bf16(
         mode = config.rule_of(key[0].module, key[1]).parameters
         if mode != FP32 and id(parameter) in products and parameter.dtype == torch.float32:
             kept[id(parameter)] = Bf16Parameter(
-                key, parameter, mode == MASTER, parts.get(key), seed
+                key, parameter, mode == MASTER and key not in elsewhere, parts.get(key), seed
             )
     return kept
 

@@ -109,14 +109,15 @@ class RankOptimizer:
         self.parameters = parameters
         self.config = config
         modules, parts = list(modules), parts or {}
-        self.in_bf16 = keep_in_bf16(parameters, config, modules, parts, seed)
-        self._device = device
-        self.reduction = GradientReduction(process, parameters, parameter_ownership.shared, groups)
         elsewhere = {
             (reference.stage, reference.name)
             for shared in parameter_ownership.shared if shared.owner not in (None, process)
             for reference in shared.references if reference.process == process
         }
+        # Before the reduction, whose buckets have one dtype each.
+        self.in_bf16 = keep_in_bf16(parameters, config, modules, parts, seed, elsewhere)
+        self._device = device
+        self.reduction = GradientReduction(process, parameters, parameter_ownership.shared, groups)
         # All processes that share these take part in their updates, even without elements.
         agreed = {
             key for key, part in parts.items() if needs_agreement(part)

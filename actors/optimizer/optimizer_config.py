@@ -37,7 +37,8 @@ class UpdateRule:
             has them (``match_rms_adamw``), all else by AdamW.
         parameters: how trained weights of matrix products are kept. ``"fp32"``, with a copy in the
             compute dtype while a step runs; under bf16 also ``"bf16_master"``: in bf16, with
-            gradients in bf16, and an fp32 master that is updated; ``"bf16_stochastic"``: without
+            gradients in bf16, and an fp32 master that is updated, which with ZeRO-1 only the
+            parameter's owner has; ``"bf16_stochastic"``: without
             a master, what an update gives is rounded at random.
         lr: peak learning rate.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.

@@ -224,3 +224,19 @@ def test_parameters_of_any_dtype_are_looked_at(dtype):
     if dtype != torch.int64:
         (found,) = not_finite([("bad", bad.to(dtype))])
         assert found.startswith("bad (1 of ")
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_only_the_owner_of_a_parameter_has_its_fp32_master(process: int) -> None:
+    """Under ZeRO-1; others have the bf16 values that the owner sends."""
+    key, layer = (StageId("llm", 0), "module.weight"), nn.Linear(8, 8, bias=False)
+    references = tuple(ParameterReference(number, *key) for number in (0, 1))
+    ownership = ParameterOwnership((SharedParameter(references, owner=0),), frozenset({key}))
+    optimizer = RankOptimizer(
+        process, {key: layer.weight}, OptimizerConfig(parameters="bf16_master"), ownership, {},
+        torch.device("cpu"), [layer],
+    )
+    (kept,) = optimizer.in_bf16.values()
+    assert layer.weight.dtype == torch.bfloat16
+    assert kept.wide.numel() == (64 if process == 0 else 0)
+    assert [name for *_, name in optimizer.state_tensors()] == ["master"] * (process == 0)
