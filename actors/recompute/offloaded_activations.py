@@ -117,6 +117,7 @@ class _Moved:
     def __init__(self, storage: torch.UntypedStorage, blocks: OffloadedBlocks) -> None:
         self._blocks, self._device = blocks, storage.device
         self._back: torch.Tensor | None = None
+        self._left: torch.cuda.Event | None = None
         self._arrived: torch.cuda.Event | None = None
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if self._device.type != "cuda":
@@ -127,6 +128,7 @@ class _Moved:
         with torch.cuda.stream(out):
             self._host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
             self._host.copy_(data, non_blocking=True)
+            self._left = cast(torch.cuda.Event, out.record_event())
         data.record_stream(out)
 
     def fetch(self) -> None:
@@ -136,8 +138,9 @@ class _Moved:
         if self._device.type != "cuda":
             self._back = self._host.clone()
             return
-        out, back = self._blocks.streams()
-        back.wait_stream(out)
+        _, back = self._blocks.streams()
+        assert self._left is not None
+        back.wait_event(self._left)  # not for what leaves later
         with torch.cuda.stream(back):
             self._back = self._host.to(self._device, non_blocking=True)
             self._arrived = cast(torch.cuda.Event, back.record_event())

@@ -1,5 +1,8 @@
 """Activations that wait elsewhere: the same numbers, moved once, fetched one block ahead."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,35 @@ def test_nothing_is_moved_without_gradients(events):
     with torch.no_grad():
         block(torch.randn(1, 4, 16))
     assert not events
+
+
+def test_a_fetch_waits_for_its_own_copy_out_only(monkeypatch):
+    """Not for what left after it."""
+    log: list[tuple] = []
+
+    class Stream:
+        def __init__(self, name="main"):
+            self.name, self.work = name, 0
+
+        def wait_stream(self, other):
+            log.append((self.name, "waits for", other.name, other.work))
+
+        def wait_event(self, event):
+            log.append((self.name, "waits for", *event))
+
+        def record_event(self):
+            self.work += 1
+            return self.name, self.work
+
+    out, back = Stream("out"), Stream("back")
+    blocks = OffloadedBlocks()
+    blocks._streams = out, back
+    cuda = SimpleNamespace(stream=nullcontext, current_stream=Stream, Event=object)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    first, later = (object.__new__(_Moved) for _ in range(2))
+    for moved in (first, later):
+        moved._blocks, moved._device, moved._back = blocks, torch.device("cuda"), None
+        moved._host, moved._left = torch.ones(4), out.record_event()
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
+    first.fetch()
+    assert log == [("back", "waits for", "out", 1)]
