@@ -21,6 +21,7 @@ from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.features.kept_features import FeatureWriter
 from raymm.actors.host.gpus import check_gpu_node
+from raymm.actors.host.numa import bind_to_gpu_node
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import step_inputs
 from raymm.actors.modules.precision import cast_frozen, disable_tf32
@@ -90,6 +91,7 @@ class RankActor(StoredRank):
         torch.set_num_threads(self._spec.threads)
         if self._device.type == "cuda":
             check_gpu_node()
+            bind_to_gpu_node(self._device)
         KERNEL_CHOICE.use(self._spec.kernels)
         self._meet(actors, generation)
         if self._device.type == "cuda":

@@ -267,7 +267,8 @@ _REPLACED = {
     "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
     "get_device_properties": lambda *_: SimpleNamespace(
         major=9, minor=0,
-        multi_processor_count=MULTIPROCESSORS, L2_cache_size=CACHE_BYTES, name="pretended"
+        multi_processor_count=MULTIPROCESSORS, L2_cache_size=CACHE_BYTES, name="pretended",
+        pci_domain_id=0, pci_bus_id=0, pci_device_id=0,
     ),
     "reset_peak_memory_stats": lambda *_: None,
     "max_memory_allocated": lambda *_: 0,
