@@ -27,7 +27,7 @@ from raymm.config.planning_options import AUTO, MULTIPLEXED, PlanOptions
 from raymm.config.sections import load_config
 from raymm.draw.row_table import row_table, time_text
 from raymm.planning.inputs import PlanInputs
-from raymm.planning.plan_result import PlanResult
+from raymm.planning.plan import Planned
 from raymm.planning.request import PlanRequest, Workload
 from raymm.planning.search import search_pipelines
 from raymm.planning.styles import plan_step_multiplexed
@@ -45,7 +45,7 @@ class Timed(Protocol):
     def seconds(self) -> float: ...
 
 
-def other_pipelines(planned: PlanResult) -> dict[str, Option | str]:
+def other_pipelines(planned: Planned) -> dict[str, Option | str]:
     """Solve the problem of a plan with every other planner.
 
     Args:

@@ -43,7 +43,7 @@ _PUBLIC = {
     "Callback": "raymm.callbacks.callback",
     "Result": "raymm.training.result",
     "export_model": "raymm.storage.export",
-    "plan": "raymm.planning.plan",
+    "plan": "raymm.planning.search",
     "Planned": "raymm.planning.plan",
     "plan_multiplexed": "raymm.planning.multiplexed",
     "from_pretrained": "raymm.model.whole_model",
@@ -92,8 +92,9 @@ if TYPE_CHECKING:
     from raymm.model.multimodal import MultimodalModule
     from raymm.model.whole_model import WholeModel, from_pretrained
     from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
-    from raymm.planning.plan import Planned, plan
+    from raymm.planning.plan import Planned
     from raymm.planning.request import PlanRequest
+    from raymm.planning.search import plan
     from raymm.runtime.cluster import connect
     from raymm.runtime.parallel_dag import DagParallelModule
     from raymm.runtime.parallel_module import StepOutput

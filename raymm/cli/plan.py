@@ -170,6 +170,7 @@ def _planned(
     from raymm.planning.inputs import Costs, PlanInputs, costs_of
     from raymm.planning.plan import Planned
     from raymm.planning.request import Workload
+    from raymm.planning.search import search_pipelines
     from raymm.scheduler.costs.devices import find_device
     from raymm.scheduler.progress.search_control import SearchControl
 
@@ -200,7 +201,7 @@ def _planned(
             request.time_limit, lambda line: console.print(line, highlight=False, soft_wrap=True)
         )
         with control.interruptible():
-            return Planned.of(inputs, control)
+            return search_pipelines(inputs, control)
 
 
 def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest, str | None]:

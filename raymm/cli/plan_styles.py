@@ -243,7 +243,7 @@ def _save(
     """A mapping as a plan, its picture, and where times are known that of the simulated step."""
     from raymm.config.build import write_json
     from raymm.draw import draw_timelines
-    from raymm.planning.plan_view import rank_names
+    from raymm.planning.plan import rank_names
     from raymm.scheduler.schedule.network import Network
     from raymm.scheduler.search.evaluation import step_timeline
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from raymm.config.build import write_json
 from raymm.draw import draw_loss, draw_plan, draw_timelines
-from raymm.planning.plan_view import rank_names
+from raymm.planning.plan import rank_names
 from raymm.scheduler.graph.direction import posted_receives
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId

@@ -6,51 +6,163 @@ the stages in reverse. So a mapping is checked over the whole iteration.
 
 from __future__ import annotations
 
-from dataclasses import fields
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from raymm.costs.scaling_estimates import batch_workload, edges_of, shapes_of
+from raymm.draw.mapping import draw_mapping
+from raymm.draw.notebook import figures_html
+from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.mapping_inputs import MappedBatch, MappingInputs, mapping_inputs
-from raymm.planning.mapping_result import MappingResult, gpu_memory
-from raymm.planning.mapping_view import draw_planned, explanation, mapping_table, planned_html
 from raymm.planning.request import PlanRequest
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.graph.strict_json import MOST_GPUS, MultiplexError, whole
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.iteration_memory import iteration_memory
+from raymm.scheduler.multiplex.mapping import Mapping, module_seconds
 from raymm.scheduler.multiplex.problem import STEPS, MappingProblem
 from raymm.scheduler.multiplex.solver.leftover_quota import with_leftover_quota
 from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.schedule.memory import GIB
 
+_LEFT = ("module", "GPUs")
 
-class PlannedMultiplexed(MappingResult):
-    """A mapping, and pictures and tables of it. Notebooks show the table."""
+
+@dataclass(frozen=True)
+class PlannedMultiplexed:
+    """A mapping, what it follows from, and pictures and tables of it. Notebooks show the table.
+
+    Attributes:
+        problem: what was mapped: surfaces, dependencies, GPUs, memory, interference.
+        mapping: what to run, as a plan (:func:`raymm.plan_of_mapping`).
+        source: where the times come from, in words.
+        estimated: whether they are estimates, not measurements.
+        interference: what is known of modules disturbing each other, in words.
+        batch: samples of an iteration; None if nobody said.
+        unfit: why the mapping does not fit in memory, if it does not.
+        notes: remarks a person should see.
+        needs: bytes on each GPU by the account of all plans, with messages and what the system and
+            updates take; empty where only surfaces say what modules take.
+    """
+
+    problem: MappingProblem
+    mapping: Mapping
+    source: str
+    estimated: bool
+    interference: str
+    batch: int | None = None
+    unfit: str | None = None
+    notes: tuple[str, ...] = ()
+    needs: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of an iteration's forward and backward."""
+        return self.mapping.seconds
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes on each GPU over the whole iteration: ``needs``, or :func:`iteration_memory`."""
+        return self.needs or iteration_memory(self.problem, self.mapping)
 
     @classmethod
     def of(cls, inputs: MappingInputs) -> PlannedMultiplexed:
-        """What a search finds."""
-        result = search_mapping(inputs)
-        return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
+        """Search for a mapping."""
+        problem, request = inputs.problem, inputs.request
+        mapping = solve(
+            problem, request.solver, seed=request.seed, deadline_seconds=request.deadline_seconds
+        )
+        return cls(
+            problem, with_leftover_quota(problem, mapping), inputs.source, inputs.estimated,
+            inputs.interference, inputs.batch, _too_much(problem, mapping), inputs.notes,
+        )
+
+    def rows(self) -> list[dict[str, str]]:
+        """Make a row per module of every stage: its GPUs, its quota of each, milliseconds of
+        forward and backward next to the others and alone, those of the stage, and GiB on each
+        GPU."""
+        problem, mapping = self.problem, self.mapping
+        rows = []
+        for index, stage in enumerate(mapping.stages):
+            times = module_seconds(problem, stage.placements, mapping.slices)
+            for first, (placement, seconds) in enumerate(zip(stage.placements, times, strict=True)):
+                m = problem.names.index(placement.module)
+                degree = len(placement.gpus).bit_length() - 1
+                unshared = float(problem.seconds[m, degree, placement.quota])
+                alone = unshared * placement.slices / mapping.slices
+                rows.append({
+                    "stage": str(index) if not first else "",
+                    "module": placement.module + (
+                        f" {placement.slices}/{mapping.slices}" if mapping.slices > 1 else ""
+                    ),
+                    "GPUs": gpus_text(placement.gpus),
+                    "quota": f"{placement.quota / mapping.steps:.0%}",
+                    "ms": milliseconds(seconds),
+                    "alone": milliseconds(alone),
+                    "GiB": f"{int(problem.memory[m, degree]) / GIB:.2f}",
+                    "stage ms": milliseconds(stage.seconds) if not first else "",
+                })
+        return rows
 
     def table(self) -> Table:
         """Every stage: its modules, their GPUs and quotas, what they take. For a rich console."""
-        return mapping_table(self)
+        rows = self.rows()
+        stages, gpus = len(self.mapping.stages), self.mapping.gpus
+        return row_table(
+            rows,
+            title=f"{stages} stage{'s' * (stages != 1)} on {gpus} GPU{'s' * (gpus != 1)}, "
+            "multiplexed" + (" (estimates)" if self.estimated else ""),
+            caption="quota: share of each GPU's multiprocessors; ms: forward and backward beside "
+            "the others; memory in GiB on each GPU",
+            left=_LEFT,
+            sections=[i for i, row in enumerate(rows) if row["stage"] and i],
+        )
 
     def explain(self) -> str:
         """How long an iteration takes, and how the mapping was found."""
-        return explanation(self)
+        mapping = self.mapping
+        samples = f" of {self.batch} samples" if self.batch else ""
+        lines = [f"predicted {time_text(mapping.seconds)} per iteration{samples}; {self.source}"]
+        if mapping.bound:
+            proof = "proven optimal (of whole modules)" if mapping.optimal else (
+                f"no mapping of whole modules takes less than {time_text(mapping.bound)} (gap "
+                f"{mapping.gap:.1%})"
+            )
+            lines.append(f"found by {mapping.method}; under this model {proof}")
+        else:
+            lines.append(f"found by {mapping.method}; nothing is proven of it")
+        lines.append(f"interference: {self.interference}")
+        if self.problem.memory_bytes is not None:
+            lines.append(
+                f"memory: at most {max(self.memory) / GIB:.2f} GiB on a GPU over an iteration, of "
+                f"{self.problem.memory_bytes / GIB:.2f} GiB"
+            )
+        if self.unfit:
+            lines.append(f"does not fit: {self.unfit}")
+        lines.append("not counted: the optimizer, messages between modules, kernel launches"
+                     if self.estimated else
+                     "not counted: the optimizer, messages between modules")  # fmt: skip
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def draw(self, path: str | Path, title: str | None = None) -> Path:
         """Draw the mapping, a lane per GPU; ``.png`` or ``.svg``. Returns the path written."""
-        return draw_planned(self, path, title)
+        return draw_mapping(
+            self.problem, self.mapping, path, title=title,
+            note=("estimates, not measured" if self.estimated else "")
+        )
 
     def _repr_html_(self) -> str:
-        return planned_html(self)
+        with tempfile.TemporaryDirectory() as folder:
+            picture = self.draw(Path(folder) / "mapping.png")
+            return html_table(self.rows(), self.explain()) + figures_html(
+                {"the mapping": picture}
+            )
 
 
 def plan_multiplexed(
@@ -106,22 +218,10 @@ def plan_multiplexed(
     ))
 
 
-def search_mapping(inputs: MappingInputs) -> MappingResult:
-    """Search for a mapping."""
-    problem, request = inputs.problem, inputs.request
-    mapping = solve(
-        problem, request.solver, seed=request.seed, deadline_seconds=request.deadline_seconds
-    )
-    return MappingResult(
-        problem, with_leftover_quota(problem, mapping), inputs.source, inputs.estimated,
-        inputs.interference, inputs.batch, _too_much(problem, mapping), inputs.notes,
-    )
-
-
-def _too_much(problem: MappingProblem, mapping: StageMapping) -> str | None:
+def _too_much(problem: MappingProblem, mapping: Mapping) -> str | None:
     if problem.memory_bytes is None:
         return None
-    used = gpu_memory(problem, mapping)
+    used = iteration_memory(problem, mapping)
     gpu = max(range(len(used)), key=lambda g: used[g])
     if used[gpu] <= problem.memory_bytes:
         return None
@@ -129,3 +229,15 @@ def _too_much(problem: MappingProblem, mapping: StageMapping) -> str | None:
         f"all modules of GPU {gpu} together need {used[gpu] / GIB:.2f} GiB over an iteration, and "
         f"a GPU may use {problem.memory_bytes / GIB:.2f} GiB"
     )
+
+
+def gpus_text(gpus: tuple[int, ...]) -> str:
+    """``0-3``, or ``0,2`` where they are not neighbours."""
+    if len(gpus) > 1 and gpus[-1] - gpus[0] == len(gpus) - 1:
+        return f"{gpus[0]}-{gpus[-1]}"
+    return ",".join(map(str, gpus))
+
+
+def milliseconds(seconds: float) -> str:
+    """A number of three digits, or whole."""
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"

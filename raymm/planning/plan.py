@@ -1,96 +1,301 @@
-"""``raymm.plan``: inputs, a search, its result, and views of that."""
+"""A plan of pipelines, what else was tried, and pictures and tables of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from raymm.model.multimodal import MultimodalModule
-from raymm.model.whole_model import WholeModel
-from raymm.planning.inputs import PlanInputs
-from raymm.planning.plan_result import PlanResult
-from raymm.planning.plan_view import draw_schedule, explanation, plan_html, plan_table
-from raymm.planning.request import PlanRequest, Workload
-from raymm.planning.search import search_pipelines
-from raymm.scheduler.progress.search_control import SearchControl
+from raymm.draw import draw_timelines
+from raymm.draw.notebook import figures_html
+from raymm.draw.row_table import html_table, row_table, time_text
+from raymm.planning.inputs import Costs
+from raymm.scheduler.costs.recomputation import KEEP
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import Program
+from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.memory import GIB, rank_memory
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedule.stage_costs import stage_costs
+from raymm.scheduler.search.evaluation import (
+    Option,
+    Proposal,
+    evaluate,
+    places_text,
+    step_bound,
+    step_timeline,
+)
+from raymm.scheduler.search.module_degrees import rank_text
+from raymm.scheduler.search.options import PlanProblem
+
+# How many of the plans that lost, and of those that do not fit, are listed.
+SHOWN, REFUSED_SHOWN = 8, 4
+_LEFT = ("module", "stage", "layers", "shared", "GPU")
 
 
-class Planned(PlanResult):
-    """A plan, what else was tried, and pictures and tables of it. Notebooks show the table."""
+@dataclass(frozen=True)
+class Planned:
+    """A plan, what else was tried, and pictures and tables of it. Notebooks show the table.
+
+    Attributes:
+        plan: what to run.
+        proposal: everything that was judged; a plan that was given is the only option.
+        costs: what it was judged by.
+        problem: what was solved; None if the plan was given.
+        whole: modules that cannot be cut.
+        unfit: why the plan does not fit in memory, if it does not.
+        notes: remarks a person should see.
+    """
+
+    plan: Plan
+    proposal: Proposal
+    costs: Costs
+    problem: PlanProblem | None = None
+    whole: tuple[str, ...] = ()
+    unfit: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def network(self) -> Network:
+        """The links it was judged with."""
+        return self.costs.network
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of a step in which every microbatch has every modality."""
+        return full_program(self.plan)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """That step, simulated."""
+        return step_timeline(self.plan, self.network, self.program)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.makespan
 
     @classmethod
-    def of(cls, inputs: PlanInputs, control: SearchControl | None = None) -> Planned:
-        """What a search finds.
+    def evaluated(cls, plan: Plan, costs: Costs, memory_limit: int | None = None) -> Planned:
+        """A plan that was given, with costs: what raymm expects of it.
 
         Args:
-            inputs: what the plan follows from.
-            control: as of :func:`~raymm.planning.search.search_pipelines`.
-
-        Raises:
-            StageSearchError: if nothing fits.
-            PlanError: if a degree is asked for that a module cannot have.
+            plan: the plan; its own profile and limit, where it has them, go first.
+            costs: of its model.
+            memory_limit: bytes a rank may use.
         """
-        result = search_pipelines(inputs, control)
-        return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
+        costs = replace(costs, profile=plan.profile or costs.profile)
+        plan = replace(
+            plan, profile=costs.profile,
+            memory_limit=memory_limit if plan.memory_limit is None else plan.memory_limit,
+        )
+        option, unfit = evaluate(plan, costs.network, "given")
+        bound = step_bound(option.plan, costs.network)
+        return cls(
+            option.plan, Proposal((option,), (), bound, 0, 1), costs, unfit=unfit, notes=costs.notes
+        )
+
+    def rows(self) -> list[dict[str, str]]:
+        """Make a row per stage. ``F``, ``B_d``, ``B_w`` are milliseconds of one microbatch (with
+        recomputation, one more F comes before ``B_d``); weights (with gradients and optimizer
+        state) and activations are in GiB, those of activations the whole rank's most; the bubble
+        is the rank's share of the step without work. Of a rank of several processes, everything is
+        what each of them has; the column ``shared``, which is there if there are such ranks, says
+        how they share the module. The column ``quota``, where there are any, is the stage's share
+        of its rank; times are those of a whole device."""
+        plan, timeline = self.plan, self.timeline
+        several = plan.num_processes > plan.num_ranks
+        costs = stage_costs(plan)
+        memory = rank_memory(plan, self.program)
+        on_quotas = any(stage.quota is not None for stage in plan.stages)
+        rows, seen = [], set()
+        for stage in plan.stages:
+            cost = costs[stage.id]
+            first = stage.rank not in seen
+            seen.add(stage.rank)
+            trained = any(plan.graph.node(stage.module).trainable[slice(*stage.layers)])
+            split = cost.backward_input, cost.backward_weight
+            rows.append({
+                "module": stage.module,
+                "stage": str(stage.id).removeprefix(f"{stage.module}.") + ("" if trained else " *"),
+                "layers": layers_text(plan, stage),
+                **({"shared": rank_text(stage.degrees) or "-"} if several else {}),
+                "rank": str(stage.rank),
+                **({"quota": f"{stage.quota:g}" if stage.quota else "-"} if on_quotas else {}),
+                "GPU": _places(plan.rank_processes(stage.rank), self.network.ranks_per_node),
+                "F": _ms(cost.forward),
+                "B_d": _ms(split[0]) if split[0] else "-",
+                "B_w": _ms(split[1]) if split[1] else "-",
+                "weights": _gib(cost.state_bytes),
+                "activ.": _gib(memory[stage.rank].activations) if first else '"',
+                "bubble": f"{timeline.bubble(stage.rank):.0%}" if first else '"',
+            })
+        return rows
 
     def table(self) -> Table:
         """Every stage: its layers, its place, what it costs. For a rich console."""
-        return plan_table(self)
+        plan = self.plan
+        rows = self.rows()
+        marks = ["* frozen"] if any(row["stage"].endswith("*") for row in rows) else []
+        marks += ["p projector"] if any(node.projector for node in plan.graph.nodes) else []
+        marks += ["r recomputed"] if any(" r" in row["layers"] for row in rows) else []
+        return row_table(
+            rows,
+            title=f"{len(plan.stages)} stages on {places_text(plan)}, {plan.num_microbatches} "
+            f"microbatches, {plan.schedule}",
+            caption="F, B_d, B_w in ms, memory in GiB" + (
+                ", of each device" if plan.num_processes > plan.num_ranks else ""
+            ) + "".join(f"; {mark}" for mark in marks),
+            left=_LEFT,
+            sections=[i for i in range(1, len(rows)) if rows[i]["module"] != rows[i - 1]["module"]],
+        )
+
+    def summary(self) -> list[str]:
+        """Three lines: what runs, how long a step takes, and why this and not something else."""
+        plan, best = self.plan, self.proposal.best
+        counts = ", ".join(_module_text(plan, node.name) for node in plan.graph.nodes)
+        lines = [f"plan: {counts}; {places_text(plan)}, {plan.schedule}", self._prediction()]
+        others = self.proposal.options[1:]
+        if others:
+            lines.append(
+                f"best of {len(others) + 1} plans that were simulated to the end; the next is "
+                f"{_slower(others[0], best)} slower: {others[0].label}"
+            )
+        elif self.problem is not None:
+            lines.append("the only plan for so few ranks")
+        return lines
 
     def explain(self) -> str:
         """How long a step takes, what was tried instead, and why it lost."""
-        return explanation(self)
+        proposal = self.proposal
+        lines = [self._prediction()]
+        if self.unfit:
+            lines.append(f"does not fit: {self.unfit}")
+        if self.problem is not None:
+            if proposal.combinations:
+                lines.append(
+                    f"searched {proposal.combinations:,} combinations of stages per module within "
+                    f"{self.problem.ranks} ranks: {proposal.simulated:,} simulated, the others "
+                    "cannot be faster than those"
+                )
+            lines.append(f"chosen      {proposal.best.label}")
+            others = _others(proposal.options)
+            for option in others[:SHOWN]:
+                lines.append(f"{_slower(option, proposal.best):>7} slower {option.label}")
+            if len(others) > SHOWN:
+                lines.append(f"and {len(others) - SHOWN} slower ones")
+            for label, reason in proposal.refused[:REFUSED_SHOWN]:
+                lines.append(f"does not fit {label}: {reason}")
+            if len(proposal.refused) > REFUSED_SHOWN:
+                lines.append(f"and {len(proposal.refused) - REFUSED_SHOWN} more that do not fit")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     def draw(self, path: str | Path) -> Path:
-        """Draw the simulated step; ``.png`` or ``.svg``. Returns the path written."""
-        return draw_schedule(self, path)
+        """Draw the simulated step; above it, for another schedule than 1F1B, the same stages
+        under 1F1B. ``.png`` or ``.svg``. Returns the path written."""
+        plan = self.plan
+        timelines = [(f"{plan.schedule}, predicted", self.timeline)]
+        if plan.schedule != "1f1b":
+            plain = self.evaluated(
+                replace(plan, schedule="1f1b", policy=None, activation_limits=None), self.costs
+            )
+            timelines.insert(0, ("1f1b, the same stages", plain.timeline))
+        return draw_timelines(
+            timelines, path, rank_names=rank_names(plan),
+            title=f"a step on {places_text(plan)}, {plan.num_microbatches} microbatches",
+        )
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        with tempfile.TemporaryDirectory() as folder:
+            picture = self.draw(Path(folder) / "step.png")
+            return html_table(self.rows(), self.explain()) + figures_html(
+                {"the predicted step": picture}
+            )
+
+    def _prediction(self) -> str:
+        seconds, bound = self.seconds, self.proposal.bound
+        text = f"{time_text(seconds)} per step"
+        if seconds > 0:
+            tokens = self.costs.profile.tokens.get(self.plan.graph.backbone)
+            if tokens:
+                rate = tokens * self.plan.num_microbatches / seconds
+                text += f", {rate:,.0f} tokens/s"
+            above = max(seconds / bound - 1, 0.0) if bound else 0.0
+            text += f"; at least {time_text(bound)} under any schedule "
+            text += f"(it is {above:.1%} above that)"
+        profile = self.costs.profile
+        return f"predicted {text}; {profile.source} costs of {profile.device}, {profile.dtype}"
 
 
-def plan(
-    model: MultimodalModule | WholeModel,
-    *,
-    ranks: int,
-    microbatches: int = 8,
-    microbatch: Mapping[str, Any] | None = None,
-    samples: int = 1,
-    dtype: str = "bf16",
-    say: Callable[[str], None] | None = None,
-    **options: Any,
-) -> Planned:
-    """Plan a model: cut its modules, place the stages, choose a schedule.
+def _places(processes: range, per_node: int) -> str:
+    """Node and place in it of the first process, and of the last if there are several:
+    ``"0:3"``, ``"1:0-7"``, ``"0:6-1:1"``."""
+    node, place = divmod(processes[0], per_node)
+    last_node, last = divmod(processes[-1], per_node)
+    if len(processes) == 1:
+        return f"{node}:{place}"
+    return f"{node}:{place}-" + (f"{last}" if node == last_node else f"{last_node}:{last}")
 
-    Nothing is started and no weights are read. Ctrl-C ends a search with the best plan so far::
 
-        planned = raymm.plan(model, ranks=24, device="H100", tokens={"llm": 4096})
-        planned                                # in a notebook: the table
-        raymm.Trainer(model, planned.plan, ...)
+def layers_text(plan: Plan, stage: Stage) -> str:
+    """E.g. ``"0-11"``, or ``"12-23 +p"`` with the projector; `` r`` after it: recomputed, as a
+    whole or, ``"r4/12"``, as many of its blocks, in parts or whole."""
+    node = plan.graph.node(stage.module)
+    lo, hi = stage.layers
+    blocks = min(hi, node.num_blocks)
+    text = f"{lo}-{blocks - 1}" if blocks - lo > 1 else f"{lo}"
+    if hi > node.num_blocks:
+        text = f"{text} +p" if blocks > lo else "p"
+    again = sum(option != KEEP for option in stage.layer_options)
+    return text + (" r" if stage.recompute else f" r{again}/{blocks - lo}" if again else "")
 
-    Args:
-        model: the description.
-        ranks: how many devices there are; a plan may use fewer.
-        microbatches, microbatch, samples, dtype: the work of a step, as of
-            :class:`raymm.planning.request.Workload`.
-        say: takes a line every few seconds of a long search, e.g. ``print``.
-        **options: what is planned for and how: fields of :class:`raymm.PlanRequest` (``device``,
-            ``profile``, ``tokens``, ``memory_gib``, ``ranks_per_node``, ``time_limit``,
-            ``degrees``, ``schedules``, ``layouts``, ``recompute``).
 
-    Raises:
-        TypeError: an option that is none; by name.
-        PlanError, DeviceError, ProfileError, LoadError: naming the argument and what is accepted.
-        StageSearchError: if nothing fits.
-    """
-    request = PlanRequest.of_options({"ranks": ranks, **options})
-    request.degree_request.check(model.module_names)
-    workload = Workload(microbatches, samples, microbatch=microbatch, dtype=dtype)
-    inputs = PlanInputs.of(model, request, workload)
-    control = SearchControl(request.time_limit, say)
-    with control.interruptible():
-        return Planned.of(inputs, control)
+def _others(options: Sequence[Option]) -> list[Option]:
+    """The options after the first, without those that only have another name for the schedule
+    of one before."""
+    seen = set()
+    result = []
+    for option in options:
+        key = option.plan.stages, round(option.seconds, 12)
+        if key not in seen:
+            result.append(option)
+        seen.add(key)
+    return result[1:]
+
+
+def rank_names(plan: Plan) -> dict[int, str]:
+    """Per rank, its number, its stages, and how it is several processes."""
+    names = {}
+    for rank in range(plan.num_ranks):
+        stages = [str(stage.id) for stage in plan.rank_stages(rank)]
+        shown = " ".join(stages) if len(stages) <= 3 else f"{stages[0]} .. {stages[-1]}"
+        several = rank_text(plan.degrees(rank))
+        names[rank] = f"rank {rank}: {shown}" + (f" ({several})" if several else "")
+    return names
+
+
+def _module_text(plan: Plan, name: str) -> str:
+    replicas = plan.replicas(name)
+    several = rank_text(replicas[0][0].degrees)
+    stages = len(replicas[0])
+    copies = f" x{len(replicas)}" if len(replicas) > 1 else ""
+    shared = f" ({several})" if several else ""
+    return f"{name} {stages} stage{'s' * (stages != 1)}{shared}{copies}"
+
+
+def _slower(option: Option, best: Option) -> str:
+    return f"{option.seconds / best.seconds - 1:.1%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"

@@ -18,8 +18,8 @@ from raymm.model.whole_model import WholeModel
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
-from raymm.planning.plan_view import summary
 from raymm.planning.request import PlanRequest, Workload, whole_microbatches
+from raymm.planning.search import search_pipelines
 from raymm.planning.styles import (
     StyleComparison,
     compare_styles,
@@ -78,7 +78,7 @@ def plan_for_cluster(
     notes = () if note is None else (note,)
     if request.style == PIPELINED:
         inputs = PlanInputs.of(model, request, workload, notes=notes)
-        return _pipelined(Planned.of(inputs, SearchControl(request.time_limit, say)))
+        return _pipelined(search_pipelines(inputs, SearchControl(request.time_limit, say)))
     inputs = PlanInputs.of(model, request, workload)
     if request.style == AUTO:
         # Microbatches in memory are split as the plan says; a data section says them itself.
@@ -149,7 +149,7 @@ def ranks_of_a_node(resources: RankResources) -> int:
 
 def _pipelined(planned: Planned) -> PlannedRun:
     notes = (f"note: {note}" for note in planned.notes)
-    return PlannedRun(planned.plan, (*summary(planned), *notes))
+    return PlannedRun(planned.plan, (*planned.summary(), *notes))
 
 
 def _multiplexed(

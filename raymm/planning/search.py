@@ -1,8 +1,8 @@
-"""The search for a pipelined plan: from inputs to a result."""
+"""``raymm.plan``: the search for a pipelined plan, from inputs to a result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import LANGUAGE, WholeModel
 from raymm.planning.degrees import Refused, refused_degrees
 from raymm.planning.inputs import PlanInputs
-from raymm.planning.plan_result import PlanResult
+from raymm.planning.plan import Planned
+from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_nodes import straddling
 from raymm.scheduler.progress.search_control import SearchControl
@@ -25,7 +26,50 @@ from raymm.scheduler.search.stage_space import StageSearchError
 from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
 
-def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> PlanResult:
+def plan(
+    model: MultimodalModule | WholeModel,
+    *,
+    ranks: int,
+    microbatches: int = 8,
+    microbatch: Mapping[str, Any] | None = None,
+    samples: int = 1,
+    dtype: str = "bf16",
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Planned:
+    """Plan a model: cut its modules, place the stages, choose a schedule.
+
+    Nothing is started and no weights are read. Ctrl-C ends a search with the best plan so far::
+
+        planned = raymm.plan(model, ranks=24, device="H100", tokens={"llm": 4096})
+        planned                                # in a notebook: the table
+        raymm.Trainer(model, planned.plan, ...)
+
+    Args:
+        model: the description.
+        ranks: how many devices there are; a plan may use fewer.
+        microbatches, microbatch, samples, dtype: the work of a step, as of
+            :class:`raymm.planning.request.Workload`.
+        say: takes a line every few seconds of a long search, e.g. ``print``.
+        **options: what is planned for and how: fields of :class:`raymm.PlanRequest` (``device``,
+            ``profile``, ``tokens``, ``memory_gib``, ``ranks_per_node``, ``time_limit``,
+            ``degrees``, ``schedules``, ``layouts``, ``recompute``).
+
+    Raises:
+        TypeError: an option that is none; by name.
+        PlanError, DeviceError, ProfileError, LoadError: naming the argument and what is accepted.
+        StageSearchError: if nothing fits.
+    """
+    request = PlanRequest.of_options({"ranks": ranks, **options})
+    request.degree_request.check(model.module_names)
+    workload = Workload(microbatches, samples, microbatch=microbatch, dtype=dtype)
+    inputs = PlanInputs.of(model, request, workload)
+    control = SearchControl(request.time_limit, say)
+    with control.interruptible():
+        return search_pipelines(inputs, control)
+
+
+def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> Planned:
     """Search for a plan. Modules that the probe cannot cut stay whole, and those whose tokens or
     parameters it cannot share out are not shared.
 
@@ -83,7 +127,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         notes.append(astride)
     notes += [f"{name} stays in one piece: {reason}" for name, reason in whole.items()]
     notes += sorted({f"{name} without {kind}: {why}" for (name, kind, _), why in unshared.items()})
-    return PlanResult(
+    return Planned(
         best, proposal, costs, replace(problem, degrees={}), tuple(whole),
         notes=tuple(notes),
     )

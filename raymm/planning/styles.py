@@ -28,15 +28,15 @@ from raymm.planning.mapping_inputs import (
     mapping_inputs,
     read_surfaces,
 )
-from raymm.planning.mapping_result import gpu_memory
 from raymm.planning.multiplexed import PlannedMultiplexed
 from raymm.planning.plan import Planned
 from raymm.planning.request import PlanRequest
-from raymm.planning.search import cut_modules, refused_cuts
+from raymm.planning.search import cut_modules, refused_cuts, search_pipelines
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.scheduler.multiplex.iteration_memory import iteration_memory
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.progress.search_control import SearchControl
@@ -188,7 +188,7 @@ def compare_styles(
         if plan is not None:
             pipelined = Planned.evaluated(replace(plan, profile=None), costs, inputs.memory_limit)
         else:
-            pipelined = Planned.of(replace(inputs, costs=costs))
+            pipelined = search_pipelines(replace(inputs, costs=costs))
         if pipelined.unfit:
             refused[PIPELINED] = pipelined.unfit
     except (NoWholeDeviceError, StageSearchError) as error:
@@ -352,7 +352,7 @@ class _Basis:
             needs = tuple(need.total for need in option.memory)
             if tighter is planned or reason is None:
                 planned = replace(tighter, problem=inputs.problem, needs=needs, unfit=reason)
-            counted = max(gpu_memory(inputs.problem, tighter.mapping))
+            counted = max(iteration_memory(inputs.problem, tighter.mapping))
             room = counted - max(1, max(needs) - limit)
             if reason is None or room <= 0:
                 break

@@ -28,8 +28,7 @@ from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.mapping_inputs import DoesNotFitError
-from raymm.planning.mapping_result import gpu_memory
-from raymm.planning.mapping_view import gpus_text, mapping_rows
+from raymm.planning.multiplexed import gpus_text
 from raymm.planning.request import PlanRequest, Workload
 from raymm.planning.styles import (
     compare_styles,
@@ -48,6 +47,7 @@ from raymm.scheduler.costs.surface import (
     surfaces_to_json,
 )
 from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.scheduler.multiplex.iteration_memory import iteration_memory
 from raymm.scheduler.multiplex.mapping import (
     module_seconds,
 )
@@ -232,7 +232,7 @@ def test_memory_holds_over_the_whole_iteration():
     dag = towers(a=64, b=64)
     given = [surface("a", memory=2 * 2**30), surface("b", memory=2 * 2**30)]
     tight = raymm.plan_multiplexed(dag, gpus=1, surfaces=given, memory_gib=3)
-    assert gpu_memory(tight.problem, tight.mapping) == (4 * 2**30,)
+    assert iteration_memory(tight.problem, tight.mapping) == (4 * 2**30,)
     assert "4.00 GiB over an iteration" in tight.unfit and "does not fit" in tight.explain()
     # On two GPUs they can be apart; the fastest, both everywhere, is not possible.
     apart = raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=3)
@@ -271,7 +271,7 @@ def inputs_of(model, request, microbatches, samples, dtype="bf16") -> PlanInputs
 def test_rows_table_and_html():
     dag = towers(a=64, b=64)
     planned = raymm.plan_multiplexed(dag, gpus=2, surfaces=[surface("a"), surface("b", 0.05)])
-    rows = mapping_rows(planned)
+    rows = planned.rows()
     placements = [p for s in planned.mapping.stages for p in s.placements]
     assert [row["module"] for row in rows] == [p.module for p in placements]
     assert [row["quota"] for row in rows] == [f"{p.quota / 10:.0%}" for p in placements]
