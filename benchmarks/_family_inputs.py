@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from raymm.actors.probe.example_inputs import ExampleError, example_inputs
+from raymm.actors.probe.example_inputs import example_inputs
+from raymm.errors import ModelError
 
 ITEMS, TOKENS = 2, 12
 _SECOND = 1600  # samples of a short sound
@@ -52,7 +53,7 @@ def item_candidates(
     makers = _MAKERS.get(first, _IMAGES)
     for make in makers:
         yield from make(first, names, config, random)
-    with contextlib.suppress(ExampleError):  # what raymm guesses
+    with contextlib.suppress(ModelError):  # what raymm guesses
         yield {
             name: value * (1 + seed / 3) if value.is_floating_point() else value
             for name, value in example_inputs(model).items()

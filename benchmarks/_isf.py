@@ -9,14 +9,9 @@ import numpy as np
 from numba import njit
 
 from benchmarks.baselines.baseline import Baseline
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.metrics import dist_ratio, loads
-from raymm.scheduler.minibatch.problem import (
-    MiniBatchError,
-    MiniBatchPlan,
-    SampleSizes,
-    checked,
-    generator,
-)
+from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes, checked, generator
 
 # Below the budget of the padded modalities by this much a group is full (§5.1: Q'_t = Q_t - 128).
 MARGIN = 128
@@ -31,10 +26,10 @@ def statistical_budgets(sizes: SampleSizes, longest: int | None = None) -> tuple
     others their share of it by the ratio of totals, at least what one sample needs.
 
     Raises:
-        MiniBatchError: the last modality is empty.
+        PlanError: the last modality is empty.
     """
     if not sizes.totals[-1]:
-        raise MiniBatchError(f"there are no units of {sizes.names[-1]} to start from")
+        raise PlanError(f"there are no units of {sizes.names[-1]} to start from")
     longest = int(sizes.values[:, -1].max()) if longest is None else longest
     others = [
         max(int(longest * total / sizes.totals[-1]), int(sizes.values[:, column].max()))
@@ -69,17 +64,17 @@ def plan_isf(
         seed, epoch: as everywhere.
 
     Raises:
-        MiniBatchError: fewer groups than ranks, budgets or iterations out of range.
+        PlanError: fewer groups than ranks, budgets or iterations out of range.
     """
     checked(sizes, ranks)
     budgets = statistical_budgets(sizes) if budgets is None else tuple(int(q) for q in budgets)
     if len(budgets) != len(sizes.names) or min(budgets) < 1:
-        raise MiniBatchError(
+        raise PlanError(
             f"budgets must be {len(sizes.names)} numbers above 0, one for each of {sizes.names}, "
             f"got {budgets}"
         )
     if iterations < 1:
-        raise MiniBatchError(f"iterations must be at least 1, got {iterations}")
+        raise PlanError(f"iterations must be at least 1, got {iterations}")
     if full is None:
         full = [
             budget - MARGIN * (name in sizes.padded)
@@ -91,7 +86,7 @@ def plan_isf(
     )
     groups = (len(offsets) - 1) // ranks * ranks
     if not groups:
-        raise MiniBatchError(
+        raise PlanError(
             f"ISF found {len(offsets) - 1} groups with budgets {budgets}, fewer than the {ranks} "
             "ranks: give smaller budgets or more samples"
         )
@@ -181,11 +176,11 @@ def search_budgets(
         seed: of what is random.
 
     Raises:
-        MiniBatchError: the first modality is empty, or no budget makes groups of such a number.
+        PlanError: the first modality is empty, or no budget makes groups of such a number.
     """
     checked(sizes, ranks)
     if not sizes.totals[0]:
-        raise MiniBatchError(f"there are no units of {sizes.names[0]} to search by")
+        raise PlanError(f"there are no units of {sizes.names[0]} to search by")
     mean = max(sizes.totals[0] / len(sizes), 1.0)
     ratios = []
     for column, name in enumerate(sizes.names[1:], 1):
@@ -204,7 +199,7 @@ def search_budgets(
         try:
             plan = plan_isf(sizes, ranks, budgets, iterations=iterations, seed=seed)
             average = len(plan.samples) / plan.groups
-        except MiniBatchError:  # too few groups: as good as too large
+        except PlanError:  # too few groups: as good as too large
             average = math.inf if unit >= max(tried) else 0.0
         if batch <= average <= batch + 1:
             of_ranks = loads(plan, sizes)
@@ -213,7 +208,7 @@ def search_budgets(
         largest = max(largest, average)
         unit += 1 if largest <= batch + 1 else -1
     if not filled:
-        raise MiniBatchError(
+        raise PlanError(
             f"no budgets make groups of {batch} to {batch + 1} samples; tried {min(tried)} to "
             f"{max(tried)} units of {sizes.names[0]}"
         )

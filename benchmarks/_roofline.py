@@ -13,7 +13,7 @@ def roofline_surface(work: ModuleWork, degrees: Sequence[int], steps: int = 10) 
     """The surface sampled at these degrees and every quota.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
     whole(steps, "steps", 1)
     for i, degree in enumerate(degrees):

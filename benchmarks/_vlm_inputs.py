@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks._vlm_hints import HINTS, Hint, Item, Random
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.whole.calls import calls_of
+from raymm.errors import ProbeError
 
 _PLACEHOLDERS = {
     "image": ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id"),

@@ -45,12 +45,13 @@ from benchmarks import _common
 from benchmarks._drawn_sizes import DISTRIBUTIONS, NAMES, drawn_sizes
 from benchmarks._isf import plan_isf, search_budgets
 from benchmarks._transformer_cost import transformer_cost
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.balanced import plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
 from raymm.scheduler.minibatch.costs import CostModel
 from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.metrics import balance
-from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
+from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 
 BATCH = 4  # samples per group that all methods aim at (OmniBal, Table 5)
 ISF_ITERATIONS = 50  # as in the authors' code
@@ -151,7 +152,7 @@ def compare(
                 plan = method.plan(sizes, ranks, epoch)
                 seconds.append(time.process_time() - start)
                 rows.append(figures(plan, sizes))
-        except MiniBatchError as error:
+        except PlanError as error:
             result[method.name] = {"error": str(error)}
             continue
         result[method.name] = {
@@ -214,7 +215,7 @@ def drawn(epochs: int) -> dict[str, Any]:
             assert plan.budgets is not None
             least = -(-least_groups(sizes, plan.budgets) // ranks)
             mine.append(figures(plan, sizes) | {"steps_over_bound": plan.steps / least})
-            with contextlib.suppress(MiniBatchError):
+            with contextlib.suppress(PlanError):
                 isf = plan_isf(sizes, ranks, plan.budgets, iterations=ISF_ITERATIONS, epoch=epoch)
                 theirs.append(figures(isf, sizes)["step_efficiency"])
         row = {

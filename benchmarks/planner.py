@@ -23,6 +23,7 @@ from benchmarks import _common
 from benchmarks.baselines.loosely_coupled import loosely_coupled
 from benchmarks.baselines.pipelines import unaware_work
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -37,7 +38,7 @@ from raymm.scheduler.search.partition import (
     partition_matrix,
 )
 from raymm.scheduler.search.stage_search import joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 BUDGETS = (8, 12, 16)
 ROUNDS = 15
@@ -110,7 +111,7 @@ def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:
     ):
         try:
             result[name] = run() / best
-        except StageSearchError:
+        except NoPlanError:
             result[name] = None
     return result
 

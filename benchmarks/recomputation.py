@@ -30,6 +30,7 @@ from transformers import LlamaConfig, SiglipVisionConfig
 
 from benchmarks import _common, _image_text
 from benchmarks.valm_configs import valm_profile
+from raymm.errors import NoPlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.profiling.layers import profile_model
@@ -42,7 +43,7 @@ from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.evaluation import Candidates
 from raymm.scheduler.search.options import LAYERS, PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 # Sizes of LLM, vision and audio encoder; ranks; of the memory that keeping everything takes.
 MODELS = (("M", "M", "S", 12), ("L", "S", "S", 24))
@@ -117,7 +118,7 @@ def _ways(
     })
 
     def best(recompute: bool | str) -> float | None:
-        with contextlib.suppress(StageSearchError):
+        with contextlib.suppress(NoPlanError):
             return propose(PlanProblem(
                 graph, profile, ranks, MICROBATCHES, memory_limit=limit, recompute=recompute,
                 **ONLY,

@@ -32,8 +32,9 @@ from benchmarks._row_cases import CLIP, Case, Media, cases, write
 from benchmarks._row_models import TARGETS, Target, save
 from benchmarks._row_reference import IGNORED, CannotRenderError, Expected, reference
 from benchmarks._templates import SHAPES
-from raymm.data import DataConfig, DataError, SampleError, open_split, step_builder
+from raymm.data import DataConfig, open_split, step_builder
 from raymm.data.readers.detect import detect
+from raymm.errors import DataError, SampleError
 
 EQUAL, REFUSED, WRONG = "equal", "refused", "wrong"
 _MAX_LENGTH = 4096

@@ -44,6 +44,7 @@ from rich.table import Table
 from benchmarks import _common
 from benchmarks._tight_plans import tight_plans
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
+from raymm.errors import NoPlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import full_program, iteration_time, one_f_one_b_limits, refine
@@ -51,7 +52,7 @@ from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.stage_costs import stage_costs
 from raymm.scheduler.search.layouts import chunked
 from raymm.scheduler.search.stage_search import joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 CHUNKS = (2, 3, 4)
 # Policies that are tried were chosen on plans of seed 7.
@@ -74,7 +75,7 @@ def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
     for chunks in CHUNKS:
         try:
             plans[f"chunks_{chunks}"] = chunked(space, counts, chunks)
-        except StageSearchError:
+        except NoPlanError:
             continue
     result = {"gpipe": iteration_time(replace(baseline, schedule="gpipe")) / seconds}
     best, bound = 1.0, lower_bound(baseline, None, dict(enumerate(limits))) / seconds

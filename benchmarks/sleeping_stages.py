@@ -179,7 +179,7 @@ class SleepingPipeline:
 
         Raises:
             ValueError: if the plan has too many stages.
-            ProgramError: if the program cannot run.
+            InternalError: if the program cannot run.
         """
         if plan.num_ranks > self.ranks:
             raise ValueError(f"the plan has {plan.num_ranks} stages; there are {self.ranks} ranks")

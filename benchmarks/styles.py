@@ -34,12 +34,12 @@ from benchmarks._roofline import roofline_surface
 from benchmarks._styled_plans import backend, styled
 from benchmarks.emulation import ENTRY
 from raymm.actors.rank.rank_resources import RankResources
+from raymm.errors import NoPlanError, PlanError
 from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.roofline import ModuleWork
@@ -51,7 +51,6 @@ from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import PlanProblem
-from raymm.scheduler.search.stage_space import StageSearchError
 from raymm.scheduler.styles.blocks import StyleProblem
 from raymm.scheduler.styles.style_search import StyleSearch, search_between
 
@@ -121,7 +120,7 @@ def searched(model: str, seconds: float | None) -> tuple[dict[str, Option], Styl
     )
     try:
         starts[PIPELINED] = find_plans(pipelines, control=SearchControl(seconds)).best
-    except StageSearchError as error:
+    except NoPlanError as error:
         console().print(f"[dim]no pipelines: {error}")
     sharing = profiles[1].sharing
     assert sharing is not None
@@ -136,7 +135,7 @@ def searched(model: str, seconds: float | None) -> tuple[dict[str, Option], Styl
             starts[MULTIPLEXED] = option
         else:
             console().print(f"[dim]no mapping: {unfit}", highlight=False)
-    except MultiplexError as error:
+    except PlanError as error:
         console().print(f"[dim]no mapping: {error}", highlight=False)
     problem = StyleProblem(
         graph, profiles, shape.gpus, limit, network, sharing.surfaces[0].steps,

@@ -44,7 +44,7 @@ def attention(
         gradient.
 
     Raises:
-        MaskError: masks that do not fit the tensors.
+        ModelError: masks that do not fit the tensors.
         ValueError: tensors that do not fit one another.
     """
     device = query.device.type

@@ -21,15 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from raymm.errors import InputError
+from raymm.errors import PlanError
 
 _aten = torch.ops.aten
 _DRAWS = torch.Tag.nondeterministic_seeded
 _local = threading.local()
-
-
-class SharedDrawError(InputError, ValueError):
-    """Random numbers whose shape in one process is unknown."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +278,7 @@ class SharedDraws(TorchDispatchMode):
         else:
             raise self._refusal(func, shape)
 
-    def _refusal(self, func: Any, shape: tuple[int, ...]) -> SharedDrawError:
+    def _refusal(self, func: Any, shape: tuple[int, ...]) -> PlanError:
         grid = self.grid
         have = "" if grid is None else (
             f"{grid.rows.size} of {grid.rows.whole} rows"
@@ -292,7 +288,7 @@ class SharedDraws(TorchDispatchMode):
         if self.features is not None:
             have += ", " if have else ""
             have += f"{cut.size} of {cut.whole} features" if cut else "a part of every expert"
-        return SharedDrawError(
+        return PlanError(
             f"random numbers of shape {shape} are drawn ({func}) where a process has {have}, and "
             "which of them one process would draw is unknown; accepted: shapes that begin with "
             "rows or tokens, or end with features. Set tp, cp and fsdp of the module to 1, or its "

@@ -25,7 +25,7 @@ _PUBLIC = {
     "MultimodalParallelSpec": "raymm.runtime.specs",
     "MultimodalParallelModule": "raymm.runtime.pipelined",
     "StepOutput": "raymm.runtime.parallel_module",
-    "NotFiniteError": "raymm.runtime.skipped_step",
+    "NotFiniteError": "raymm.errors",
     "SkippedStep": "raymm.runtime.skipped_step",
     "SkippedStepWarning": "raymm.runtime.skipped_step",
     "OptimizerConfig": "raymm.actors.optimizer.optimizer_config",
@@ -34,7 +34,7 @@ _PUBLIC = {
     "InputError": "raymm.errors",
     "RunError": "raymm.errors",
     "RankFailedError": "raymm.errors",
-    "ClusterError": "raymm.actors.placement.placement",
+    "ClusterError": "raymm.errors",
     "DataConfig": "raymm.data",
     "ModalityDataConfig": "raymm.data",
     "RunConfig": "raymm.config.sections",
@@ -64,7 +64,7 @@ _PUBLIC = {
     "PlannedMultiplexed": "raymm.planning.multiplexed",
     "PlanRequest": "raymm.planning.request",
     "Plan": "raymm.scheduler.plan.plan",
-    "PlanError": "raymm.scheduler.plan.plan",
+    "PlanError": "raymm.errors",
     "Timeline": "raymm.scheduler.program.timeline",
 }
 
@@ -77,13 +77,20 @@ if TYPE_CHECKING:
     from raymm.actors.modules.noise import SampleSeeds, normal_noise, uniform_noise
     from raymm.actors.modules.projector import Projector
     from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-    from raymm.actors.placement.placement import ClusterError
     from raymm.actors.rank.rank_resources import RankResources
     from raymm.actors.weights.source import FactorySource
     from raymm.callbacks.callback import Callback
     from raymm.config.sections import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
-    from raymm.errors import Error, InputError, RankFailedError, RunError
+    from raymm.errors import (
+        ClusterError,
+        Error,
+        InputError,
+        NotFiniteError,
+        PlanError,
+        RankFailedError,
+        RunError,
+    )
     from raymm.layout.mapping_plan import plan_of_mapping
     from raymm.model.contrastive import ContrastiveLoss
     from raymm.model.dag_module import DagLoss, DagModule, every
@@ -99,10 +106,10 @@ if TYPE_CHECKING:
     from raymm.runtime.parallel_dag import DagParallelModule
     from raymm.runtime.parallel_module import StepOutput
     from raymm.runtime.pipelined import MultimodalParallelModule
-    from raymm.runtime.skipped_step import NotFiniteError, SkippedStep, SkippedStepWarning
+    from raymm.runtime.skipped_step import SkippedStep, SkippedStepWarning
     from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
     from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
-    from raymm.scheduler.plan.plan import Plan, PlanError
+    from raymm.scheduler.plan.plan import Plan
     from raymm.scheduler.program.timeline import Timeline
     from raymm.storage.export import export_model
     from raymm.training.result import Result

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from packaging.requirements import Requirement
 
-from raymm.errors import Error, InputError
+from raymm.errors import ConfigError, Error
 
 # Packages that processors of published models need, and the extra that installs them.
 VLM, VLM_EXTRA = ("torchvision", "num2words"), "vlm"
@@ -27,10 +27,6 @@ _CALLERS = {"raymm", "torch", "transformers"} | sys.stdlib_module_names
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-class PackageError(InputError, ValueError):
-    """A package is not installed, or cannot be imported. The message has the command to run."""
-
-
 def require(package: str, extra: str | None, purpose: str) -> ModuleType:
     """Import a package that raymm does not depend on, in a version that the extra admits.
 
@@ -40,7 +36,7 @@ def require(package: str, extra: str | None, purpose: str) -> ModuleType:
         purpose: subject of the sentence: the setting, file or class that needs the package.
 
     Raises:
-        PackageError: the package is not installed, too old, or its import fails.
+        ConfigError: the package is not installed, too old, or its import fails.
     """
     try:
         module = importlib.import_module(package)
@@ -48,13 +44,13 @@ def require(package: str, extra: str | None, purpose: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != package:
             raise _broken(package, purpose, error) from error
         target = package if extra is None else f"'raymm[{extra}]'"
-        raise PackageError(
+        raise ConfigError(
             f"{purpose} needs the package {package}, which is not installed: pip install {target}"
         ) from None
     except Exception as error:  # a package built for another version raises anything
         raise _broken(package, purpose, error) from error
     if (needed := _unmet_requirement(package, extra)) is not None:
-        raise PackageError(
+        raise ConfigError(
             f"{purpose} needs {needed}, version {metadata.version(package)} is installed: "
             f"pip install 'raymm[{extra}]'"
         )
@@ -63,7 +59,7 @@ def require(package: str, extra: str | None, purpose: str) -> ModuleType:
 
 @contextmanager
 def explained_imports(purpose: str) -> Iterator[None]:
-    """Turn an error of a library about a missing or broken package into a :class:`PackageError`.
+    """Turn an error of a library about a missing or broken package into a :class:`ConfigError`.
 
     Other errors pass unchanged.
 
@@ -100,9 +96,9 @@ def _unmet_requirement(package: str, extra: str | None) -> str | None:
     return None
 
 
-def _broken(package: str, purpose: str, error: Exception) -> PackageError:
+def _broken(package: str, purpose: str, error: Exception) -> ConfigError:
     cause = " ".join(str(error).split())
-    return PackageError(
+    return ConfigError(
         f"{purpose} needs the package {package}, which cannot be imported "
         f"({type(error).__name__}: {cause}); installing it together with what it depends on "
         f"replaces a build for other versions: pip install --force-reinstall {package}"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.adapters.new_rows import merge_rows
 from raymm.actors.adapters.quantised import (
     GROUP,
@@ -30,6 +30,7 @@ from raymm.actors.adapters.quantised import (
     quantised_product,
 )
 from raymm.actors.modules.draws import derive_seed
+from raymm.errors import ModelError
 
 LOW, HIGH, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 ADAPTER_NAMES = frozenset({LOW, HIGH, MAGNITUDE})
@@ -182,7 +183,7 @@ def adapt(
         among: whether a parameter, by its name, is of the part that is frozen.
 
     Raises:
-        AdapterError: a weight that is to be quantised belongs to another module, too, or has not
+        ModelError: a weight that is to be quantised belongs to another module, too, or has not
             the inputs for it.
     """
     for name, parameter in module.named_parameters():
@@ -201,13 +202,13 @@ def _check_base(module: nn.Module, name: str, layer: nn.Module, base: str) -> No
     weight = cast(nn.Parameter, layer.weight)
     inner = weight.shape[0 if isinstance(layer, Conv1D) else 1]
     if base == INT4 and inner % GROUP:
-        raise AdapterError(
+        raise ModelError(
             f"base is {base!r}, and {name!r} takes {inner} inputs; accepted: targets with a "
             f"multiple of {GROUP}, as so many share a scale"
         )
     for other, child in module.named_modules():
         if child is not layer and any(p is layer.weight for p in child._parameters.values()):
-            raise AdapterError(
+            raise ModelError(
                 f"base is {base!r}, but the weight of {name!r} is that of {other!r}, too; "
                 "accepted: targets without it"
             )

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from raymm.errors import InputError
+from raymm.errors import ModelError
 
 ALL_LINEAR = "all-linear"
 BASES = ("int8", "int4")
-
-
-class AdapterError(InputError, ValueError):
-    """Adapters that cannot be. Names the field, its value and what is accepted."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class LoraConfig:
             and 32 inputs (:mod:`raymm.actors.adapters.quantised`).
 
     Raises:
-        AdapterError: naming the field.
+        ModelError: naming the field.
     """
 
     r: int = 8
@@ -48,22 +44,22 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or self.r < 1:
-            raise AdapterError(f"r is {self.r!r}; accepted: a whole number from 1")
+            raise ModelError(f"r is {self.r!r}; accepted: a whole number from 1")
         if not isinstance(self.alpha, int | float) or not 0 < self.alpha < float("inf"):
-            raise AdapterError(f"alpha is {self.alpha!r}; accepted: a number above 0")
+            raise ModelError(f"alpha is {self.alpha!r}; accepted: a number above 0")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise AdapterError(f"dropout is {self.dropout!r}; accepted: a number from 0 to below 1")
+            raise ModelError(f"dropout is {self.dropout!r}; accepted: a number from 0 to below 1")
         if not self.targets or not isinstance(self.targets, str | tuple):
-            raise AdapterError(
+            raise ModelError(
                 f"targets is {self.targets!r}; accepted: {ALL_LINEAR!r}, a regular expression of "
                 "layers' whole names, or a tuple of names or their ends"
             )
         if not isinstance(self.use_rslora, bool):
-            raise AdapterError(
+            raise ModelError(
                 f"use_rslora is {self.use_rslora!r}; accepted: true (alpha / sqrt(r)) or false"
             )
         if self.base is not None and self.base not in BASES:
-            raise AdapterError(
+            raise ModelError(
                 f"base is {self.base!r}; accepted: {', '.join(BASES)}, or none"
             )
 

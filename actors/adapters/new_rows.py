@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raymm.actors.adapters.lora_config import AdapterError
+from raymm.errors import ModelError
 
 ROWS = "new_rows"
 """Name of the parameter, (new tokens, hidden)."""
@@ -79,12 +79,12 @@ def add_rows(module: nn.Module, rows: range) -> nn.Module:
         rows: token ids.
 
     Raises:
-        AdapterError: the head is no plain linear layer.
+        ModelError: the head is no plain linear layer.
     """
     model = cast(Any, module)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and type(head) is not nn.Linear:
-        raise AdapterError(
+        raise ModelError(
             f"new tokens cannot be trained next to adapters: the head of {type(module).__name__} "
             f"is of class {type(head).__name__}; accepted: nn.Linear. Train the language model in "
             "full"

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from raymm.actors.adapters.lora_config import ALL_LINEAR, AdapterError, LoraConfig
+from raymm.actors.adapters.lora_config import ALL_LINEAR, LoraConfig
+from raymm.errors import ModelError
 
 # Names that an error shows.
 _SHOWN = 6
@@ -27,7 +28,7 @@ def find_targets(
         part: name of that part, for errors; empty for the whole module.
 
     Raises:
-        AdapterError: something of ``targets`` is no layer, or one that is not linear.
+        ModelError: something of ``targets`` is no layer, or one that is not linear.
     """
     where = f"part {part!r} of " * bool(part) + type(module).__name__
     names = {name: child for name, child in module.named_modules() if name and among(name)}
@@ -37,7 +38,7 @@ def find_targets(
         head = get() if get else None
         layers = [name for name in linear if names[name] is not head]
         if not layers:
-            raise AdapterError(
+            raise ModelError(
                 f"targets is {ALL_LINEAR!r}, and {where} has no linear layer that "
                 "an adapter can be put into; train it otherwise"
             )
@@ -48,13 +49,13 @@ def find_targets(
         matched = [name for name in names if _matches(name, pattern, config)]
         if not matched:
             shown = ", ".join(linear[:_SHOWN]) + (", ..." if len(linear) > _SHOWN else "")
-            raise AdapterError(
+            raise ModelError(
                 f"targets has {pattern!r}, and no layer of {where} is named so; "
                 f"accepted: {ALL_LINEAR!r}, or names of linear layers: {shown or 'it has none'}"
             )
         for name in matched:
             if not is_adaptable(names[name]):
-                raise AdapterError(
+                raise ModelError(
                     f"targets has {pattern!r}, and {name!r} is a {type(names[name]).__name__}; "
                     "accepted: nn.Linear, and Conv1D of transformers"
                 )
@@ -67,7 +68,7 @@ def _matches(name: str, pattern: str, config: LoraConfig) -> bool:
         try:
             return re.fullmatch(pattern, name) is not None
         except re.error as error:
-            raise AdapterError(
+            raise ModelError(
                 f"targets is {pattern!r}, which is no regular expression: {error}"
             ) from None
     return name == pattern or name.endswith(f".{pattern}")

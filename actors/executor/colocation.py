@@ -38,7 +38,7 @@ class Colocation:
         timeout: seconds that the works of one group may take.
 
     Raises:
-        QuotaError: quotas that the device cannot grant.
+        PlanError: quotas that the device cannot grant.
         InputError: a device without quotas.
     """
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
 from raymm.actors.modules.message_samples import USED
+from raymm.errors import ChannelError
 from raymm.kernels.host_copies import on_host
 
 

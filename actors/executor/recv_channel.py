@@ -17,9 +17,8 @@ from raymm.actors.executor.layouts import MOST_LAYOUTS, Due, Layouts
 from raymm.actors.executor.link import Link, name_ranks
 from raymm.actors.executor.message_layout import Layout, unpack
 from raymm.actors.executor.send_channel import SendChannel
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
-from raymm.errors import InternalError
+from raymm.errors import ChannelError, InternalError
 from raymm.kernels.collectives.flat import gather_shares
 from raymm.kernels.collectives.waiting import wait
 from raymm.kernels.host_copies import to_device

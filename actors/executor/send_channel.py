@@ -37,8 +37,8 @@ import torch.distributed as dist
 from raymm.actors.executor.layouts import MOST_LAYOUTS, Due, Layouts
 from raymm.actors.executor.link import Link, name_ranks
 from raymm.actors.executor.message_layout import Layout, pack
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
+from raymm.errors import ChannelError
 from raymm.kernels.collectives.flat import scatter_sum
 from raymm.kernels.collectives.waiting import wait
 from raymm.kernels.host_copies import on_host

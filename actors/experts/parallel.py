@@ -27,15 +27,11 @@ from torch import nn
 
 from raymm.actors.experts.routing import expert_count
 from raymm.actors.modules.precision import CAST_ONCE
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.kernels.collectives.exchange_rows import exchange_counts, exchange_rows
 
 _COUNT = "num_experts"
 _ARGUMENTS = 3  # tokens (R, H), experts (R, k), weights (R, k)
-
-
-class SplitExpertsError(InputError, ValueError):
-    """Experts that cannot be dealt out."""
 
 
 def share_of(count: int, processes: int) -> int:
@@ -138,7 +134,7 @@ def check_experts(module: nn.Module) -> None:
         module: of a small model; left as it is.
 
     Raises:
-        SplitExpertsError: they may not, with the reason.
+        ModelError: they may not, with the reason.
     """
     parameters = dict(module.named_parameters())
     counts = {len(parameter) if parameter.dim() else 0 for parameter in parameters.values()}
@@ -146,16 +142,16 @@ def check_experts(module: nn.Module) -> None:
     (count, *others) = sorted(counts) or [0]
     if others or (declared is not None and declared != count):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
-        raise SplitExpertsError(f"its parameters are not each of {declared} experts: {shapes}")
+        raise ModelError(f"its parameters are not each of {declared} experts: {shapes}")
     if list(module.buffers()) or any("." in name for name in parameters):
-        raise SplitExpertsError("it has buffers, or modules with parameters of their own")
+        raise ModelError("it has buffers, or modules with parameters of their own")
     asked = [
         p for p in inspect.signature(module.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
     if asked and len(asked) != _ARGUMENTS:
         names = ", ".join(p.name for p in asked)
-        raise SplitExpertsError(f"it is called with {names}; accepted: tokens, experts, weights")
+        raise ModelError(f"it is called with {names}; accepted: tokens, experts, weights")
     _compare(module, count)
 
 
@@ -178,7 +174,7 @@ def _compare(module: nn.Module, count: int) -> None:
             output = alone(hidden[tokens], index, weights[tokens, slots][:, None])
             total = total.index_add(0, tokens, output)
     if not torch.allclose(total, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
-        raise SplitExpertsError("what its experts make of tokens one by one is something else")
+        raise ModelError("what its experts make of tokens one by one is something else")
 
 
 def _width(module: nn.Module) -> int:
@@ -190,4 +186,4 @@ def _width(module: nn.Module) -> int:
             return getattr(module, name)
     if len(common) == 1:
         return common.pop()
-    raise SplitExpertsError(f"nobody knows how wide its tokens are: one of {sorted(common)}")
+    raise ModelError(f"nobody knows how wide its tokens are: one of {sorted(common)}")

@@ -13,7 +13,7 @@ from raymm.actors.faults.failure_kind import constructor_kind, failure_kind
 from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry, look_from_outside
 from raymm.actors.faults.stacks import Address
-from raymm.errors import FailureKind, RankFailedError, RankRaisedError, RunFailedError
+from raymm.errors import FailureKind, RankFailedError, RunFailedError
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Failure:
 
     def error(self, message: str) -> RunFailedError:
         """Return the error to raise, with a text that may be longer than :attr:`message`."""
-        return self.kind(message) if self.raised is None else RankRaisedError(message, self.raised)
+        return self.kind(message) if self.raised is None else RankFailedError(message, self.raised)
 
 
 def death(

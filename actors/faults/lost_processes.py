@@ -8,12 +8,8 @@ from traceback import walk_tb
 
 import torch.distributed as dist
 
-from raymm.errors import InternalError
-from raymm.kernels.collectives.waiting import CommunicationError, is_communication
-
-
-class ChannelError(InternalError, RuntimeError):
-    """A message that does not look as its metadata said, or never came."""
+from raymm.errors import ChannelError
+from raymm.kernels.collectives.waiting import is_communication
 
 
 @contextmanager
@@ -31,7 +27,7 @@ def reporting_lost_processes(what: Callable[[], str]) -> Iterator[None]:
 
 def _of_communication(error: RuntimeError) -> bool:
     """Backends raise bare RuntimeErrors; their own classes come from where there is no Python."""
-    if isinstance(error, CommunicationError | dist.DistError):
+    if isinstance(error, dist.DistError):
         return True
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return bool(frames) and is_communication(frames[-1].f_code)

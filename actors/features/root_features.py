@@ -16,26 +16,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from raymm.errors import InputError
+from raymm.errors import ForwardLeft, ModelError
 
 FEATURE = "raymm_features/"
 """How names of features among a tower's inputs begin; what follows is their number."""
-
-
-class RootFormError(InputError, ValueError):
-    """What a part returns is not as it was when it was tried."""
-
-
-class RootReached(Exception):  # noqa: N818  no error: it leaves a forward whose part has run
-    """Raised out of a forward when its part has returned.
-
-    Args:
-        output: that the part has returned.
-    """
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
 
 
 @dataclass(frozen=True)
@@ -62,12 +46,12 @@ class RootForm:
         """What is read of an output.
 
         Raises:
-            RootFormError: it is of another structure, or has other values.
+            ModelError: it is of another structure, or has other values.
         """
         leaves, tree = tree_flatten(output)
         values = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         if tree != self.tree or values != self.values:
-            raise RootFormError(
+            raise ModelError(
                 f"what {self.place} returns is of structure {tree} with {values}, not {self.tree} "
                 f"with {self.values}"
             )
@@ -80,12 +64,12 @@ class RootForm:
             items: of each, what :meth:`features` returned.
 
         Raises:
-            RootFormError: items whose features differ in size beside :attr:`dim`.
+            ModelError: items whose features differ in size beside :attr:`dim`.
         """
         try:
             return [torch.cat(parts, self.dim) for parts in zip(*items, strict=True)]
         except RuntimeError as error:
-            raise RootFormError(f"features of {self.place}: {error}") from None
+            raise ModelError(f"features of {self.place}: {error}") from None
 
     def output(self, features: Sequence[torch.Tensor]) -> Any:
         """An output with these features; None where nothing is read.
@@ -108,7 +92,7 @@ class RootCall:
 
     Attributes:
         output: what to return instead of running; None: to run, and leave the module's forward
-            by :class:`RootReached`.
+            by :class:`ForwardLeft`.
     """
 
     def __init__(self, module: nn.Module, place: str) -> None:
@@ -119,5 +103,5 @@ class RootCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.output is None:
-            raise RootReached(self._forward(*args, **kwargs))
+            raise ForwardLeft(self._forward(*args, **kwargs))
         return self.output

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from raymm.errors import InputError
+from raymm.errors import ClusterError
 from raymm.packages import is_installed
 
 # Oldest driver branch for each major version of CUDA (CUDA's release notes, table of minor version
@@ -18,10 +18,6 @@ from raymm.packages import is_installed
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 # Requirement of the newest torch whose wheels are for an older major version of CUDA.
 _TORCH_FOR_CUDA = {12: "torch<2.11"}
-
-
-class HostError(InputError, RuntimeError):
-    """A node that cannot run ranks on its GPUs: driver, compiler or headers. Names the remedies."""
 
 
 class Gpus(NamedTuple):
@@ -65,11 +61,11 @@ def check_gpu_node() -> None:
     """Check what a rank on a GPU needs of its node; call this before CUDA is initialised.
 
     Raises:
-        HostError: torch is built without CUDA or for a newer driver, or Triton cannot compile.
+        ClusterError: torch is built without CUDA or for a newer driver, or Triton cannot compile.
     """
     for problem in (_driver_problem(read_gpus()), _compiler_problem()):
         if problem is not None:
-            raise HostError(problem)
+            raise ClusterError(problem)
 
 
 def _driver_problem(gpus: Gpus | None) -> str | None:

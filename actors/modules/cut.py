@@ -2,7 +2,7 @@
 
 The list of blocks keeps its indices, so parameter names stay checkpoint names. Blocks
 outside a stage hold no parameters: those before it return the hidden state that came from the
-previous stage, those after it end the forward by raising :class:`CutReached` with what they
+previous stage, those after it end the forward by raising :class:`ForwardLeft` with what they
 were called with. Parameters outside the blocks that the stage does not own become zero-stride
 ghosts, which take no memory.
 
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, hidden_name, hidden_state
-from raymm.errors import InputError
+from raymm.errors import ForwardLeft, InputError
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,6 @@ class CutInfo:
         if is_last:
             names = names | self.last
         return names
-
-
-class CutReached(Exception):  # noqa: N818  not an error: the normal end of a cut forward
-    """Carries the hidden state that the next stage goes on with, and outputs of blocks that are
-    relayed to it."""
-
-    def __init__(self, hidden: torch.Tensor, relays: tuple[torch.Tensor, ...] = ()) -> None:
-        super().__init__("cut reached")
-        self.hidden, self.relays = hidden, relays
 
 
 class _Layers:
@@ -315,7 +306,7 @@ class Passage:
             relays: outputs of blocks before, of :meth:`CutInfo.relayed_before`.
 
         Raises:
-            CutReached: the forward is over, of any stage but the last.
+            ForwardLeft: the forward is over, of any stage but the last.
             InputError: it skipped every block of the module.
         """
         self._received, self._arrived, self._left = received, received is None, None
@@ -329,9 +320,9 @@ class Passage:
             self._received = self._copy = self._left = None
             self._relays = {}
 
-    def cut(self, hidden: torch.Tensor) -> CutReached:
+    def cut(self, hidden: torch.Tensor) -> ForwardLeft:
         """What ends the forward of any stage but the last."""
-        return CutReached(hidden, tuple(self._relays[n] for n in self._leaving_relays))
+        return ForwardLeft(hidden, tuple(self._relays[n] for n in self._leaving_relays))
 
     def _end(self, what: str) -> None:
         """The forward has come to its end."""

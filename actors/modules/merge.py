@@ -26,7 +26,7 @@ A policy may have a method ``check(inputs, tokens)``, which is asked about every
 and every sample of data on disk, before it is sent to a rank, where an error would end the model:
 ``inputs`` holds ``input_ids``, ``attention_mask``, ``labels`` and ``sample_index``,
 ``tokens[name]`` is how many an item of each encoder that has items becomes. It raises
-:class:`MergeError` where the policy would, and returns the merged length. Policies without one are
+:class:`ModelError` where the policy would, and returns the merged length. Policies without one are
 tried on features of zeros (:mod:`raymm.batch.merge_trial`).
 """
 
@@ -45,19 +45,12 @@ from raymm.actors.modules.token_layout import (
     place_items,
     text_layout,
 )
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.kernels.host_copies import on_host, to_device
 
 IGNORE_INDEX = -100
 
 MergePolicy = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, Any]]
-
-
-class MergeError(InputError, ValueError):
-    """Encoder outputs that do not fit the text they are merged into. ``row`` is the sample's
-    number in the microbatch, if it is one sample's fault."""
-
-    row: int | None = None
 
 
 def merge_rows(
@@ -72,32 +65,32 @@ def merge_rows(
             has.
 
     Raises:
-        MergeError: it lacks something, or other tokens are labels. Else what the policy raises.
+        ModelError: it lacks something, or other tokens are labels. Else what the policy raises.
     """
     rows, width = len(inputs["labels"]), inputs["inputs_embeds"].shape[2]
     labelled = _label_count(inputs["labels"])  # before the policy, which may write into them
     returned = policy(features, inputs)
     if not isinstance(returned, Mapping):
-        raise MergeError(f"the merge policy returned a {type(returned).__name__}; accepted: a dict")
+        raise ModelError(f"the merge policy returned a {type(returned).__name__}; accepted: a dict")
     merged = dict(returned)
     for name, dims, form in (("inputs_embeds", 3, "(B, T, H)"), ("labels", 2, "(B, T)")):
         value = merged.get(name)
         if not isinstance(value, torch.Tensor) or value.dim() != dims:
             shape = getattr(value, "shape", None)
             what = repr(value) if shape is None else f"of shape {tuple(shape)}"
-            raise MergeError(
+            raise ModelError(
                 f"the merge policy returned {name} {what:.80}; accepted: a tensor {form}"
             )
     embeds, labels = merged["inputs_embeds"], merged["labels"]
     if tuple(embeds.shape) != (*labels.shape, width) or len(labels) != rows:
-        raise MergeError(
+        raise ModelError(
             f"the merge policy returned inputs_embeds of shape {tuple(embeds.shape)} and labels of "
             f"shape {tuple(labels.shape)} for {rows} rows; accepted: one length for both, a row of "
             f"each per sample, embeddings {width} wide"
         )
     kept = _label_count(labels)
     if labelled != kept:
-        raise MergeError(f"the merge policy turned {labelled} label tokens into {kept}")
+        raise ModelError(f"the merge policy turned {labelled} label tokens into {kept}")
     return merged
 
 
@@ -110,19 +103,19 @@ def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.T
     padding matters); on the host.
 
     Raises:
-        MergeError: it says no such thing.
+        ModelError: it says no such thing.
     """
     layout, shape = merged.get("token_layout"), merged["labels"].shape
     seen = merged.get("attention_mask")
     if mask is None:
         if seen is not None and seen.shape != shape:
-            raise MergeError(
+            raise ModelError(
                 f"the merge policy returned an attention_mask of shape {tuple(seen.shape)}; "
                 f"with context parallelism or packing it is (B, T), here {tuple(shape)}: what "
                 "else hides tokens is the model's mask"
             )
     elif layout is None:
-        raise MergeError(
+        raise ModelError(
             "the merge policy returned no token_layout, which the model's mask is made "
             "from; see raymm.actors.modules.token_layout"
         )
@@ -131,7 +124,7 @@ def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.T
             return text_layout(torch.ones(shape, device="cpu") if seen is None else on_host(seen))
         return checked_layout(layout, shape)
     except ValueError as error:
-        raise MergeError(f"the merge policy returned a {error}") from None
+        raise ModelError(f"the merge policy returned a {error}") from None
 
 
 @dataclass(frozen=True)
@@ -247,7 +240,7 @@ class ReplaceTokens:
         """The merged length: that of the text.
 
         Raises:
-            MergeError: placeholders that are not as many as the items' tokens, or are labels.
+            ModelError: placeholders that are not as many as the items' tokens, or are labels.
         """
         self._check_counts(inputs, tokens)
         labels = inputs["labels"]
@@ -256,7 +249,7 @@ class ReplaceTokens:
             wrong[:, 0] = False  # never a label
             if wrong.any():
                 row, place = wrong.nonzero()[0].tolist()
-                raise MergeError(
+                raise ModelError(
                     f"labels[{row}, {place}] is {int(labels[row, place])} at a placeholder token "
                     f"(id {token_id}) for encoder {name!r}; accepted: {IGNORE_INDEX}, as nothing "
                     "is to predict what an encoder says"
@@ -265,7 +258,7 @@ class ReplaceTokens:
 
     def _check_counts(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> None:
         if unknown := sorted(set(tokens) - set(self.token_ids)):
-            raise MergeError(
+            raise ModelError(
                 f"there are items for encoder {unknown[0]!r}, which has no placeholder token; "
                 f"token_ids has {', '.join(self.token_ids)}"
             )
@@ -277,7 +270,7 @@ class ReplaceTokens:
                 counts.index_add_(0, index, torch.full_like(index, tokens[name]))
             if not torch.equal(placeholders, counts):
                 row = int((placeholders != counts).nonzero()[0])
-                error = MergeError(
+                error = ModelError(
                     f"sample {row} of the microbatch has {int(placeholders[row])} placeholder "
                     f"tokens (id {token_id}) for encoder {name!r}, but its inputs give "
                     f"{int(counts[row])} features; the two must be equal"
@@ -311,7 +304,7 @@ class CrossAttend:
     def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
         """The merged length: that of the text."""
         if len(tokens) > 1:
-            raise MergeError(f"cross attention reads items of one encoder, not {list(tokens)}")
+            raise ModelError(f"cross attention reads items of one encoder, not {list(tokens)}")
         for name in tokens:
             self._shown(inputs, *_slots(inputs, name)[2:])
         return inputs["labels"].shape[1]
@@ -344,7 +337,7 @@ class CrossAttend:
         places = ids == self.token_id
         if not torch.equal(places.sum(1), counts):
             row = int((places.sum(1) != counts).nonzero()[0])
-            error = MergeError(
+            error = ModelError(
                 f"sample {row} of the microbatch has {int(places[row].sum())} placeholder tokens "
                 f"(id {self.token_id}) and {int(counts[row])} items; the two must be equal"
             )

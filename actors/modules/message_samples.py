@@ -13,8 +13,7 @@ from typing import cast
 import torch
 
 from raymm.actors.modules.message import Message
-from raymm.actors.modules.node import OutputError
-from raymm.errors import InternalError
+from raymm.errors import InternalError, ModelError
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.plan.port_routes import EdgePorts
 
@@ -176,7 +175,7 @@ def joined(name: str, parts: Sequence[Message]) -> Message:
         parts: in the order of their samples.
 
     Raises:
-        OutputError: what replicas hand on differs in more than the number of rows.
+        ModelError: what replicas hand on differs in more than the number of rows.
     """
     first, *further = parts
     if not further:
@@ -196,7 +195,7 @@ def joined(name: str, parts: Sequence[Message]) -> Message:
 def _rows_of_all(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = " and ".join(str(tuple(part.shape)) for part in parts)
-        raise OutputError(
+        raise ModelError(
             f"outputs of replicas of {name!r} are of shapes {shapes} for samples of one "
             "microbatch; accepted: shapes that follow from the microbatch, not from a replica's "
             "samples"

@@ -16,7 +16,7 @@ from torch import nn
 
 from raymm.actors.modules.noise import Noise, SampleSeeds, drawn
 from raymm.actors.quota.work import tensors_in
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.scheduler.graph.sample_ranges import Range
 
 # The name of an output that is one tensor.
@@ -27,10 +27,6 @@ OWN = "own"
 LOSS = "loss"
 
 Tensors = dict[str, torch.Tensor]
-
-
-class OutputError(InputError, ValueError):
-    """What a module returned, or read, does not fit its description."""
 
 
 class Input(NamedTuple):
@@ -100,7 +96,7 @@ def call(
         What it hands on, by name; losses (b,) under :data:`ONLY`.
 
     Raises:
-        OutputError: an output that is not there, is no tensor, or has not ``own.size`` samples; an
+        ModelError: an output that is not there, is no tensor, or has not ``own.size`` samples; an
             input that was changed in place.
     """
     arguments = arguments_of(spec, entries, inputs, every, own, seeds)
@@ -122,7 +118,7 @@ def arguments_of(
     """A module's keyword arguments. Arguments as of :func:`call`.
 
     Raises:
-        OutputError: it reads an output that is not there.
+        ModelError: it reads an output that is not there.
         InputError: noise is like an argument that is no tensor.
     """
     arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
@@ -142,7 +138,7 @@ def arguments_of(
 def inputs_left_alone(spec: NodeSpec, arguments: Mapping[str, Any]) -> Iterator[None]:
     """
     Raises:
-        OutputError: an input was changed in place meanwhile.
+        ModelError: an input was changed in place meanwhile.
     """
     read = [(o.keyword, t) for o in spec.inputs for t in tensors_in(arguments[o.keyword])]
     before = [_version(tensor) for _, tensor in read]
@@ -150,7 +146,7 @@ def inputs_left_alone(spec: NodeSpec, arguments: Mapping[str, Any]) -> Iterator[
     for (keyword, tensor), version in zip(read, before, strict=True):
         # Others read the same memory: what they see would depend on who is first.
         if _version(tensor) != version:
-            raise OutputError(
+            raise ModelError(
                 f"{spec.name!r} changes its input {keyword!r} in place; accepted: modules that "
                 "leave what they read as it is (inplace=False)"
             )
@@ -165,18 +161,18 @@ def outputs_of(spec: NodeSpec, output: Any, samples: int | None = None) -> Tenso
         samples: how many there are; None if it is not known.
 
     Raises:
-        OutputError: as of :func:`call`.
+        ModelError: as of :func:`call`.
     """
     outputs = _named(spec, output)
     for name, tensor in outputs.items():
         if not tensor.dim() or samples not in (None, tensor.shape[0]):
-            raise OutputError(
+            raise ModelError(
                 f"output {name or 'tensor'!r} of {spec.name!r} has shape {tuple(tensor.shape)} for "
                 f"{samples} samples; accepted: samples in dimension 0"
             )
     if spec.loss and (list(outputs) != [ONLY, *spec.outputs] or outputs[ONLY].dim() != 1):
         shapes = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
-        raise OutputError(
+        raise ModelError(
             f"loss {spec.name!r} returns {shapes}; accepted: one tensor of shape "
             f"({'b' if samples is None else samples},), the losses of its samples"
         )
@@ -191,7 +187,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _chosen(node: str, entry: Input, tensors: Tensors) -> Any:
     if entry.output is not None:
         if entry.output not in tensors:
-            raise OutputError(
+            raise ModelError(
                 f"{node!r} reads output {entry.output!r} of {entry.producer!r}; accepted: "
                 f"{', '.join(tensors)}"
             )
@@ -211,12 +207,12 @@ def _named(spec: NodeSpec, output: Any) -> Tensors:
     elif isinstance(output, tuple | list):
         outputs = {str(i): value for i, value in enumerate(output)}
     else:
-        raise OutputError(
+        raise ModelError(
             f"{spec.name!r} returns {type(output).__name__}; accepted: a tensor, a tuple or a "
             "dictionary of tensors, or a postprocess function that makes one of them"
         )
     if missing := [name for name in spec.outputs if name not in outputs]:
-        raise OutputError(
+        raise ModelError(
             f"{spec.name!r} does not return {missing}; accepted as outputs: {', '.join(outputs)}"
         )
     if spec.loss and LOSS in outputs:
@@ -225,7 +221,7 @@ def _named(spec: NodeSpec, output: Any) -> Tensors:
         outputs = {name: outputs[name] for name in spec.outputs}
     for name, value in outputs.items():
         if not isinstance(value, torch.Tensor):
-            raise OutputError(
+            raise ModelError(
                 f"output {name!r} of {spec.name!r} is {type(value).__name__}; name the tensors to "
                 "hand on in outputs"
             )

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from raymm.errors import ModelError
 from raymm.kernels.host_copies import on_host
 from raymm.kernels.mask import patterns as mask_patterns
-from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span, kinds_and_items
 
 PADDING = -1
@@ -117,7 +118,7 @@ def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, 
     """One mask per row; rows that look the same share one.
 
     Raises:
-        MaskError: if the policy refuses the row, or returns what is no mask of it.
+        ModelError: if the policy refuses the row, or returns what is no mask of it.
     """
     rows = on_host(layout).numpy().transpose(1, 0, 2)
     masks: dict[bytes, AttentionMask] = {}
@@ -150,7 +151,7 @@ def _row_mask(
         masks[key] = mask = policy(len(kinds), spans, document_lengths=lengths)
         if not isinstance(mask, AttentionMask) or mask.shape != (len(kinds),) * 2:
             name = getattr(policy, "__name__", type(policy).__name__)
-            raise MaskError(
+            raise ModelError(
                 f"mask policy {name} returned {mask!r} for a row of {len(kinds)} tokens; expected "
                 f"an AttentionMask of {len(kinds)} queries and as many keys"
             )

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from raymm.actors.storage.folder import FILE_MODE, StorageFolder
 from raymm.actors.storage.location import storage_folder
-from raymm.errors import InternalError
+from raymm.errors import CheckpointError
 
 if TYPE_CHECKING:
     from raymm.actors.sharding.tensor_plan import ParameterShard
@@ -38,11 +38,6 @@ CHECKSUM_BLOCK = 4 * 2**20
 PROBLEMS_SHOWN = 5
 # Files whose checksums a process computes at the same time; hashing and reading leave the GIL.
 CHECKSUM_THREADS = 8
-
-
-class ShardError(InternalError, RuntimeError):
-    """A checkpoint shard that is missing, torn, changed, or does not fit the plan; or that cannot
-    be written. Names the file."""
 
 
 class ShardFile(NamedTuple):
@@ -87,7 +82,7 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
     counts only once its manifest is committed.
 
     Raises:
-        ShardError: the disk is full, read-only, ...; says the path and the cause.
+        CheckpointError: the disk is full, read-only, ...; says the path and the cause.
     """
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
@@ -98,7 +93,7 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
             written = _checksum_of_source(file, host)  # while the disk writes
             synced.result()
     except (OSError, SafetensorError) as error:
-        raise ShardError(f"cannot write {path}: {error}") from None
+        raise CheckpointError(f"cannot write {path}: {error}") from None
     return WrittenShard(sorted(tensors), written)
 
 
@@ -111,14 +106,14 @@ def store_shard(location: str, file: str, tensors: dict[str, torch.Tensor]) -> W
         tensors: by their stored names.
 
     Raises:
-        ShardError: as from there, or the bucket cannot be written.
+        CheckpointError: as from there, or the bucket cannot be written.
     """
     folder = storage_folder(location)
     try:
         with folder.writing(file) as path:
             return write_shard(path, tensors)
     except OSError as error:
-        raise ShardError(f"cannot write {folder / file}: {error}") from None
+        raise CheckpointError(f"cannot write {folder / file}: {error}") from None
 
 
 def _digest(start: bytes = b"") -> Any:
@@ -175,24 +170,24 @@ def verify_shard(
         name: of the file in errors; by default its path.
 
     Raises:
-        ShardError: it is another one; says in what.
+        CheckpointError: it is another one; says in what.
     """
     name = name or str(path)
     try:
         if not path.is_file():
-            raise ShardError(f"{name} is missing, or no file")
+            raise CheckpointError(f"{name} is missing, or no file")
         if (size := path.stat().st_size) != expected.size:
-            raise ShardError(f"{name} has {size} bytes; {expected.size} were written")
+            raise CheckpointError(f"{name} has {size} bytes; {expected.size} were written")
         if (actual := checksum(path)) != expected:
-            raise ShardError(
+            raise CheckpointError(
                 f"{name} has checksum {actual.checksum}; {expected.checksum} was written: its "
                 "bytes have changed since"
             )
         with safe_open(path, framework="pt") as file:
             if lacking := sorted(set(names) - set(file.keys())):
-                raise ShardError(f"{name} lacks {lacking[0]}, which the manifest says it has")
+                raise CheckpointError(f"{name} lacks {lacking[0]}, which the manifest says it has")
     except (OSError, SafetensorError) as error:
-        raise ShardError(f"cannot read {name}: {error}") from None
+        raise CheckpointError(f"cannot read {name}: {error}") from None
 
 
 # A file of a checkpoint as a local one, for the length of a block.
@@ -213,7 +208,7 @@ def verify_shards(
         reading: how a file is had; by default, and for no longer than that, from the folder.
 
     Raises:
-        ShardError: naming the files that are others.
+        CheckpointError: naming the files that are others.
     """
     names: dict[str, list[str]] = {file: [] for file in files}
     for name, file in index.items():
@@ -226,7 +221,7 @@ def verify_shards(
         try:
             with reading(file) as path:
                 verify_shard(path, files[file], names[file], name)
-        except ShardError as error:
+        except CheckpointError as error:
             return str(error)
         except FileNotFoundError:
             return f"{name} is missing"
@@ -238,7 +233,7 @@ def verify_shards(
         problems = [text for text in pool.map(problem, looked_at) if text is not None]
     if problems:
         more = len(problems) - PROBLEMS_SHOWN
-        raise ShardError(
+        raise CheckpointError(
             "; ".join(problems[:PROBLEMS_SHOWN]) + (f"; and {more} more files" * (more > 0))
         )
 
@@ -275,17 +270,17 @@ def copy_tensors(
             stay as they are.
 
     Raises:
-        ShardError: if shapes or dtypes differ; nothing was copied then.
+        CheckpointError: if shapes or dtypes differ; nothing was copied then.
     """
     pairs = [(name, stored[name], tensor) for name, tensor in own if name in stored]
     for name, there, target in pairs:
         if target.shape != there.shape:
-            raise ShardError(
+            raise CheckpointError(
                 f"{name} is {tuple(there.shape)} in the checkpoint, but {tuple(target.shape)} "
                 "in the model"
             )
         if target.dtype != there.dtype:
-            raise ShardError(
+            raise CheckpointError(
                 f"{name} is {there.dtype} in the checkpoint, but {target.dtype} in the model"
             )
     with torch.no_grad():

@@ -10,14 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from raymm.actors.optimizer.checkpoint_shards import (
-    STORED_RANGE,
-    ShardError,
-    WrittenShard,
-    store_shard,
-)
+from raymm.actors.optimizer.checkpoint_shards import STORED_RANGE, WrittenShard, store_shard
 from raymm.actors.optimizer.finite import not_finite
 from raymm.actors.optimizer.host_staging import HostStaging
+from raymm.errors import CheckpointError
 
 Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by their stored names, by file."""
@@ -90,16 +86,16 @@ class HostCopy:
             location: of an existing folder that is not committed yet.
 
         Raises:
-            ShardError: it cannot be written, or there is none.
+            CheckpointError: it cannot be written, or there is none.
         """
         names, self._names = self._names, None
         if names is None:
-            raise ShardError(f"there is nothing to write into {location}")
+            raise CheckpointError(f"there is nothing to write into {location}")
         copied, self._tensors = self._tensors, Future()
         try:
             tensors = copied.result()
         except (MemoryError, RuntimeError) as error:
-            raise ShardError(f"cannot copy what {location} is to have: {error}") from None
+            raise CheckpointError(f"cannot copy what {location} is to have: {error}") from None
         files: Files = {}
         for (file, name), tensor in zip(names, tensors, strict=True):
             files.setdefault(file, {})[name] = tensor
@@ -171,7 +167,7 @@ class SavingActor(ABC):
             folder: location of an existing folder that is not committed yet.
         """
         if self._host_copy is None:
-            raise ShardError(f"there is nothing to write into {folder}")
+            raise CheckpointError(f"there is nothing to write into {folder}")
         return self._host_copy.write(folder)
 
 

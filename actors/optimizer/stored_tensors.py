@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from raymm.actors.optimizer.checkpoint_shards import (
-    STORED_RANGE,
-    ShardError,
-    ShardFile,
-    verify_shards,
-)
+from raymm.actors.optimizer.checkpoint_shards import STORED_RANGE, ShardFile, verify_shards
 from raymm.actors.storage.location import storage_folder
+from raymm.errors import CheckpointError
 
 if TYPE_CHECKING:
     from raymm.actors.sharding.tensor_plan import ParameterShard
@@ -92,7 +88,7 @@ class StoredTensors:
                 the scalar.
 
         Raises:
-            ShardError: if a file is missing, torn, changed, or lacks a range.
+            CheckpointError: if a file is missing, torn, changed, or lacks a range.
         """
         needed = {
             file for name, own in shards.items() if name in self._stored
@@ -161,15 +157,15 @@ class StoredTensors:
                         view = opened(file).get_slice(part.name)
                         taken.append(_along(view, dim, low - part.start, high - part.start))
                 if at < stop:
-                    raise ShardError(f"{self._folder} lacks [{at}, {stop}) of {name}")
+                    raise CheckpointError(f"{self._folder} lacks [{at}, {stop}) of {name}")
             if not taken:
                 taken = [_along(opened(file).get_slice(parts[0].name), dim, 0, 0)]
             whole = torch.cat(taken, dim)
             return whole if own is None or alike is not None else _ranges(whole, own)
-        except ShardError:
+        except CheckpointError:
             raise
         except Exception as error:  # OSError, or safetensors' own error type
-            raise ShardError(f"cannot read {self._folder / file}: {error}") from None
+            raise CheckpointError(f"cannot read {self._folder / file}: {error}") from None
 
 
 def _ranges(view: Any, own: ParameterShard) -> torch.Tensor:

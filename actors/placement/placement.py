@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymm.actors.placement.lost_nodes import tell_ray
 from raymm.actors.placement.node_types import has_autoscaler, pending_nodes, spell
-from raymm.errors import InputError
+from raymm.errors import ClusterError
 from raymm.scheduler.plan.rank_nodes import RankNodes, rank_nodes
 from raymm.scheduler.plan.stage import Degrees
 
@@ -52,10 +52,6 @@ LOOKS = 2
 _of_this_process: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 Bundle = Mapping[str, float]
-
-
-class ClusterError(InputError, RuntimeError):
-    """The cluster lacks what the plan needs; says what it has."""
 
 
 @dataclass(frozen=True)

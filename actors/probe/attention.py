@@ -16,8 +16,9 @@ from torch import nn
 
 from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings, method_of
 from raymm.actors.modules.brief_error import because
-from raymm.actors.probe.cut import ProbeError, small_language_model
+from raymm.actors.probe.cut import small_language_model
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import ProbeError
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.document_rows import (

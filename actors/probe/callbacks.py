@@ -28,17 +28,11 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import Passage, prune
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, Read, first_tensor
-from raymm.actors.probe.cut import (
-    ProbeError,
-    encoder_inputs,
-    ghost_inputs,
-    of_one_that_runs,
-    probe_encoder,
-)
+from raymm.actors.probe.cut import encoder_inputs, ghost_inputs, of_one_that_runs, probe_encoder
 from raymm.actors.probe.example_inputs import in_words
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.stage_inputs import AbsentError, CrossingError, fields
-from raymm.errors import USER_CODE_RAISES
+from raymm.actors.stages.stage_inputs import fields
+from raymm.errors import USER_CODE_RAISES, ProbeError
 
 _TOLERANCE = 1e-4
 # What may be rounding only (the gradient of a key's bias), relative to the largest gradient.
@@ -246,12 +240,10 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
         try:
             staged = chain.run(layers)
             break
-        except AbsentError as error:
+        except ProbeError as error:
             if error.key is None or error.key in chain.spec.travels:
-                raise ProbeError(str(error)) from error
+                raise
             chain.spec = replace(chain.spec, travels=chain.spec.travels | {error.key})
-        except CrossingError as error:
-            raise ProbeError(str(error)) from error
         except USER_CODE_RAISES as error:  # whatever a callback may raise
             failure = error
             break

@@ -26,8 +26,7 @@ from raymm.actors.modules.blocks import (
 from raymm.actors.modules.brief_error import because, brief
 from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.message import Read, first_tensor
-from raymm.actors.probe.error import NotRunError, NotTakenError, ProbeError
-from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
+from raymm.actors.probe.example_inputs import example_inputs, in_words
 from raymm.actors.probe.small_model import parameters_of, small_models
 from raymm.actors.probe.stage_comparison import (
     Run,
@@ -36,7 +35,7 @@ from raymm.actors.probe.stage_comparison import (
     training_draws,
 )
 from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ModelError, NotRunError, ProbeError
 
 # Of the largest logit: of two ways to compute the same.
 _ALIKE = 1e-4
@@ -52,13 +51,13 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
     if inputs is None:
         try:
             return example_inputs(model)
-        except ExampleError as error:
+        except ModelError as error:
             raise NotRunError(str(error)) from error
     try:
         with torch.no_grad():
             copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
     except USER_CODE_RAISES as error:  # whatever a model may raise
-        raise NotTakenError(
+        raise NotRunError(
             f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs "
             f"give{because(error)}; give what a batch has for the encoder", inputs,
         ) from error
@@ -292,7 +291,7 @@ def of_one_that_runs(
             return probe(model)
         except NotRunError as error:
             failed.append(error)
-            if isinstance(error, NotTakenError) and _ends_the_same(source, error):
+            if error.inputs is not None and _ends_the_same(source, error):
                 raise
     if largest >= (own := parameters_of(source.skeleton())):
         raise failed[-1]
@@ -302,10 +301,10 @@ def of_one_that_runs(
     ) from failed[0]
 
 
-def _ends_the_same(source: ModuleSource, refused: NotTakenError) -> bool:
+def _ends_the_same(source: ModuleSource, refused: NotRunError) -> bool:
     """Whether the encoder itself, without values, ends in the same error as its copy: then it is
     the inputs, and no larger copy needs to be made."""
-    inputs = tree_map_only(torch.Tensor, lambda value: value.to("meta"), dict(refused.inputs))
+    inputs = tree_map_only(torch.Tensor, lambda value: value.to("meta"), dict(refused.inputs or {}))
     try:
         with torch.no_grad():
             on_meta(source.skeleton()).to("meta")(**inputs)

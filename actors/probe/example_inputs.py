@@ -19,7 +19,7 @@ from torch import nn
 
 from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import brief
-from raymm.errors import USER_CODE_RAISES, InternalError
+from raymm.errors import USER_CODE_RAISES, ModelError
 
 IMAGE_SIZE = 224
 FRAMES = 200
@@ -32,10 +32,6 @@ _TEXT = ("input_ids", "decoder_input_ids", "decoder_inputs_embeds", "inputs_embe
 Inputs = dict[str, Any]
 
 
-class ExampleError(InternalError, ValueError):
-    """An encoder that cannot be tried, with the reason and the cure."""
-
-
 def example_inputs(model: nn.Module) -> Inputs:
     """Random inputs that the encoder's forward takes.
 
@@ -43,12 +39,12 @@ def example_inputs(model: nn.Module) -> Inputs:
         model: on the CPU with weights, or on the meta device; left as it is.
 
     Raises:
-        ExampleError: if none of the candidates runs, with what was tried; the user then gives
+        ModelError: if none of the candidates runs, with what was tried; the user then gives
             ``example_inputs``.
     """
     name = type(model).__name__
     if (encoder := _inner_encoder(model)) is not None:
-        raise ExampleError(
+        raise ModelError(
             f"{name} is an encoder with a decoder, which takes text too; the encoder alone is "
             f"model_class {encoder!r}"
         )
@@ -69,7 +65,7 @@ def example_inputs(model: nn.Module) -> Inputs:
             return inputs
     main = _main_input(model, list(_parameters(model)))
     why = f"; tried: {'; '.join(tried)}" if tried else ""
-    raise ExampleError(
+    raise ModelError(
         f"cannot guess inputs named {main!r} for {name}; give example_inputs, what a batch has for "
         f"the encoder: ModalityModule(..., example_inputs={{{main!r}: tensor}}), or in a "
         f"configuration example_inputs: {{{main}: {{shape: [...], dtype: float32}}}}{why}"

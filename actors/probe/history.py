@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.rotary import RotaryState
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.quota.generators import generators_kept, seed_generators
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 # Relative to the largest value of a result.
 _ROUNDING = 1e-6

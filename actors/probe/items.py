@@ -16,12 +16,13 @@ from torch import nn
 from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import Read, first_tensor
-from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
+from raymm.actors.probe.cut import encoder_inputs, of_one_that_runs
 from raymm.actors.probe.draws import DrawnShapes
 from raymm.actors.probe.stage_comparison import skips_blocks
 from raymm.actors.sharding.context_method import Attend
-from raymm.actors.sharding.shared_items import Peers, SharedItems, SharedItemsError
+from raymm.actors.sharding.shared_items import Peers, SharedItems
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import ModelError, ProbeError
 from raymm.kernels.attention import attention
 from raymm.kernels.context_parallel.layout import ContextLayout, local_masks
 from raymm.kernels.hf import self_attention as hf_attention
@@ -105,7 +106,7 @@ def _check_shares(
         part = _Part(whole, rank)
         try:
             output = _run(copy.deepcopy(model), inputs, part, read)
-        except SharedItemsError:
+        except ModelError:
             raise
         except _FAILURES as error:
             raise ProbeError(f"it does not run on a part of its tokens{because(error)}") from error
@@ -158,7 +159,7 @@ def _run(
     with sharing:
         output = model(**inputs)
     if getattr(output, "hidden_states", None) is not None:
-        raise SharedItemsError(
+        raise ModelError(
             "it returns the hidden states of all its blocks (output_hidden_states), of which "
             "every process has a part"
         )
@@ -184,9 +185,9 @@ class _Whole:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
                    **options: Any) -> torch.Tensor:  # fmt: skip
             if key.shape != value.shape:
-                raise SharedItemsError("its keys and values differ in shape")
+                raise ModelError("its keys and values differ in shape")
             if not query.shape[2] == key.shape[2] == layout.length:
-                raise SharedItemsError(
+                raise ModelError(
                     f"{query.shape[2]} rows attend to {key.shape[2]} keys of {layout.length} tokens"
                 )
             self.attended.append((key, value))
@@ -219,7 +220,7 @@ class _Part:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
                    **options: Any) -> torch.Tensor:  # fmt: skip
             if query.shape[2] != layout.sizes[self.rank]:
-                raise SharedItemsError(f"{query.shape[2]} rows for {layout.sizes[self.rank]} "
+                raise ModelError(f"{query.shape[2]} rows for {layout.sizes[self.rank]} "
                                        "tokens of a process")  # fmt: skip
             whole = self._whole.attended[self.calls]
             self.calls += 1

@@ -13,11 +13,11 @@ import torch
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.modules.node import OWN, outputs_of
 from raymm.actors.probe.callbacks import Cuts, probe_chain
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.language import LanguageSpec
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.stages.stage_inputs import fields
+from raymm.errors import ProbeError
 
 _ONE_STAGE = "give it one stage (pp 1)"
 

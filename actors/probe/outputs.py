@@ -24,13 +24,12 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
 from raymm.actors.probe.cut import of_one_that_runs
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.history import check_history, other_values
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.stage_inputs import fields
 from raymm.actors.weights.source import set_mode
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _SHOWN = 3
 

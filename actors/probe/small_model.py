@@ -23,9 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raymm.actors.experts.routing import SWITCH, switched_on
 from raymm.actors.modules.blocks import block_list, config_depth_names, find_blocks
 from raymm.actors.modules.brief_error import because
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.weights.source import ModuleSource, on_meta
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ProbeError
 
 PROBE_DEPTH = 3
 _PROBE_VOCABULARY = 256

@@ -17,18 +17,17 @@ from torch import nn
 
 from raymm.actors.modules.blocks import block_list
 from raymm.actors.modules.brief_error import because
-from raymm.actors.modules.cut import CutInfo, CutReached, Passage, ghost_parameter, prune
+from raymm.actors.modules.cut import CutInfo, Passage, ghost_parameter, prune
 from raymm.actors.modules.draws import BlockDraws, Draws
 from raymm.actors.probe.draws import extreme_draws
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.quota.generators import (
     generator_state,
     generators_kept,
     host_states,
     seed_generators,
 )
-from raymm.errors import USER_CODE_RAISES
-from raymm.kernels.shared_draws import Cut, Grid, SharedDrawError, SharedDraws
+from raymm.errors import USER_CODE_RAISES, ForwardLeft, NotRunError, PlanError, ProbeError
+from raymm.kernels.shared_draws import Cut, Grid, SharedDraws
 
 # Of forced random decisions. To see what can happen (that it does not in any of them, with three
 # blocks of which each is skipped in every second forward, is a chance of one in 2**24):
@@ -168,7 +167,7 @@ def _refused_shape(model: nn.Module, two_rows: Run | None, tokens: int | None) -
     try:
         with generators_kept(), torch.no_grad(), SharedDraws(grid):
             two_rows(copy.deepcopy(model), True)
-    except SharedDrawError as error:
+    except PlanError as error:
         return str(error)
     except USER_CODE_RAISES:
         pass  # its inputs are not doubled along the first dimension: the first step decides
@@ -347,8 +346,8 @@ class _Stages:
                     with passage.open(received, "its forward", relays):
                         hidden = _drawing(stage, listed, self._run, not number, seed)
                         handed = (hidden,)
-                except CutReached as cut:
-                    hidden, handed = cut.hidden, (cut.hidden, *cut.relays)
+                except ForwardLeft as cut:
+                    hidden, handed = cut.value, (cut.value, *cut.relays)
                 self._used[number] |= self._reached(stage, handed)
         except ProbeError:
             raise
@@ -418,8 +417,8 @@ class _Stages:
             try:
                 with passage.open(leaf, self._name, relays):
                     return (_drawing(stage, listed, self._run, not number, 0).detach(),)
-            except CutReached as cut:
-                return tuple(t.detach() for t in (cut.hidden, *cut.relays))
+            except ForwardLeft as cut:
+                return tuple(t.detach() for t in (cut.value, *cut.relays))
 
     def _read(
         self, everywhere: CutInfo, number: int, received: _Handed, handed: _Handed,

@@ -20,12 +20,12 @@ from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import Read, first_tensor
 from raymm.actors.modules.projector import Projector
-from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
+from raymm.actors.probe.cut import encoder_inputs, of_one_that_runs
 from raymm.actors.sharding.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
 from raymm.actors.sharding.tensor_rules import generic
 from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module
 from raymm.actors.weights.source import ModuleSource
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ProbeError
 from raymm.kernels.collectives.tensor_group import TensorGroup, ThreadGroup, thread_groups
 
 TOLERANCE = 1e-5

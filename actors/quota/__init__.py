@@ -8,13 +8,10 @@ with :class:`ConcurrentModules` on the streams that :meth:`StreamPool.select` gi
 from raymm.actors.quota.backend import Backend, QuotaStream, Stream
 from raymm.actors.quota.concurrent_modules import (
     ConcurrentModules,
-    ModuleError,
-    ModuleTimeoutError,
     check_no_shared_parameters,
 )
 from raymm.actors.quota.cuda_backend import CudaBackend
-from raymm.actors.quota.green_context import DriverError
-from raymm.actors.quota.partition import Multiprocessors, Partition, QuotaError, partition
+from raymm.actors.quota.partition import Multiprocessors, Partition, partition
 from raymm.actors.quota.pool import StreamPool, StreamSet
 from raymm.actors.quota.recording import Account, QuotaSpan, RecordingBackend
 from raymm.actors.quota.work import Output, Work
@@ -24,13 +21,9 @@ __all__ = [
     "RecordingBackend",
     "Backend",
     "CudaBackend",
-    "DriverError",
-    "ModuleError",
-    "ModuleTimeoutError",
     "Multiprocessors",
     "Output",
     "Partition",
-    "QuotaError",
     "QuotaSpan",
     "QuotaStream",
     "ConcurrentModules",

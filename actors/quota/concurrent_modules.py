@@ -39,43 +39,6 @@ STAGE_TIMEOUT_SECONDS = 600.0
 CLOSE_TIMEOUT_SECONDS = 5.0
 
 
-class ModuleError(InternalError, RuntimeError):
-    """A module's work raised; the cause is what it raised.
-
-    Attributes:
-        module: whose work.
-        reason: type and text of what it raised.
-    """
-
-    def __init__(self, module: str, reason: str) -> None:
-        super().__init__(f"module {module!r} failed: {reason}")
-        self.module = module
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions travel from actors to the driver.
-        return type(self), (self.module, self.reason), self.__dict__
-
-
-class ModuleTimeoutError(InternalError, TimeoutError):
-    """Modules did not end in time. Their threads may still run: nothing more can be.
-
-    Attributes:
-        modules: that did not end.
-        seconds: that they had.
-    """
-
-    def __init__(self, modules: tuple[str, ...], seconds: float) -> None:
-        super().__init__(
-            f"modules {', '.join(map(repr, modules))} did not end within {seconds:g} s"
-        )
-        self.modules = modules
-        self.seconds = seconds
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.modules, self.seconds)
-
-
 class ConcurrentModules:
     """The threads of one process's modules. Reused from step to step, made as modules come.
 
@@ -113,9 +76,9 @@ class ConcurrentModules:
             What they returned, in the same order.
 
         Raises:
-            ModuleError: of the first module, in the order of ``works``, whose work raised; after
+            InternalError: of the first module, in the order of ``works``, whose work raised; after
                 all have ended. Failures of others are its notes.
-            ModuleTimeoutError: some did not end in time.
+            TimeoutError: some did not end in time.
             InternalError: see :attr:`Work.draws`.
             ValueError: no stream for a module, or a backward on another partition than its
                 forward's.
@@ -172,7 +135,7 @@ class ConcurrentModules:
             if late:
                 self._unusable = f"modules {', '.join(map(repr, late))} did not end"
         if late:
-            raise ModuleTimeoutError(late, self._timeout)
+            raise TimeoutError(f"{self._unusable} within {self._timeout:g} s")
 
     def close(self) -> None:
         """End the threads. Those that are stuck are left behind; they do not keep the process
@@ -309,7 +272,7 @@ def _raise_first(errors: Mapping[str, BaseException | None]) -> None:
     if not failed:
         return
     (module, cause), *others = failed.items()
-    error = ModuleError(module, _said(cause))
+    error = InternalError(f"module {module!r} failed: {_said(cause)}")
     for other, its in others:
         error.add_note(f"module {other!r} failed as well: {_said(its)}")
     raise error from cause

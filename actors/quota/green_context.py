@@ -33,10 +33,6 @@ WORKQUEUES_SINCE = 13010  # CUDA 13.1: contexts can ask for work queues of their
 STREAMS_PER_CONTEXT = 1
 
 
-class DriverError(InternalError, RuntimeError):
-    """A call of the CUDA driver failed."""
-
-
 class GreenContexts:
     """The green contexts of one device, and streams in them.
 
@@ -56,7 +52,7 @@ class GreenContexts:
 
     Raises:
         InputError: the driver is too old, or the GPU cannot be split.
-        DriverError: of the calls that split it.
+        InternalError: of the calls that split it.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class GreenContexts:
         kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
         try:
             queues = self._call("cuDeviceGetDevResource", self._device, kind)
-        except DriverError as error:
+        except InternalError as error:
             return [], f"work queues are shared: {error}"
         most = queues.wqConfig.wqConcurrencyLimit
         queues.wqConfig.sharingScope = scopes.CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED
@@ -115,7 +111,7 @@ class GreenContexts:
         the same groups share a green context.
 
         Raises:
-            DriverError: of the calls that make it; also if the context that the driver made
+            InternalError: of the calls that make it; also if the context that the driver made
                 has another number of multiprocessors.
         """
         context = self._context(partition)
@@ -135,7 +131,7 @@ class GreenContexts:
             self._contexts[key] = context
             sms = self._call("cuGreenCtxGetDevResource", context, self._sms).sm.smCount
             if sms != partition.sms:
-                raise DriverError(
+                raise InternalError(
                     f"cuGreenCtxCreate made a context of {sms} multiprocessors for {partition}"
                 )
             self._check_workqueues(context)
@@ -146,7 +142,7 @@ class GreenContexts:
             kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
             granted = self._call("cuGreenCtxGetDevResource", context, kind)
             if granted.wqConfig.sharingScope != asked.wqConfig.sharingScope:
-                raise DriverError(
+                raise InternalError(
                     "cuGreenCtxCreate made a context that shares work queues (scope "
                     f"{granted.wqConfig.sharingScope}); asked: {asked.wqConfig.sharingScope}"
                 )
@@ -156,12 +152,12 @@ class GreenContexts:
         that have several; bindings before 13 do not say which they are of."""
         try:
             return self._call("cuDevResourceGenerateDesc", parts, len(parts))
-        except DriverError as error:
+        except InternalError as error:
             groups = parts[: len(parts) - len(self._workqueues)]
             domains = sorted({getattr(part.sm, "localityDomainId", 0) for part in groups})
             if len(domains) == 1:
                 raise
-            raise DriverError(
+            raise InternalError(
                 f"{error}: {partition} is of locality domains {domains}; accepted: quotas whose "
                 "groups are of one domain each"
             ) from error
@@ -182,7 +178,7 @@ class GreenContexts:
             for handle in handles:
                 try:
                     self._call(name, handle)
-                except DriverError as error:
+                except InternalError as error:
                     failures.append(error)
         self._streams.clear()
         self._contexts.clear()
@@ -198,7 +194,7 @@ class GreenContexts:
             )
         status, *results = function(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise DriverError(f"{name} failed: {getattr(status, 'name', status)}")
+            raise InternalError(f"{name} failed: {getattr(status, 'name', status)}")
         if len(results) > 1:
             return tuple(results)
         return results[0] if results else None

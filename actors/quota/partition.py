@@ -14,15 +14,11 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from raymm.errors import InputError
+from raymm.errors import PlanError
 
 # Sums of quotas such as 0.1 + 0.2 + 0.7 are 1 but for their rounding, and so is a quota such as
 # 24 / 132 times 132.
 ROUNDING = 1e-9
-
-
-class QuotaError(InputError, ValueError):
-    """Quotas that a GPU cannot grant. Raised before anything is created."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Multiprocessors:
             own clusters of SMs do not divide evenly.
 
     Raises:
-        QuotaError: a number that is none or not whole; if there is not a single group, or more
+        PlanError: a number that is none or not whole; if there is not a single group, or more
             than there are SMs for.
     """
 
@@ -48,14 +44,14 @@ class Multiprocessors:
         for name in ("total", "granularity", "groups"):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
-                raise QuotaError(f"{name} is {value!r}; accepted: a whole number")
+                raise PlanError(f"{name} is {value!r}; accepted: a whole number")
         if self.granularity < 1:
-            raise QuotaError(f"granularity is {self.granularity}; accepted: 1 or more")
+            raise PlanError(f"granularity is {self.granularity}; accepted: 1 or more")
         most = self.total // self.granularity
         if self.groups == -1:
             object.__setattr__(self, "groups", most)
         if not 1 <= self.groups <= most:
-            raise QuotaError(
+            raise PlanError(
                 f"groups is {self.groups} for {self.total} multiprocessors in groups of "
                 f"{self.granularity}; accepted: 1 to {most}"
             )
@@ -130,7 +126,7 @@ def partition(quotas: Mapping[str, float], gpu: Multiprocessors) -> tuple[Partit
         gpu: what is shared.
 
     Raises:
-        QuotaError: no quota, one that is below one group's share or above 1, or a sum above 1.
+        PlanError: no quota, one that is below one group's share or above 1, or a sum above 1.
     """
     _check(quotas, gpu)
     if len(quotas) == 1 and next(iter(quotas.values())) >= 1 - ROUNDING:
@@ -147,27 +143,27 @@ def partition(quotas: Mapping[str, float], gpu: Multiprocessors) -> tuple[Partit
 
 def _check(quotas: Mapping[str, float], gpu: Multiprocessors) -> None:
     if not quotas:
-        raise QuotaError("quotas are empty; accepted: a share of the GPU for one module or more")
+        raise PlanError("quotas are empty; accepted: a share of the GPU for one module or more")
     least = gpu.smallest_quota
     for module, quota in quotas.items():
         if not _is_number(quota):
-            raise QuotaError(
+            raise PlanError(
                 f"quota of {module!r} is {quota!r}; accepted: a number from {least:.4g} to 1"
             )
         if not (math.isfinite(quota) and least - ROUNDING <= quota <= 1 + ROUNDING):
-            raise QuotaError(
+            raise PlanError(
                 f"quota of {module!r} is {quota} ({quota * gpu.total:.1f} of {gpu.total} "
                 f"multiprocessors); accepted: {least:.4g} ({gpu.granularity} multiprocessors, "
                 "what this GPU can set apart) to 1"
             )
     total = math.fsum(quotas.values())
     if total > 1 + ROUNDING:
-        raise QuotaError(
+        raise PlanError(
             f"quotas {dict(quotas)} of modules that run at the same time sum to {total:.10g}; "
             "accepted: at most 1"
         )
     if len(quotas) > gpu.groups:
-        raise QuotaError(
+        raise PlanError(
             f"quotas name {len(quotas)} modules and the GPU has {gpu.groups} groups of "
             f"multiprocessors; accepted: at most {gpu.groups} modules at the same time"
         )

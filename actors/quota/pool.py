@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from raymm.actors.quota.backend import Backend, QuotaStream
-from raymm.actors.quota.partition import Partition, QuotaError, partition
+from raymm.actors.quota.partition import Partition, partition
+from raymm.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class StreamPool:
         modules: whose streams to make, where other processes run the rest; all by default.
 
     Raises:
-        QuotaError: quotas that cannot be granted, or ``modules`` that are in no set. Nothing
+        PlanError: quotas that cannot be granted, or ``modules`` that are in no set. Nothing
             has been created then.
     """
 
@@ -68,10 +69,10 @@ class StreamPool:
         self.partitions: dict[str, tuple[Partition, ...]] = _layouts(backend, sets)
         accepted = {module for quotas in sets.values() for module in quotas}
         if isinstance(modules, str):  # its letters would be the names
-            raise QuotaError(f"modules is {modules!r}; accepted: a collection of names, None")
+            raise PlanError(f"modules is {modules!r}; accepted: a collection of names, None")
         mine = accepted if modules is None else set(modules)
         if not mine <= accepted:
-            raise QuotaError(
+            raise PlanError(
                 f"modules are {sorted(mine)}; accepted: those of the sets, {sorted(accepted)}"
             )
         self._backend = backend
@@ -95,13 +96,13 @@ class StreamPool:
         two may use the same multiprocessors. Nothing is created, and the host does not wait.
 
         Raises:
-            QuotaError: no such set.
+            PlanError: no such set.
             RuntimeError: the pool is closed.
         """
         if self._closed:
             raise RuntimeError("the stream pool is closed")
         if name not in self._sets:
-            raise QuotaError(f"set is {name!r}; accepted: {', '.join(self._sets)}")
+            raise PlanError(f"set is {name!r}; accepted: {', '.join(self._sets)}")
         before, chosen = self._selected, self._sets[name]
         if before is not None and before is not chosen:
             events = [stream.record() for stream in before.streams.values()]
@@ -139,6 +140,6 @@ def _layouts(
     for name, quotas in sets.items():
         try:
             layouts[name] = partition(quotas, backend.gpu)
-        except QuotaError as error:
-            raise QuotaError(f"set {name!r}: {error}") from None
+        except PlanError as error:
+            raise PlanError(f"set {name!r}: {error}") from None
     return layouts

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from raymm.actors.faults.flight_recorder import record_flight
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.nccl_errors import only_abort
 from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.host.interfaces import use_interface
 from raymm.actors.rank.meeting_store import MeetingStore, News
+from raymm.errors import ChannelError
 from raymm.kernels.collectives.waiting import PointToPoint, receive_from, send_to, wait
 
 # NCCL's watchdog waits so many times as long as processes wait for each other.

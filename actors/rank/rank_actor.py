@@ -16,7 +16,6 @@ from raymm.actors.executor.colocation import Colocation, default_backend
 from raymm.actors.executor.executor import Executor, Prepared
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cut import OwnConnections
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.nccl_errors import end_after_timeouts, nccl_error
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.features.kept_features import FeatureWriter
@@ -35,6 +34,7 @@ from raymm.actors.rank.step_calls import pack_result, remember, unpack_call
 from raymm.actors.rank.stored_rank import StoredRank
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.errors import ChannelError
 from raymm.kernels.choice.choice import KERNEL_CHOICE
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.issue_order import Issue

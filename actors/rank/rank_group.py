@@ -14,12 +14,7 @@ from raymm.actors.faults.cluster_observer import ClusterObserver
 from raymm.actors.faults.inquiry import kill_from_outside
 from raymm.actors.faults.observed_actor import remote_class
 from raymm.actors.optimizer.progress import Progress
-from raymm.actors.placement.placement import (
-    ONLY_RANKS,
-    ClusterError,
-    Placement,
-    PlacementOptions,
-)
+from raymm.actors.placement.placement import ONLY_RANKS, Placement, PlacementOptions
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.actors.rank.rank_spec import ProcessSpec, RankPlace
@@ -28,7 +23,7 @@ from raymm.actors.recovery.leaving import end, leave
 from raymm.actors.recovery.observed_ranks import ObservedRanks
 from raymm.actors.recovery.snapshots import keepers
 from raymm.actors.recovery.spares import Spares
-from raymm.errors import NodeLostError
+from raymm.errors import ClusterError, Loss, RunFailedError
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Op, Program
@@ -55,7 +50,7 @@ class RankGroup(ObservedRanks):
     Raises:
         ClusterError: if the cluster cannot hold the ranks, or not in time.
         RankFailedError: if a rank cannot start.
-        NodeLostError: if its node is lost meanwhile.
+        RunFailedError: if its node is lost meanwhile.
     """
 
     actor_class: type = RankActor
@@ -313,7 +308,7 @@ class RankGroup(ObservedRanks):
         """Where nodes are lost: have Ray find other places for what was there.
 
         Raises:
-            NodeLostError: there are none; the processes have ended.
+            RunFailedError: there are none; the processes have ended.
         """
         lost = frozenset() if self._observer is None else self._observer.lost_nodes
         if not lost:
@@ -325,7 +320,9 @@ class RankGroup(ObservedRanks):
         except ClusterError as error:
             self._ended = str(error)
             self.shutdown()
-            raise NodeLostError(f"a node is lost, and {error}", lost) from error
+            raise RunFailedError(
+                f"a node is lost, and {error}", lost=Loss.NODE, nodes=lost
+            ) from error
         self._observe(self.nodes)
 
     def _observe(self, nodes: frozenset[str]) -> None:

@@ -12,7 +12,8 @@ from raymm.actors.placement.node_types import (
     reachable_resources,
     without_room,
 )
-from raymm.actors.placement.placement import ONLY_RANKS, ClusterError, PlacementOptions
+from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
+from raymm.errors import ClusterError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -18,11 +18,10 @@ from raymm.actors.faults.failure import first_line
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.heartbeats import BEAT_S, Heartbeats
 from raymm.actors.faults.inquiry import Inquiry, inquire, look_from_outside
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.stacks import Address, Look
 from raymm.actors.placement.node_types import draining_nodes
 from raymm.actors.recovery.leaving import cut
-from raymm.errors import ClusterLostError, NodeLostError, NodePreemptedError, RunFailedError
+from raymm.errors import ChannelError, Loss, RunFailedError
 
 # Seconds between two looks at anything but results, while there are none.
 LISTEN_S = 1.0
@@ -99,9 +98,9 @@ class ObservedRanks(ABC):
 
         Raises:
             RankFailedError: if a rank died, or nothing came in time.
-            RankRaisedError: if what a rank runs raised.
-            NodeLostError: a node with processes of the run is gone.
-            ClusterLostError: the server that knows the cluster is, or the driver's own node.
+            RankFailedError: if what a rank runs raised.
+            RunFailedError: a node with processes of the run is gone, or the server that knows the
+                cluster.
         """
         ranks = list(range(len(refs))) if ranks is None else list(ranks)
         pending = dict(zip(refs, ranks, strict=True))
@@ -151,8 +150,8 @@ class ObservedRanks(ABC):
             error: how a process of the run died that may have gone with its node.
 
         Raises:
-            NodeLostError: a node with processes of the run is gone.
-            ClusterLostError: the server that knows the cluster is, or the driver's own node.
+            RunFailedError: a node with processes of the run is gone, or the server that knows the
+                cluster.
         """
         if self._observer is None or self._observer.lost is None:
             return
@@ -160,7 +159,7 @@ class ObservedRanks(ABC):
         ranks = [rank for rank, process in self._addresses.items() if process.node in lost_nodes]
         had = f". It had {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
         kind = lost_node_error(lost_nodes, error is not None and error.preempted)
-        others = kind is not ClusterLostError  # there are nodes to go on
+        others = kind.keywords["lost"] is not Loss.CLUSTER  # there are nodes to go on
         lost = frozenset(ranks) if others else None
         self._fail(Failure(f"{self._observer.lost}{had}", kind, lost), error)
 
@@ -168,7 +167,7 @@ class ObservedRanks(ABC):
         """Look at once at all nodes with processes of the run: one of these has died.
 
         Raises:
-            NodeLostError, ClusterLostError: as of :meth:`check_cluster`.
+            RunFailedError: as of :meth:`check_cluster`.
         """
         if self._observer is not None:
             self._observer.look_at_nodes()
@@ -184,7 +183,7 @@ class ObservedRanks(ABC):
 
         Raises:
             RankFailedError: one does.
-            NodeLostError, ClusterLostError: as of :meth:`check_cluster`.
+            RunFailedError: as of :meth:`check_cluster`.
         """
         self.check_running()
         self.check_cluster()
@@ -327,7 +326,7 @@ class ObservedRanks(ABC):
         return f"rank {rank} (stages {self._labels[rank]}{self._places[rank]})"
 
 
-def lost_node_error(nodes: frozenset[str], preempted: bool) -> Callable[[str], RunFailedError]:
+def lost_node_error(nodes: frozenset[str], preempted: bool) -> partial[RunFailedError]:
     """The error, of a text, of losing nodes; without any, or with the driver's own, of losing the
     cluster.
 
@@ -336,6 +335,7 @@ def lost_node_error(nodes: frozenset[str], preempted: bool) -> Callable[[str], R
         preempted: whether Ray says so of a process that was there.
     """
     if not nodes or ray.get_runtime_context().get_node_id() in nodes:
-        return ClusterLostError
+        return partial(RunFailedError, lost=Loss.CLUSTER)
     announced = preempted or bool(nodes & draining_nodes().keys())
-    return partial(NodePreemptedError if announced else NodeLostError, nodes=nodes)
+    loss = Loss.PREEMPTED_NODE if announced else Loss.NODE
+    return partial(RunFailedError, lost=loss, nodes=nodes)

@@ -14,7 +14,7 @@ Of a mixture of experts that is expert parallel, experts are not gathered: each 
 same part of them, and tokens come to it (:mod:`raymm.actors.experts.parallel`).
 
 The stage is FSDP's root with ``run`` as its forward, since the module's own forward may end in the
-middle (:class:`raymm.actors.modules.cut.CutReached`); hooks that replace the hidden state come
+middle (:class:`raymm.errors.ForwardLeft`); hooks that replace the hidden state come
 before FSDP's.
 """
 

@@ -45,7 +45,7 @@ class LeastBytes:
                 which rules ulysses out.
 
         Raises:
-            ContextParallelError: none of the methods can be used.
+            PlanError: none of the methods can be used.
         """
         methods = tuple(m for m in self.methods if not (recompute and m == "ulysses"))
         return choose(

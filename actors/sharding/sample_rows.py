@@ -17,7 +17,7 @@ import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import ROUTED_TOKENS, MicrobatchContext
-from raymm.errors import InputError
+from raymm.errors import ModelError
 
 # What a merge policy may return, and which of its dimensions is that of rows.
 _ROWS = {
@@ -25,10 +25,6 @@ _ROWS = {
     "cross_attention_states": 0, "cross_shown": 0, "token_layout": 1, "position_ids": -2,
     ROUTED_TOKENS: 0,
 }  # fmt: skip
-
-
-class SplitSamplesError(InputError, ValueError):
-    """Inputs that cannot be split by samples."""
 
 
 def shares(count: int, processes: int) -> list[range]:
@@ -85,10 +81,10 @@ def take_rows(
         together: rows that stay together.
 
     Raises:
-        SplitSamplesError: if there is anything else.
+        ModelError: if there is anything else.
     """
     if unknown := sorted(set(merged) - set(_ROWS)):
-        raise SplitSamplesError(
+        raise ModelError(
             f"the merge policy returned {unknown}; with sharding 'fsdp' a language model gets "
             f"{sorted(_ROWS)} and nothing else"
         )
@@ -103,7 +99,7 @@ def take_rows(
         dim = _ROWS[name] % value.dim()
         rows = value.shape[dim]
         if rows not in (1, count):
-            raise SplitSamplesError(
+            raise ModelError(
                 f"the merge policy returned {name} of shape {tuple(value.shape)}, which has "
                 f"{rows} rows along dimension {dim}; the microbatch has {count}"
             )
@@ -119,13 +115,13 @@ def count_items(inputs: Mapping[str, Any], module: str) -> int:
     """How many items there are.
 
     Raises:
-        SplitSamplesError: if not every tensor has its items along its first dimension.
+        ModelError: if not every tensor has its items along its first dimension.
     """
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim()}
     counts = {value.shape[0] for value in tensors.values()}
     if len(counts) != 1:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
-        raise SplitSamplesError(
+        raise ModelError(
             f"{module!r} gets {shapes or 'no tensor'}; with sharding 'fsdp' the items of a "
             "microbatch are split along the first dimension, which must be the same for all: "
             "use sharding zero1 for this module"

@@ -30,7 +30,7 @@ from torch import nn
 
 from raymm.actors.modules.blocks import block_list, hidden_name, hidden_state, method_of
 from raymm.actors.sharding.context_method import Attend, attend_over
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.kernels.collectives.gather_tokens import gather_tokens
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
@@ -41,10 +41,6 @@ from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.shared_draws import Cut, Grid, current_draws, set_grid
 
 _CACHED_MASKS = 64
-
-
-class SharedItemsError(InputError, ValueError):
-    """An encoder whose items' tokens cannot be shared, with the reason."""
 
 
 class Peers(Protocol):
@@ -133,10 +129,10 @@ class SharedItems:
         """The first block of this stage: learn T and, in the first stage, cut the tokens."""
         hidden = hidden_state(block, args, kwargs)
         if self._layout is not None:
-            raise SharedItemsError("it runs its first block more than once in a forward")
+            raise ModelError("it runs its first block more than once in a forward")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
             shape = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else "of no tensor"
-            raise SharedItemsError(
+            raise ModelError(
                 f"it hands its blocks a hidden state {shape}; expected (items, tokens, width)"
             )
         self._length = hidden.shape[1]
@@ -170,13 +166,13 @@ class SharedItems:
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._layout is None:
-            raise SharedItemsError("it runs a block before its first one")
+            raise ModelError("it runs a block before its first one")
         return self._cut(block, args, kwargs, hidden_too=False)
 
     def _after_last(self, block: nn.Module, args: tuple, output: Any) -> Any:
         local = output[0] if isinstance(output, tuple) else output
         if not isinstance(local, torch.Tensor) or local.dim() != 3:
-            raise SharedItemsError("it has a last block that returns no (items, tokens, width)")
+            raise ModelError("it has a last block that returns no (items, tokens, width)")
         assert self._layout is not None  # since its first block
         whole = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()

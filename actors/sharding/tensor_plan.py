@@ -14,7 +14,7 @@ from raymm.actors.adapters.lora import HIGH, LOW, AdaptedLayer
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.tensor_heads import Heads, count_heads, local_attributes
-from raymm.actors.sharding.tensor_rules import StyleError, find_rules, generic
+from raymm.actors.sharding.tensor_rules import find_rules, generic
 from raymm.actors.sharding.tensor_units import (
     Experts,
     ParameterShard,
@@ -28,7 +28,7 @@ from raymm.actors.sharding.tensor_units import (
     widths,
 )
 from raymm.actors.weights.source import ModuleSource
-from raymm.scheduler.plan.plan import PlanError
+from raymm.errors import ModelError, PlanError
 
 COLUMN, ROW = "column", "row"
 GATHERED_COLUMN, SPLIT_ROW = "gathered_column", "split_row"
@@ -141,7 +141,7 @@ def plan_module(
     """
     try:
         rules = _rules(module, tp)
-    except StyleError as error:
+    except ModelError as error:
         raise PlanError(
             f"tp of {name!r} is {tp}, but in {type(module).__name__} {error}, which raymm does "
             "not support; set it to 1"

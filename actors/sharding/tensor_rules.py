@@ -26,18 +26,14 @@ from raymm.actors.sharding.tensor_units import (
     parent_name,
     widths,
 )
-from raymm.errors import InputError
-
-
-class StyleError(InputError, ValueError):
-    """A module with a style that is not supported; names both."""
+from raymm.errors import ModelError
 
 
 def find_rules(module: nn.Module) -> Rules:
     """Hugging Face's rules, where it has any for this module, else those of the names.
 
     Raises:
-        StyleError: if Hugging Face's plan has a style that is not supported.
+        ModelError: if Hugging Face's plan has a style that is not supported.
     """
     plan = {k: v for k, v in (getattr(module, "_tp_plan", None) or {}).items() if v}
     rules = _rules_of_plan(module, plan)
@@ -67,10 +63,10 @@ def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
     grouped: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
         if style not in _PLAN_STYLES:
-            raise StyleError(f"{name!r} has the style {style!r}")
+            raise ModelError(f"{name!r} has the style {style!r}")
         if style in _LINEAR_STYLES:
             if not is_linear(modules[name]):
-                raise StyleError(f"{name!r}, a {type(modules[name]).__name__}, has {style!r}")
+                raise ModelError(f"{name!r}, a {type(modules[name]).__name__}, has {style!r}")
             grouped.setdefault(parent_name(name), {})[name] = style
     units = [
         unit
@@ -105,11 +101,11 @@ def _unit_of_plan(
     gathered = {style for style in members.values() if style not in ("colwise", "rowwise")}
     heads = any(leaf_name(n) in QUERY_LEAVES | KEY_VALUE_LEAVES for n in columns)
     if not rows and not gathered:
-        raise StyleError(f"{columns[0]!r} has 'colwise', but nothing in {where!r} has 'rowwise'")
+        raise ModelError(f"{columns[0]!r} has 'colwise', but nothing in {where!r} has 'rowwise'")
     if not columns and not gathered:
-        raise StyleError(f"{rows[0]!r} has 'rowwise', but nothing in {where!r} has 'colwise'")
+        raise ModelError(f"{rows[0]!r} has 'rowwise', but nothing in {where!r} has 'colwise'")
     if gathered and not all(s not in ("colwise", "rowwise") for s in members.values()):
-        raise StyleError(f"{where!r} has {', '.join(sorted(set(members.values())))} at once")
+        raise ModelError(f"{where!r} has {', '.join(sorted(set(members.values())))} at once")
     inside = [n for n in styles if n.startswith(where + ".")]
     partial = [n for n in inside if styles[n] == "replicated_with_grad_allreduce"]
     tails = {}
@@ -138,7 +134,7 @@ def _expert_dims(where: str, bare: dict[str, str]) -> dict[str, tuple[int, int]]
     for name, style in bare.items():
         if parent_name(name) == where:
             if style not in _EXPERT_STYLES:
-                raise StyleError(f"{name!r} has the style {style!r}")
+                raise ModelError(f"{name!r} has the style {style!r}")
             dims[name] = _EXPERT_STYLES[style]
     return dims
 

@@ -13,13 +13,12 @@ from torch import nn
 
 from raymm.actors.adapters.lora import disable_dropout
 from raymm.actors.features.kept_features import FEATURES
-from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
+from raymm.actors.modules.cut import CutInfo, stage_parameters
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule, first_tensor
 from raymm.actors.modules.module_state import may_draw
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.sharding.sample_rows import SplitSamplesError
-from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems, SharedItemsError
+from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.stages.draw_grids import sample_rows, share_of_rows
@@ -38,6 +37,7 @@ from raymm.actors.stages.stage_inputs import (
 )
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import ForwardLeft, ModelError
 from raymm.kernels.collectives.gather_tokens import contribute_once
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
@@ -276,10 +276,10 @@ class EncoderStage(StageModule):
             try:
                 with self._sharing or nullcontext():
                     output = self._forward(received_hidden, context, **inputs)
-            except CutReached as cut:
-                return message_of(cut.hidden, ports, side, self.optional)
+            except ForwardLeft as cut:
+                return message_of(cut.value, ports, side, self.optional)
             if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
-                raise SharedItemsError(
+                raise ModelError(
                     f"{self.spec.name} returns the hidden states of all its blocks, of which "
                     "every process has a part; with cp above 1 its last one can be used"
                 )
@@ -324,11 +324,11 @@ class EncoderStage(StageModule):
             context: of the microbatch.
 
         Raises:
-            SplitSamplesError: processes share items, and it has not one row for each.
+            ModelError: processes share items, and it has not one row for each.
         """
         hidden = output if self._items is None else self._items.whole(output, side)
         if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
-            raise SplitSamplesError(
+            raise ModelError(
                 f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
                 f"{context.own_rows(self.spec.name).size} items; where microbatches are split by "
                 "samples, accepted: (items, tokens, width)"

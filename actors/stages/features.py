@@ -14,14 +14,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.kernels.host_copies import on_host, to_device
 
 _ROWS = "rows/"
-
-
-class FeaturesError(InputError, ValueError):
-    """Features of another structure than those that a model was tried with."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +75,12 @@ class Form:
         """Per leaf, what an output has there, lists put together; None of values.
 
         Raises:
-            FeaturesError: the output has another structure.
+            ModelError: the output has another structure.
         """
         values, tree = tree_flatten(_shown(output, self.fields), _is_leaf)
         kinds = [_leaf(value).kind for value in values]
         if tree != self.tree or kinds != [leaf.kind for leaf in self.leaves]:
-            raise FeaturesError(f"features are of structure {tree}, not {self.tree}")
+            raise ModelError(f"features are of structure {tree}, not {self.tree}")
         return [
             value if isinstance(value, torch.Tensor)
             else None if leaf.kind == "value" else torch.cat(list(value))
@@ -95,7 +91,7 @@ class Form:
         """What travels of an output: floating-point tensors, and the rest by name.
 
         Raises:
-            FeaturesError: the output has another structure.
+            ModelError: the output has another structure.
         """
         tensors, side = [], {}
         values = tree_flatten(_shown(output, self.fields), _is_leaf)[0]
@@ -149,7 +145,7 @@ class Form:
                 others have one of each.
 
         Raises:
-            FeaturesError: entries of all items that differ in length.
+            ModelError: entries of all items that differ in length.
         """
         parts = []
         for n, tensor in self._travelling(tensors, side):
@@ -161,7 +157,7 @@ class Form:
                 parts += [tensor, rows]
                 continue
             if len(set(rows.tolist())) > 1:
-                raise FeaturesError(f"features of one batch's items have {rows.tolist()} rows")
+                raise ModelError(f"features of one batch's items have {rows.tolist()} rows")
             parts.append(tensor.unflatten(0, (len(rows), -1)).transpose(0, 1))
         return parts
 
@@ -259,5 +255,5 @@ class ReceivedFeatures:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         if self.output is None:
-            raise FeaturesError(f"the model asks for features of {self._name!r} without items")
+            raise ModelError(f"the model asks for features of {self._name!r} without items")
         return self.output

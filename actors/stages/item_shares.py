@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items, shares, take_items
+from raymm.actors.sharding.sample_rows import count_items, shares, take_items
+from raymm.errors import ModelError
 from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import on_host
@@ -70,11 +71,11 @@ class ItemShares:
             side: as of :meth:`own`.
 
         Raises:
-            SplitSamplesError: it has not one row for each item.
+            ModelError: it has not one row for each item.
         """
         items = len(self.own(side))
         if len(own) != max(items, 1):
-            raise SplitSamplesError(
+            raise ModelError(
                 f"{self._module!r} returns features of shape {tuple(own.shape)} for "
                 f"{max(items, 1)} items; with sharding 'fsdp' it must return (items, tokens, width)"
             )

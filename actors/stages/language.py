@@ -14,11 +14,10 @@ from torch import nn
 from raymm.actors.adapters.lora import disable_dropout
 from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.experts.routing import Routing
-from raymm.actors.modules.cut import CutInfo, CutReached
+from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.merge import (
     IGNORE_INDEX,
     CrossAttend,
-    MergeError,
     MergePolicy,
     merge_rows,
     merged_layout,
@@ -46,6 +45,7 @@ from raymm.actors.stages.texts.decoding import KeyValueCaches, likeliest
 from raymm.actors.stages.texts.joined_texts import apart_if_need_be
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import ForwardLeft, ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.cross_entropy import (
@@ -307,8 +307,8 @@ class LanguageStage(StageModule):
                 logits = self._forward(
                     hidden, context, inputs_embeds=embeds, **kwargs, **attention, **caching
                 ).logits
-        except CutReached as cut:
-            hidden, side = self._with_room(cut.hidden, side)
+        except ForwardLeft as cut:
+            hidden, side = self._with_room(cut.value, side)
             return self._routing.into(message_of(hidden, ports, side), context)
         finally:
             self._labelled = self._forward.rotary.longest = None
@@ -358,14 +358,14 @@ class LanguageStage(StageModule):
         """What layers of any stage read of what was merged, taken out of it.
 
         Raises:
-            MergeError: something else has a gradient, which would not go back from later stages.
+            ModelError: something else has a gradient, which would not go back from later stages.
         """
         names = {*getattr(self.spec.merge, "ports", ()), *(port.name for port in self.spec.ports)}
         ports = {name: merged.pop(name) for name in sorted(names) if name in merged}
         for name, value in merged.items():
             lost = not self.last and name != "inputs_embeds" and isinstance(value, torch.Tensor)
             if lost and value.requires_grad:
-                raise MergeError(
+                raise ModelError(
                     f"the merge policy returned {name} with a gradient, which later stages of "
                     f"{self.spec.name!r} read; name it in the policy's ports"
                 )
@@ -377,10 +377,10 @@ class LanguageStage(StageModule):
         """This process's part of them; what the side says of all goes along.
 
         Raises:
-            MergeError: they are not for cross attention.
+            ModelError: they are not for cross attention.
         """
         if SHOWN not in side:
-            raise MergeError(
+            raise ModelError(
                 f"the merge policy hands layers {', '.join(ports)}; with a mask, or cp above 1, it "
                 "may do so for cross attention (CrossAttend) only"
             )
@@ -410,11 +410,11 @@ class LanguageStage(StageModule):
             to_merge["encoder_kinds"] = {name: n for n, name in enumerate(self.spec.encoders, 1)}
         try:
             merged = merge_rows(self.spec.merge, features, to_merge)
-        except MergeError as error:
+        except ModelError as error:
             ids = context.own_ids
             if error.row is not None:
                 ids = ids[error.row : error.row + 1]
-            raise MergeError(f"{error} (sample id: {', '.join(ids) or 'unknown'})") from None
+            raise ModelError(f"{error} (sample id: {', '.join(ids) or 'unknown'})") from None
         mask = merged.get("attention_mask")
         if self._mask is not None:
             merged["token_layout"], mask = merged_layout(merged, self.spec.mask), None

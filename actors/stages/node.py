@@ -90,7 +90,7 @@ class NodeStage(EncoderStage):
             context: of the microbatch; with the scale of its loss.
 
         Raises:
-            OutputError: what it reads or returns does not fit its description.
+            ModelError: what it reads or returns does not fit its description.
         """
         if not self.first:
             return super().run(None, received, context)
@@ -143,7 +143,7 @@ class NodeStage(EncoderStage):
         """Floating-point tensors by name, the others beside them.
 
         Raises:
-            OutputError: what it returned does not fit its description.
+            ModelError: what it returned does not fit its description.
         """
         if self.spec.chain and self.node.postprocess is not None:
             output = self.node.postprocess(inputs, output)

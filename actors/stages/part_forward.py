@@ -65,7 +65,7 @@ class PartForward:
             What the module returns, if the part has its last block.
 
         Raises:
-            CutReached: from other parts.
+            ForwardLeft: from other parts.
             InputError: of a part, if the forward skipped all blocks of the module.
         """
         self._draw_as(context)

@@ -19,30 +19,12 @@ import torch
 from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.message import HIDDEN, Message
 from raymm.actors.modules.message_samples import SHAPE, shape_entry
-from raymm.errors import InternalError
+from raymm.errors import ProbeError
 from raymm.kernels.hf.known_masks import KnownMask
 from raymm.kernels.host_copies import on_host, to_device
 
 _ROWS, _SAME = f"{FEATURES}/", f"{FEATURES}="  # entries of what is kept of items
 PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
-
-
-class AbsentError(InternalError, RuntimeError):
-    """A callback read what its stage does not have.
-
-    Args:
-        message: what was read, and what to do.
-        name: ``inputs['x']`` or ``output.x``.
-        key: the input's name; None for an output.
-    """
-
-    def __init__(self, message: str, name: str, key: str | None) -> None:
-        super().__init__(message)
-        self.name, self.key = name, key
-
-
-class CrossingError(InternalError, TypeError):
-    """Inputs that later stages cannot be sent."""
 
 
 def to_side(
@@ -56,7 +38,7 @@ def to_side(
         module: name, for errors.
 
     Raises:
-        CrossingError: an input that is neither a tensor nor plain data.
+        ProbeError: an input that is neither a tensor nor plain data.
     """
     side = {}
     for name, value in inputs.items():
@@ -75,7 +57,7 @@ def _plain(name: str, value: Any, module: str) -> torch.Tensor:
     except (TypeError, ValueError):
         text = None
     if text is None or json.loads(text) != value:
-        raise CrossingError(
+        raise ProbeError(
             f"input {name!r} of {module!r} is a {type(value).__name__}, which later stages cannot "
             "be sent; accepted: tensors, numbers, texts, lists of them, None; or one stage (pp 1)"
         )
@@ -214,15 +196,15 @@ class Reads:
 
     def __init__(self, callback: str, module: str) -> None:
         self._callback, self._module = callback, module
-        self._error: AbsentError | None = None
+        self._error: ProbeError | None = None
 
-    def refuse(self, name: str, key: str | None) -> AbsentError:
-        self._error = self._error or AbsentError(
+    def refuse(self, name: str, key: str | None) -> ProbeError:
+        self._error = self._error or ProbeError(
             f"{self._callback} of {self._module!r} reads {name}, which the stage does not have: it "
             "is of a stage before. "
             + ("Give example_inputs with which the callback reads it when it is tried"
                if key else "Use last_hidden_state, or what the callback is given as output")
-            + ", or give the module one stage (pp 1)", name, key,
+            + ", or give the module one stage (pp 1)", key,
         )
         return self._error
 
@@ -329,7 +311,7 @@ _SHAPE_ONLY: frozenset[Callable[..., Any]] = frozenset({
 class AbsentTensor(torch.Tensor):
     """In place of a tensor of which a stage has the shape only: raises when its values are read."""
 
-    _refuse: Callable[[], AbsentError]
+    _refuse: Callable[[], ProbeError]
 
     @classmethod
     def __torch_function__(
@@ -378,4 +360,3 @@ def for_model(name: str, value: Any, device: torch.device) -> Any:
     if name == "attention_mask" and value.dim() == 2:
         return KnownMask.of(value, device)
     return to_device(value, device)
-

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from raymm.actors.features.kept_features import KEYS, FeatureWriter
-from raymm.actors.features.root_features import FEATURE, RootCall, RootForm, RootReached
-from raymm.actors.modules.cut import CutReached
+from raymm.actors.features.root_features import FEATURE, RootCall, RootForm
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.sharding.whole.item_rows import each_item, gather_parts, items_of_share
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
@@ -20,7 +19,7 @@ from raymm.actors.stages.features import Form
 from raymm.actors.stages.item_shares import ITEMS
 from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.weights.model_part import PartSource
-from raymm.errors import InternalError
+from raymm.errors import ForwardLeft, InternalError
 from raymm.kernels.collectives.gather_tokens import contribute_once
 from raymm.kernels.host_copies import on_host, to_device
 
@@ -73,7 +72,7 @@ class TowerStage(EncoderStage):
             context: of the microbatch.
 
         Raises:
-            FeaturesError: features of another structure than that of the probe.
+            ModelError: features of another structure than that of the probe.
         """
         spec = self.spec
         assert self._forward is not None and spec.form is not None  # it has blocks, and was tried
@@ -98,8 +97,8 @@ class TowerStage(EncoderStage):
         try:
             with self._sharing or nullcontext():
                 output = self._forward(hidden, context, relays, **inputs, **dict(spec.constants))
-        except CutReached as cut:
-            return Message((cut.hidden, *cut.relays), side)
+        except ForwardLeft as cut:
+            return Message((cut.value, *cut.relays), side)
         return self._features(output, side)
 
     def _features(self, output: Any, side: dict[str, torch.Tensor]) -> Message:
@@ -132,15 +131,15 @@ def features_of_items(
         constants: arguments that are always the same.
 
     Raises:
-        RootFormError: what comes of an item is not as when it was tried.
+        ModelError: what comes of an item is not as when it was tried.
     """
     items = []
     for item in each_item(name, inputs, form.zeros_left_out):
         try:
             with torch.no_grad():
                 module(**item, **constants)
-        except RootReached as reached:
-            items.append(form.features(reached.output))
+        except ForwardLeft as reached:
+            items.append(form.features(reached.value))
         else:
             raise InternalError(f"{form.place} of {name!r} was not called")
     return items

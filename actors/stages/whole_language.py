@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.sharding.context_method import attend_over
@@ -31,6 +30,7 @@ from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.stages.texts.decoding import PreparedInputs
 from raymm.actors.stages.texts.joined_texts import apart_if_need_be
 from raymm.actors.weights.model_part import Call
+from raymm.errors import ForwardLeft
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.hf import self_attention as hf_attention
@@ -237,9 +237,9 @@ class WholeLanguageStage(LanguageStage):
                 else:
                     shown = self._texts.arguments(context.decode, shown, caching)
                 logits = self._forward(hidden, context, relays, **shown).logits
-        except CutReached as cut:
+        except ForwardLeft as cut:
             handed = features if self.spec.relays else []
-            return self._routing.into(Message((cut.hidden, *cut.relays, *handed), side), context)
+            return self._routing.into(Message((cut.value, *cut.relays, *handed), side), context)
         finally:
             self._labelled = None
             for port in self._features.values():

@@ -28,7 +28,7 @@ def check_location(location: str) -> str:
 
     Raises:
         ValueError: the URL is of another kind, incomplete, or has credentials.
-        PackageError: pyarrow is not installed.
+        ConfigError: pyarrow is not installed.
     """
     if _ONE_SLASH.match(location):
         raise ValueError(f"a URL has two slashes after its scheme; accepted: {ACCEPTED}")

@@ -56,7 +56,7 @@ class AdaptedSource(ModuleSource):
             part: name of the part, for errors.
 
         Raises:
-            AdapterError: the module has no such layers.
+            ModelError: the module has no such layers.
         """
         adapted = cls(base, lora, seed, (), places, outside, apart)
         targets = find_targets(base.skeleton(), lora, adapted._is_of, part)

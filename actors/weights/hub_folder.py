@@ -6,7 +6,7 @@ import functools
 import re
 from pathlib import Path
 
-from raymm.errors import InputError
+from raymm.errors import ConfigError
 
 # What describes a model and its processor; code runs only with trust_remote_code.
 _SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
@@ -16,10 +16,6 @@ _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-][\w./
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Seconds until the hub must have answered.
 _TIMEOUT_S = 10.0
-
-
-class HubError(InputError, ValueError):
-    """A model or data set that the hub does not give. Names the id and both of its readings."""
 
 
 def is_hub_id(path: str) -> bool:
@@ -39,7 +35,7 @@ def pinned(path: str) -> str:
     this machine as it is.
 
     Raises:
-        HubError: the hub does not have it or cannot be reached, and neither has the cache.
+        ConfigError: the hub does not have it or cannot be reached, and neither has the cache.
     """
     if not is_hub_id(path) or _COMMIT.fullmatch(split_id(path)[1] or ""):
         return path
@@ -57,7 +53,7 @@ def local_folder(path: str, weights: bool = True) -> str:
         weights: also the safetensors files; without, what a processor and a tokenizer need.
 
     Raises:
-        HubError: as of :func:`pinned`.
+        ConfigError: as of :func:`pinned`.
     """
     if not is_hub_id(path):
         return path
@@ -71,15 +67,15 @@ def local_folder(path: str, weights: bool = True) -> str:
             name, revision=revision, allow_patterns=[*_SETTINGS, *(_WEIGHTS if weights else ())]
         )
     except errors.GatedRepoError:
-        raise HubError(
+        raise ConfigError(
             f"{name!r} is a gated model: accept its terms on its page of the hub "
             f"({constants.ENDPOINT}/{name}), and log in with `hf auth login` or set HF_TOKEN, on "
             "every node"
         ) from None
     except errors.RevisionNotFoundError:
-        raise HubError(f"the hub has {name!r}, but not its revision {revision!r}") from None
+        raise ConfigError(f"the hub has {name!r}, but not its revision {revision!r}") from None
     except errors.RepositoryNotFoundError:
-        raise HubError(
+        raise ConfigError(
             f"{no_folder}, and the hub ({constants.ENDPOINT}) has no model {name!r} that this "
             "machine's token may read. Accepted: a folder with config.json and safetensors, or the "
             "id of a model; for a private one, log in with `hf auth login` or set HF_TOKEN"
@@ -87,7 +83,7 @@ def local_folder(path: str, weights: bool = True) -> str:
     except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
         reason = error.__cause__ or error
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-        raise HubError(
+        raise ConfigError(
             f"{no_folder}, and {name!r} as a model of the hub{suffix} is not in the cache "
             f"({constants.HF_HUB_CACHE}) and cannot be downloaded "
             f"({type(reason).__name__}: {str(reason).strip().splitlines()[0]}). Where there is a "
@@ -103,7 +99,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
         revision: a branch, tag or commit; by default the main branch.
 
     Raises:
-        HubError: the hub does not have it, or cannot be reached and neither has the cache.
+        ConfigError: the hub does not have it, or cannot be reached and neither has the cache.
     """
     from huggingface_hub import HfApi, constants, errors
 
@@ -112,11 +108,11 @@ def dataset_commit(name: str, revision: str | None) -> str:
     try:
         return str(HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_S).sha)
     except errors.RevisionNotFoundError:
-        raise HubError(
+        raise ConfigError(
             f"the hub has the data set {name!r}, but not its revision {revision!r}"
         ) from None
     except errors.RepositoryNotFoundError:
-        raise HubError(
+        raise ConfigError(
             f"There is no file or folder {str(Path(name).absolute())!r}, and the hub "
             f"({constants.ENDPOINT}) has no data set {name!r} that this machine's token may read. "
             "Accepted: a file, folder, glob or URL, or the id of a data set; for a private one, "
@@ -129,7 +125,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
         )
         if ref.is_file():
             return ref.read_text().strip()
-        raise HubError(
+        raise ConfigError(
             f"There is no file or folder {str(Path(name).absolute())!r}, and {name!r} as a data "
             f"set of the hub is not in the cache ({constants.HF_HUB_CACHE}) and cannot be "
             f"downloaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). Where "

@@ -11,14 +11,10 @@ from pathlib import Path
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raymm.errors import InputError
+from raymm.errors import ModelError
 
 _PATH = re.compile(r"transformers(\.models\.\w+\.modeling_\w+)?\.(\w+)")
 _CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
-
-
-class ModelClassError(InputError, ValueError):
-    """A model class that transformers does not have, or has more than one of."""
 
 
 def find_model_class(
@@ -32,11 +28,11 @@ def find_model_class(
         config: of the model; its own file goes before others.
 
     Raises:
-        ModelClassError: there is no such model class, or more than one.
+        ModelError: there is no such model class, or more than one.
     """
     if "." in name:
         if not _PATH.fullmatch(name):
-            raise ModelClassError(
+            raise ModelError(
                 f"model_class is {name!r}; accepted: a class name, or a path within transformers "
                 "such as transformers.models.siglip.modeling_siglip.SiglipVisionModel"
             )
@@ -50,10 +46,10 @@ def find_model_class(
     if not places:
         close = difflib.get_close_matches(name, _modules(), n=3)
         hint = f"; there is {', '.join(close)}" if close else ""
-        raise ModelClassError(f"model_class is {name!r}; transformers has no such class{hint}")
+        raise ModelError(f"model_class is {name!r}; transformers has no such class{hint}")
     if len(places) > 1:
         matches = ", ".join(f"{module}.{name}" for module in places)
-        raise ModelClassError(f"model_class is {name!r}, of which transformers has {matches}")
+        raise ModelError(f"model_class is {name!r}, of which transformers has {matches}")
     return _model_class(name, places[0], name)
 
 
@@ -73,9 +69,9 @@ def _model_class(field: str, module: str, name: str) -> type[PreTrainedModel]:
     try:
         model_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ModelClassError(
+        raise ModelError(
             f"model_class is {field!r}, which cannot be imported: {error}"
         ) from error
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ModelClassError(f"model_class is {field!r}, which is no PreTrainedModel")
+        raise ModelError(f"model_class is {field!r}, which is no PreTrainedModel")
     return model_class

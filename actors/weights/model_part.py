@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from raymm.actors.modules.blocks import SEARCHED
 from raymm.actors.weights.part import Part, keep_parameters
 from raymm.actors.weights.source import ModuleSource, set_mode
-from raymm.errors import InternalError
+from raymm.errors import ForwardLeft, InternalError
 
 # Of a text that a forward is given only to come to a call.
 _TOKENS = 2
@@ -41,12 +41,6 @@ class Call:
 
     def __str__(self) -> str:
         return ".".join(filter(None, (self.owner, self.method)))
-
-
-class _Returned(Exception):  # noqa: N818  no error: it leaves a forward whose call has returned
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
 
 
 class UpToCall:
@@ -75,15 +69,17 @@ class UpToCall:
         before = own.get(call.method)
 
         def reached(*args: Any, **kwargs: Any) -> Any:
-            raise _Returned(function(*args, **kwargs))
+            raise ForwardLeft(function(*args, **kwargs), by=self)
 
         call.replace(model, reached)
         device = next(v.device for v in inputs.values() if isinstance(v, torch.Tensor))
         try:
             text = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
             type(model).forward(model, input_ids=text, **inputs, use_cache=False)
-        except _Returned as returned:
-            return returned.output
+        except ForwardLeft as returned:
+            if returned.by is not self:  # a stage's end, within the call
+                raise
+            return returned.value
         finally:
             if before is None:
                 own.pop(call.method)

@@ -15,22 +15,17 @@ from torch.nn.utils import parametrize, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from raymm.errors import InternalError
+from raymm.errors import ModelError
 
 # Hooks that were before parametrizations, and what removes them.
 _HOOKS = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
-
-
-class ComputedTensorError(InternalError, ValueError):
-    """A module with an attribute that was computed from parameters once, which copies of the
-    module cannot have."""
 
 
 def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
     """By id, what stands in a replica of a module for tensors that forward hooks compute anew.
 
     Raises:
-        ComputedTensorError: one that no hook computes.
+        ModelError: one that no hook computes.
     """
     tensors = {}
     for where, child in module.named_modules():
@@ -41,7 +36,7 @@ def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
                 continue
             if name not in anew:
                 full = f"{where}.{name}" if where else name
-                raise ComputedTensorError(
+                raise ModelError(
                     f"attribute {full!r} of {type(module).__name__} is a tensor that was computed "
                     "from parameters; compute it in the forward, or make it a parameter or a "
                     "buffer"

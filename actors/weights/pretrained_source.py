@@ -18,22 +18,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.weights.custom_code import custom_code, own_class, why_not_loaded
 from raymm.actors.weights.hub_folder import local_folder, pinned
-from raymm.actors.weights.model_classes import ModelClassError, find_model_class
+from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.part import Part
-from raymm.actors.weights.source import (
-    ConfigSource,
-    ModuleSource,
-    SourceError,
-    derive_seed,
-    set_tensor,
-)
-from raymm.actors.weights.stored_weights import (
-    WeightsError,
-    WeightsReport,
-    folder_report,
-    quiet_loading,
-)
-from raymm.errors import USER_CODE_RAISES
+from raymm.actors.weights.source import ConfigSource, ModuleSource, derive_seed, set_tensor
+from raymm.actors.weights.stored_weights import WeightsReport, folder_report, quiet_loading
+from raymm.errors import USER_CODE_RAISES, ModelError
 
 # Quantised formats that transformers can load as ordinary weights, on any device.
 DEQUANTISED = ("fp8", "mxfp4")
@@ -71,20 +60,20 @@ class PretrainedSource(ModuleSource):
 
     def __post_init__(self) -> None:
         if self.missing_weights not in (None, FRESH):
-            raise SourceError(
+            raise ModelError(
                 f"missing_weights is {self.missing_weights!r}; accepted: {FRESH!r}, None"
             )
         object.__setattr__(self, "path", pinned(self.path))
         folder = Path(self.folder)
         if not (folder / "config.json").is_file():
-            raise SourceError(
+            raise ModelError(
                 f"path is {self.path!r}; expected a folder with config.json and safetensors"
             )
         if not any(folder.glob("*.safetensors")):
-            raise SourceError(f"path is {self.path!r}; the folder has no *.safetensors file")
+            raise ModelError(f"path is {self.path!r}; the folder has no *.safetensors file")
         method = self._quantised()
         if method is not None and method not in DEQUANTISED:
-            raise SourceError(
+            raise ModelError(
                 f"path is {self.path!r}, whose weights are quantised with {method!r}; accepted: "
                 f"folders in float32, bfloat16 or float16, or quantised as "
                 f"{' or '.join(DEQUANTISED)}. Load it with transformers, call dequantize() and "
@@ -124,7 +113,7 @@ class PretrainedSource(ModuleSource):
             why = f"{self.path!r}; {type(error).__name__}: {error}"
             if not self.trust_remote_code:
                 why = why_not_loaded(self.folder, "AutoConfig", error)
-            raise SourceError(f"path is {why}") from error
+            raise ModelError(f"path is {why}") from error
 
     @cached_property
     def resolved_class(self) -> type[PreTrainedModel]:
@@ -140,13 +129,13 @@ class PretrainedSource(ModuleSource):
         if name is None:
             name = architecture
         if name is None:
-            raise SourceError(f"{self.path}: config.json names no architecture; give model_class")
+            raise ModelError(f"{self.path}: config.json names no architecture; give model_class")
         try:
             return find_model_class(name, config)
-        except ModelClassError as error:
+        except ModelError as error:
             if own is not None:
                 why = why_not_loaded(self.folder, self._auto_class, error)
-                raise SourceError(f"path is {why}") from None
+                raise ModelError(f"path is {why}") from None
             raise
 
     @property
@@ -183,7 +172,7 @@ class PretrainedSource(ModuleSource):
         try:
             return GenerationConfig.from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
-            raise SourceError(f"path is {self.path!r}; generation_config.json: {error}") from error
+            raise ModelError(f"path is {self.path!r}; generation_config.json: {error}") from error
 
     def skeleton(self) -> nn.Module:
         return ConfigSource(self.resolved_class, self._config, frozen=self.frozen).skeleton()
@@ -222,7 +211,7 @@ class PretrainedSource(ModuleSource):
                     output_loading_info=True, **options,
                 )
         except (RuntimeError, SafetensorError) as error:
-            raise SourceError(f"path is {self.path!r}; {brief(error)}") from error
+            raise ModelError(f"path is {self.path!r}; {brief(error)}") from error
         model, info = loaded
         report = WeightsReport.of(info)
         self._refuse(report)
@@ -234,15 +223,15 @@ class PretrainedSource(ModuleSource):
     def check(self) -> list[str]:
         try:
             report = folder_report(Path(self.folder), self.resolved_class, self._config)
-        except WeightsError as error:
-            raise SourceError(f"path is {self.path!r}; {error}") from error
+        except ModelError as error:
+            raise ModelError(f"path is {self.path!r}; {error}") from error
         self._refuse(report)
         return [f"{self.path}: {note}" for note in report.notes(self.resolved_class)]
 
     def _refuse(self, report: WeightsReport) -> None:
         why = None if self.missing_weights == FRESH else report.refusal(self.resolved_class)
         if why is not None:
-            raise SourceError(f"path is {self.path!r}; {why}")
+            raise ModelError(f"path is {self.path!r}; {why}")
 
     def _draw(self, model: PreTrainedModel, report: WeightsReport) -> None:
         """Give fresh parameters the values that any stage and copy of the model would give them;

@@ -25,7 +25,6 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from raymm.actors.modules.draws import derive_seed
 from raymm.actors.weights.constructed_values import constructed_values
 from raymm.actors.weights.parametrized import (
-    ComputedTensorError,
     computed_tensors,
     has_parametrizations,
     initialize_parametrized,
@@ -33,30 +32,26 @@ from raymm.actors.weights.parametrized import (
     unpacked,
 )
 from raymm.actors.weights.part import Part
-from raymm.actors.weights.stored_weights import WeightsError, header_tensors
-from raymm.errors import USER_CODE_RAISES, InputError
-
-
-class SourceError(InputError, ValueError):
-    """A module that cannot be built. Names the field, its value and what is accepted."""
+from raymm.actors.weights.stored_weights import header_tensors
+from raymm.errors import USER_CODE_RAISES, ModelError
 
 
 def import_object(target: str) -> Any:
     """The object that ``"package.module:name"`` names.
 
     Raises:
-        SourceError: if the path is malformed or there is no such module or name.
+        ModelError: if the path is malformed or there is no such module or name.
     """
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name:
-        raise SourceError(f"import path is {target!r}; expected 'package.module:name'")
+        raise ModelError(f"import path is {target!r}; expected 'package.module:name'")
     try:
         return getattr(importlib.import_module(module_name), name)
     except USER_CODE_RAISES as error:  # the module is a program: it may raise anything
         reason = str(error)
         if not isinstance(error, ImportError | AttributeError):
             reason = f"{type(error).__name__}: {error}"
-        raise SourceError(f"import path {target!r} does not lead anywhere: {reason}") from error
+        raise ModelError(f"import path {target!r} does not lead anywhere: {reason}") from error
 
 
 class ModuleSource(ABC):
@@ -79,7 +74,7 @@ class ModuleSource(ABC):
             What is to be said of them.
 
         Raises:
-            SourceError: :meth:`build` would not find all that it needs.
+            ModelError: :meth:`build` would not find all that it needs.
         """
         return []
 
@@ -124,7 +119,7 @@ def on_meta(module: nn.Module) -> nn.Module:
     """A deep copy whose parameters are on the meta device; buffers are copied.
 
     Raises:
-        SourceError: an attribute that was computed from parameters once.
+        ModelError: an attribute that was computed from parameters once.
     """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
@@ -132,8 +127,8 @@ def on_meta(module: nn.Module) -> nn.Module:
     }
     try:
         return copy.deepcopy(module, memo | computed_tensors(module))
-    except ComputedTensorError as error:
-        raise SourceError(str(error)) from None
+    except ModelError as error:
+        raise ModelError(str(error)) from None
 
 
 def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -219,7 +214,7 @@ class ConfigSource(ModuleSource):
                 )
         except USER_CODE_RAISES as error:  # sizes that do not fit may fail anywhere in it
             reason = next(iter(str(error).splitlines()), "")
-            raise SourceError(
+            raise ModelError(
                 f"a {self.model_class.__name__} cannot be made of these config values: "
                 f"{type(error).__name__}: {reason}"
             ) from error
@@ -243,7 +238,7 @@ class ConfigSource(ModuleSource):
         """Values of some parameters, the same as :meth:`build` gives them.
 
         Raises:
-            SourceError: the class does not say which.
+            ModelError: the class does not say which.
         """
         model = self._skeleton()
         self._initialize(model, names)
@@ -257,7 +252,7 @@ class ConfigSource(ModuleSource):
         """Values for what ``_init_weights`` leaves as it is, from the class's constructor.
 
         Raises:
-            SourceError: if that leaves a parameter without values, too.
+            ModelError: if that leaves a parameter without values, too.
         """
         left = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
         if not left:
@@ -268,7 +263,7 @@ class ConfigSource(ModuleSource):
         )  # fmt: skip
         for name in left:
             if name not in values or torch.isnan(values[name]).any():
-                raise SourceError(
+                raise ModelError(
                     f"{type(model).__name__} does not initialise {name!r} from its config; "
                     "pass a live module or a checkpoint folder instead"
                 )
@@ -342,7 +337,7 @@ class FactorySource(ModuleSource):
 
     def __post_init__(self) -> None:
         if self.weights is not None and not Path(self.weights).is_file():
-            raise SourceError(f"weights is {self.weights!r}; there is no such file")
+            raise ModelError(f"weights is {self.weights!r}; there is no such file")
 
     def skeleton(self) -> nn.Module:
         return on_meta(self._finish(self._make()))
@@ -352,7 +347,7 @@ class FactorySource(ModuleSource):
             torch.manual_seed(derive_seed(self.seed, self.target))
             module = import_object(self.target)(**self.kwargs)
         if not isinstance(module, nn.Module):
-            raise SourceError(f"{self.target} returned {type(module).__name__}, not an nn.Module")
+            raise ModelError(f"{self.target} returned {type(module).__name__}, not an nn.Module")
         return module
 
     def build(self, part: Part | None = None) -> nn.Module:
@@ -373,7 +368,7 @@ class FactorySource(ModuleSource):
     ) -> None:
         try:
             module.load_state_dict(read(Path(weights)))
-        except (OSError, SafetensorError, WeightsError) as error:
-            raise SourceError(f"weights is {self.weights!r}; it cannot be read: {error}") from None
+        except (OSError, SafetensorError, ModelError) as error:
+            raise ModelError(f"weights is {self.weights!r}; it cannot be read: {error}") from None
         except RuntimeError as error:
-            raise SourceError(f"{self.weights} does not fit {self.target}: {error}") from None
+            raise ModelError(f"{self.weights} does not fit {self.target}: {error}") from None

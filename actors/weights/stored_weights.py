@@ -20,15 +20,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
 from raymm.actors.storage.plain_file import is_plain_name, read_plain
-from raymm.errors import InternalError
+from raymm.errors import ModelError
 
 # Names that an error or a note has of a kind.
 SHOWN = 4
-
-
-class WeightsError(InternalError, ValueError):
-    """Weights of a file or folder that a module cannot be made of. Names the file, or what is
-    wrong with them."""
 
 
 class Misfit(NamedTuple):
@@ -117,7 +112,7 @@ def folder_report(
         config: of the model.
 
     Raises:
-        WeightsError: files that cannot be read, or weights that cannot be made into the class's.
+        ModelError: files that cannot be read, or weights that cannot be made into the class's.
     """
     stored: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, config):
@@ -129,7 +124,7 @@ def folder_report(
                 dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True,
             )
     except RuntimeError as error:  # fused of parts that do not fit together
-        raise WeightsError(
+        raise ModelError(
             f"its weights cannot be made into those of {model_class.__name__}: "
             f"{' '.join(str(error).split())}"
         ) from error
@@ -141,7 +136,7 @@ def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     """The files that transformers reads a folder's weights from.
 
     Raises:
-        WeightsError: it has none, or lacks some.
+        ModelError: it has none, or lacks some.
     """
     name = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_NAME
     _check_plain("transformers_weights of config.json", [name])
@@ -155,29 +150,29 @@ def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     try:
         names = set(json.loads(read_plain(index))["weight_map"].values())
     except FileNotFoundError:
-        raise WeightsError(
+        raise ModelError(
             f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; expected one"
         ) from None
     except OSError as error:
-        raise WeightsError(f"cannot read {index}: {error.strerror or error}") from None
+        raise ModelError(f"cannot read {index}: {error.strerror or error}") from None
     except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
-        raise WeightsError(
+        raise ModelError(
             f"{index} is no index of weights; expected JSON with a weight_map of names to files"
         ) from None
     _check_plain(index.name, names)
     files = [folder / name for name in sorted(names)]
     if absent := [file.name for file in files if not file.is_file()]:
-        raise WeightsError(f"{index.name} names files that it lacks: {_few(absent)}")
+        raise ModelError(f"{index.name} names files that it lacks: {_few(absent)}")
     return files
 
 
 def _check_plain(source: str, names: Iterable[Any]) -> None:
     """
     Raises:
-        WeightsError: a name is not that of a file in the model's folder.
+        ModelError: a name is not that of a file in the model's folder.
     """
     if outside := sorted(repr(name) for name in names if not is_plain_name(name)):
-        raise WeightsError(
+        raise ModelError(
             f"{source} names {_few(outside)}; accepted: names of files in the folder, without "
             "another folder"
         )
@@ -187,7 +182,7 @@ def header_tensors(file: Path) -> dict[str, torch.Tensor]:
     """A safetensors file's tensors on the meta device, in fp32.
 
     Raises:
-        WeightsError: it cannot be read.
+        ModelError: it cannot be read.
     """
     try:
         with safe_open(file, framework="pt") as opened:
@@ -196,7 +191,7 @@ def header_tensors(file: Path) -> dict[str, torch.Tensor]:
                 for name in opened.keys()  # noqa: SIM118  it is no dict
             }
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"cannot read {file}: {error}") from None
+        raise ModelError(f"cannot read {file}: {error}") from None
 
 
 @contextmanager

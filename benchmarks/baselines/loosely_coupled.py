@@ -39,7 +39,7 @@ def loosely_coupled(
             until they are within the budget (not in the paper, and much better).
 
     Raises:
-        StageSearchError: if no plan fits.
+        NoPlanError: if no plan fits.
     """
     llm = space.graph.backbone
     combinations = 0

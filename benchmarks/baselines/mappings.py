@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.baselines.baseline import Baseline
-from raymm.scheduler.graph.strict_json import MultiplexError, whole
+from raymm.errors import PlanError
+from raymm.scheduler.graph.strict_json import whole
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
     MultiplexStage,
@@ -34,7 +35,7 @@ def megatron(problem: MappingProblem) -> Mapping:
         m = stage.bit_length() - 1
         runs = np.flatnonzero(np.isfinite(_whole(problem)[m]))
         if not len(runs):
-            raise MultiplexError(_needs_whole(problem, m))
+            raise PlanError(_needs_whole(problem, m))
         degree = problem.degrees[int(runs[-1])]
         stages.append(predicted_stage(
             problem, [Placement(problem.names[m], tuple(range(degree)), problem.steps)]
@@ -59,7 +60,7 @@ def distmm(problem: MappingProblem) -> Mapping:
                 stages += complete
                 break
         else:
-            raise MultiplexError(_needs_whole(problem, modules[0]))
+            raise PlanError(_needs_whole(problem, modules[0]))
     return Mapping(problem.gpus, problem.steps, tuple(stages), 0.0, "DistMM")
 
 
@@ -84,7 +85,7 @@ def spindle(
         layers: of modules, by name.
 
     Raises:
-        MultiplexError: slices or layers below 1, or a module that fits no whole GPU.
+        PlanError: slices or layers below 1, or a module that fits no whole GPU.
     """
     whole(slices, "slices", 1)
     parts = [slices if layers is None else layers.get(name, slices) for name in problem.names]
@@ -171,7 +172,7 @@ def _waves(
     seconds = _whole(problem)
     for m in modules:
         if not np.isfinite(seconds[m]).any():
-            raise MultiplexError(_needs_whole(problem, m))
+            raise PlanError(_needs_whole(problem, m))
     shares = _divisible(problem, modules)
     # (module, index of the degree) -> slices left there.
     left: dict[tuple[int, int], int] = {}

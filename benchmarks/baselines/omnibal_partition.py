@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from raymm.scheduler.search.partition import PartitionError, Ranges, even_layers, partition_layers
+from raymm.errors import NoPlanError
+from raymm.scheduler.search.partition import Ranges, even_layers, partition_layers
 
 DEFAULT_TOP = 8
 
@@ -37,7 +38,7 @@ def greedy_start(forward: Sequence[float], stages: int) -> Ranges:
     equal share of the forward time that is left.
 
     Raises:
-        PartitionError: if there are fewer layers than stages, or a time is negative or not
+        NoPlanError: if there are fewer layers than stages, or a time is negative or not
             finite.
     """
     partition_layers(forward, stages)  # checks the arguments
@@ -87,14 +88,14 @@ def partition_candidates(
         Up to ``top`` candidates, best first.
 
     Raises:
-        PartitionError: if the lists differ in length, the origin is no partition of these
+        NoPlanError: if the lists differ in length, the origin is no partition of these
             layers, or as :func:`greedy_start`.
         ValueError: if ``radius`` or ``top`` is out of range.
     """
     if radius < 0 or top < 1:
         raise ValueError(f"radius is {radius} and top {top}; accepted: radius >= 0, top >= 1")
     if len(output_bytes) != len(forward):
-        raise PartitionError(
+        raise NoPlanError(
             f"output_bytes has {len(output_bytes)} entries; "
             f"it needs one per layer ({len(forward)})"
         )
@@ -219,7 +220,7 @@ def _check_start(origin: Ranges, num_layers: int, stages: int) -> None:
         or bounds[-1] != num_layers
         or any(lo >= hi for lo, hi in pairs)
     ):
-        raise PartitionError(
+        raise NoPlanError(
             f"origin is {origin}; it must cut {num_layers} layers into {stages} non-empty "
             f"ranges, e.g. {even_layers(num_layers, stages)}"
         )

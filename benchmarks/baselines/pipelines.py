@@ -20,15 +20,16 @@ from functools import partial
 from benchmarks.baselines.baseline import Baseline
 from benchmarks.baselines.loosely_coupled import loosely_coupled
 from benchmarks.baselines.omnibal_partition import PartitionCandidate, partition_candidates
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.evaluation import Candidates, Proposal
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each, space_of
 from raymm.scheduler.search.options import PlanProblem
-from raymm.scheduler.search.partition import PartitionError, Ranges
+from raymm.scheduler.search.partition import Ranges
 from raymm.scheduler.search.stage_search import SearchResult, joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 OMNIBAL_TOP = 8
 # Layers that OmniBal's search may move a cut.
@@ -83,11 +84,11 @@ def _loosely_coupled(space: StageSpace, candidates: Candidates) -> SearchResult:
 def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:
     """
     Raises:
-        StageSearchError: nothing fits, or there are fewer ranks than modules.
+        NoPlanError: nothing fits, or there are fewer ranks than modules.
     """
     space = space_of(problem)
     if not has_rank_each(problem):
-        raise StageSearchError(
+        raise NoPlanError(
             f"ranks is {problem.ranks}; planner {name!r} needs one for each of "
             f"{len(problem.graph.nodes)} modules"
         )
@@ -115,8 +116,8 @@ def _omnibal(space: StageSpace, best: Plan) -> Iterator[Plan]:
                 [cost.output_bytes for cost in space.profile.modules[node.name]],
                 len(origin), OMNIBAL_RADIUS, origin, OMNIBAL_TOP,
             )
-        except PartitionError as error:
-            raise StageSearchError(f"module {node.name!r}: {error}") from None
+        except NoPlanError as error:
+            raise NoPlanError(f"module {node.name!r}: {error}") from None
     combined = heapq.nsmallest(
         OMNIBAL_TOP, itertools.product(*per_module.values()),
         key=lambda chosen: sum(candidate.score for candidate in chosen),

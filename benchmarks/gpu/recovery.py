@@ -22,8 +22,8 @@ from benchmarks.gpu.one_rank import (
     step_inputs,
 )
 from benchmarks.gpu.record import Record
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.quota import RecordingBackend
+from raymm.errors import ChannelError
 from raymm.model.module_kind import LANGUAGE_MODEL
 
 STEPS = 2

@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from raymm.errors import InternalError
-
 
 class Waitable(Protocol):
     """What an operation between processes returns that has been started."""
@@ -55,10 +53,6 @@ def started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-class CommunicationError(InternalError, RuntimeError):
-    """An operation between processes failed: another one is gone, or did not come in time."""
-
-
 def wait(work: Waitable, timeout: timedelta | None = None) -> None:
     """Until an operation is done.
 
@@ -67,12 +61,12 @@ def wait(work: Waitable, timeout: timedelta | None = None) -> None:
         timeout: by default that of its process group.
 
     Raises:
-        CommunicationError: it failed.
+        torch.distributed.DistError: it failed.
     """
     try:
         work.wait() if timeout is None else work.wait(timeout)
     except RuntimeError as error:
-        raise CommunicationError(str(error)) from error
+        raise dist.DistError(str(error)) from error
 
 
 def send_to(group: PointToPoint, peer: int, tag: int, tensor: torch.Tensor) -> dist.Work:

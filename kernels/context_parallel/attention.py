@@ -71,7 +71,7 @@ def context_attention(
         (B, Hq, Tq, Dv) in the dtype of the query.
 
     Raises:
-        MaskError: a mask that does not fit the layouts.
+        ModelError: a mask that does not fit the layouts.
         ValueError: an unknown method, tensors that do not fit one another or the layout, or
             Ulysses with a number of heads that the ranks do not divide.
     """
@@ -118,7 +118,7 @@ def recomputed_context_attention(
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
 
     Raises:
-        MaskError, ValueError: as :func:`context_attention`.
+        ModelError, ValueError: as :func:`context_attention`.
     """
     if method == "ulysses":
         raise ValueError(

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from raymm.errors import ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.layout import ContextLayout, local_masks
 from raymm.kernels.context_parallel.partial import partial_backward, partial_forward
-from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.mask import AttentionMask
 
 ACCUMULATOR = torch.float32
 """Dtype of sums over ranks."""
@@ -38,7 +39,7 @@ class ContextGroup:
     def __post_init__(self) -> None:
         for name, layout in (("queries", self.queries), ("keys", self.keys)):
             if layout.num_ranks != self.exchange.size:
-                raise MaskError(
+                raise ModelError(
                     f"{name} are split over {layout.num_ranks} ranks, the group has "
                     f"{self.exchange.size}"
                 )

@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.errors import ModelError
+from raymm.kernels.mask.mask import AttentionMask
 
 Ranges = tuple[tuple[int, int], ...]
 _CACHED_PLANS = 256
@@ -23,7 +24,7 @@ class ContextLayout:
     """Token ranges [start, stop) of every rank; together they are [0, T), each token once.
 
     Raises:
-        MaskError: ranges out of order, or tokens that nobody or two ranks have.
+        ModelError: ranges out of order, or tokens that nobody or two ranks have.
     """
 
     ranges: tuple[Ranges, ...]
@@ -32,12 +33,12 @@ class ContextLayout:
         everything = sorted(r for owned in self.ranges for r in owned if r[0] < r[1])
         for owned in self.ranges:
             if any(a[1] > b[0] for a, b in zip(owned, owned[1:], strict=False)):
-                raise MaskError(f"a rank's ranges must ascend, got {owned}")
+                raise ModelError(f"a rank's ranges must ascend, got {owned}")
         edge = 0
         for start, stop in everything:
             if start != edge:
                 what = "have no rank" if start > edge else "are on two ranks"
-                raise MaskError(f"tokens {min(start, edge)} to {max(start, edge)} {what}")
+                raise ModelError(f"tokens {min(start, edge)} to {max(start, edge)} {what}")
             edge = stop
 
     @classmethod

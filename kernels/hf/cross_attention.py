@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from raymm.errors import InputError
+from raymm.errors import ForwardLeft, ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import (
     context_attention,
@@ -47,10 +47,6 @@ _TRIED_TOKENS = 3, 2  # text and visual
 _NOISE = 2e-2  # relative; what is wrong is wrong by as much as it is large
 
 
-class CrossAttentionError(InputError, ValueError):
-    """A model whose cross attention cannot be shared: names the layer."""
-
-
 def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
     """Make a model's cross attention understand
     :data:`raymm.kernels.hf.shared_batch.CROSS_ARGUMENT`, and all attention of its text model
@@ -60,11 +56,11 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
         Names of the layers.
 
     Raises:
-        CrossAttentionError: a model without cross attention, a layer that looks like cross
+        ModelError: a model without cross attention, a layer that looks like cross
             attention and is not made as expected, or one that fails the trial.
     """
     if not can_use(model):
-        raise CrossAttentionError(
+        raise ModelError(
             f"{type(model).__name__} does not take its attention from transformers' "
             "AttentionInterface"
         )
@@ -80,13 +76,13 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
     if suspects:
         innermost = suspects[-1]
         kind = type(model.get_submodule(innermost)).__name__
-        raise CrossAttentionError(
+        raise ModelError(
             f"{innermost} ({kind}) is cross attention of an unknown make: "
             f"{', '.join(_PROJECTIONS)} and a forward that takes {_HIDDEN} and one of "
             f"{', '.join(VISUAL_ARGUMENTS)} are known"
         )
     if not layers:
-        raise CrossAttentionError(
+        raise ModelError(
             f"{type(model).__name__} has no cross attention: no layer of "
             f"{', '.join(_PROJECTIONS)} takes one of {', '.join(VISUAL_ARGUMENTS)}"
         )
@@ -96,7 +92,7 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
             _attend_by(module, NAME)
             module.__class__ = _shared_class(type(module))
             _try(name, module)
-    except CrossAttentionError:
+    except ModelError:
         for module, (kind, implementation) in before.items():
             _attend_by(module, implementation)
             module.__class__ = kind
@@ -137,7 +133,7 @@ class _SharedCrossAttention(nn.Module):
         if name is None or arguments.get(name) is None:  # a class of both kinds of attention
             return super().forward(**arguments)
         if arguments.get("past_key_values") is not None:
-            raise CrossAttentionError("shared cross attention keeps no cache: use_cache=False")
+            raise ModelError("shared cross attention keeps no cache: use_cache=False")
         tokens = cross.group.keys.sizes[cross.group.rank]
         arguments[name] = _visual_tokens(arguments[name], arguments[_HIDDEN].shape[0], tokens)
         arguments[MASK_ARGUMENT] = cross.masks
@@ -169,19 +165,12 @@ class _SharedCrossAttention(nn.Module):
             with torch.no_grad(), current_autocast(hidden.device.type)():
                 out = super().forward(**arguments, **{ATTEND_ARGUMENT: attend})
         if not attended:
-            raise CrossAttentionError(
+            raise ModelError(
                 f"{type(self).__name__} did not attend through transformers' AttentionInterface "
                 f"with {NAME!r} (its attn_implementation is "
                 f"{_config(self)._attn_implementation!r})"
             )
         return out
-
-
-class _Projected(Exception):
-    """What a layer was about to attend with."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self.tensors = tensors
 
 
 class _Projections(nn.Module):
@@ -197,16 +186,16 @@ class _Projections(nn.Module):
         """Run the layer until it attends."""
 
         def attend(query, key, value, *_, **__):
-            raise _Projected(query, key[:, :, : self.tokens], value[:, :, : self.tokens])
+            raise ForwardLeft((query, key[:, :, : self.tokens], value[:, :, : self.tokens]))
 
         inputs = {_HIDDEN: hidden, self.visual_argument: visual, "attention_mask": None}
         if "attention_mask" not in _parameters(type(self.layer)):
             del inputs["attention_mask"]
         try:
             self.run(**inputs, **{ATTEND_ARGUMENT: attend})
-        except _Projected as reached:
-            return reached.tensors
-        raise CrossAttentionError(f"{type(self.layer).__name__} did not attend")
+        except ForwardLeft as reached:
+            return reached.value
+        raise ModelError(f"{type(self.layer).__name__} did not attend")
 
 
 @cache
@@ -243,7 +232,7 @@ def _visual_tokens(visual: torch.Tensor, batch: int, tokens: int) -> torch.Tenso
     """(B, V, ...) of what may be (B * tiles, patches, ...); one token stands for none."""
     visual = visual.reshape(batch, -1, visual.shape[-1])
     if visual.shape[1] != max(tokens, 1):
-        raise CrossAttentionError(
+        raise ModelError(
             f"cross attention got {visual.shape[1]} visual tokens per sequence, the layout gives "
             f"this process {max(tokens, 1)}"
         )
@@ -291,13 +280,13 @@ def _try(name: str, layer: nn.Module) -> None:
             gradients = torch.autograd.grad(out.float().square().sum(), leaves, allow_unused=True)
             results.append((out.detach(), *gradients))
     except Exception as error:
-        raise CrossAttentionError(
+        raise ModelError(
             f"{name} ({type(layer).__name__}) cannot be shared: {error}"
         ) from error
     finally:
         layer.train(was_training)
     if not all(_alike(result, other) for result, other in zip(*results, strict=True)):
-        raise CrossAttentionError(
+        raise ModelError(
             f"{name} ({type(layer).__name__}) cannot be shared: before its attention it does more "
             "with hidden states or visual tokens than to make queries, keys and values"
         )

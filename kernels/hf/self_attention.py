@@ -33,12 +33,13 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from raymm.errors import ModelError
 from raymm.kernels.attention import attention
 from raymm.kernels.hf.text_masks import tokens_of_all
 from raymm.kernels.host_copies import on_host
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.convert import from_dense
-from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.mask import AttentionMask
 
 NAME = "raymm"
 """Value of ``attn_implementation``."""
@@ -92,21 +93,17 @@ def can_use(model: nn.Module) -> bool:
     return bool(getattr(model, "_can_set_attn_implementation", lambda: False)())
 
 
-class MaskValuesError(MaskError, AttributeError):
-    """A layer that computes with its attention mask."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a layer computes with the values of its attention mask, and a mask of "
-            f"{NAME} attention has none"
-        )
+_NO_VALUES = (
+    "a layer computes with the values of its attention mask, and a mask of "
+    f"{NAME} attention has none"
+)
 
 
 @dataclass(frozen=True)
 class ModelMask:
     """The mask that a model made for itself; masks are built when a layer asks for them.
 
-    Whatever else a model does with it, as with a tensor, raises :class:`MaskValuesError`.
+    Whatever else a model does with it, as with a tensor, raises :class:`ModelError`.
 
     Attributes:
         build: returns the masks, one per sequence or one for all.
@@ -122,16 +119,18 @@ class ModelMask:
         return self.build()
 
     def __getattr__(self, name: str) -> Any:
-        raise MaskValuesError
+        if name.startswith("_"):  # of a protocol of Python's, which it does not have
+            raise AttributeError(name)
+        raise ModelError(_NO_VALUES)
 
     def __getitem__(self, index: Any) -> Any:
-        raise MaskValuesError
+        raise ModelError(_NO_VALUES)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise MaskValuesError
+        raise ModelError(_NO_VALUES)
 
 
 class SharedTokens:
@@ -195,7 +194,7 @@ def raymm_model_mask(
         kwargs: what else ``sdpa_mask`` takes.
 
     Raises:
-        MaskError: rows that are put together under a mask function of the model's own.
+        ModelError: rows that are put together under a mask function of the model's own.
     """
     window = _sliding_window(mask_function)
     if (tokens := tokens_of_all()) is not None:
@@ -203,7 +202,7 @@ def raymm_model_mask(
         q_length = kv_length = tokens.length
         if tokens.documents is not None:
             if mask_function is not causal_mask_function and window is None:
-                raise MaskError(
+                raise ModelError(
                     "rows are put together, and a model makes a mask of its own (not causal, no "
                     "plain window) of them"
                 )
@@ -267,7 +266,7 @@ def raymm_attention_forward(
         (B, Tq, Hq, D) and None (there are no attention weights to return).
 
     Raises:
-        MaskError: a mask that does not fit, or a model whose attention needs more than a mask.
+        ModelError: a mask that does not fit, or a model whose attention needs more than a mask.
     """
     _check_supported(type(module).__name__, dropout, kwargs)
     shared: SharedTokens | None = getattr(module, _SHARED, None)
@@ -301,9 +300,9 @@ def _check_supported(layer: str, dropout: float, arguments: Mapping[str, Any]) -
     """Refuse what changes the scores and is not a mask."""
     for name, what in _UNSUPPORTED:
         if arguments.get(name) is not None:
-            raise MaskError(f"{layer} has {what}, which {NAME} attention does not support")
+            raise ModelError(f"{layer} has {what}, which {NAME} attention does not support")
     if dropout:
-        raise MaskError(
+        raise ModelError(
             f"{layer} has attention dropout {dropout}, which {NAME} attention does not "
             "support; set attention_dropout to 0 in the model's config"
         )
@@ -319,7 +318,7 @@ def _explicit_masks(
     mask."""
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None:
-        raise MaskError(
+        raise ModelError(
             f"{type(module).__name__} attends in chunks of {chunk} tokens, which a "
             f"{MASK_ARGUMENT} would override: put the chunks into the mask and set "
             "attention_chunk_size to None"
@@ -343,10 +342,10 @@ def _plain(
 ) -> AttentionMask:
     if not is_causal:
         if window is not None:
-            raise MaskError(f"a window of {window} without causality has no mask here")
+            raise ModelError(f"a window of {window} without causality has no mask here")
         return mask_patterns.full(n_queries, n_keys)
     if n_queries != n_keys:
-        raise MaskError(
+        raise ModelError(
             f"causal attention of {n_queries} queries to {n_keys} keys: {NAME} attention is "
             "for training and keeps no cache (use_cache=False)"
         )
@@ -356,13 +355,13 @@ def _plain(
 def _from_dense(mask: torch.Tensor) -> tuple[AttentionMask, ...]:
     """Masks from (B or 1, 1, Tq, Tk): bool, or 0 where visible and very negative elsewhere."""
     if mask.dim() != 4 or mask.shape[1] != 1:
-        raise MaskError(
+        raise ModelError(
             f"an attention_mask is (B, 1, Tq, Tk), the same for all heads; got {tuple(mask.shape)}"
         )
     if mask.dtype != torch.bool:
         visible = mask == 0
         if bool((~visible & (mask > -1e4)).any()):
-            raise MaskError("an attention_mask that adds a bias has no mask in raymm's sense")
+            raise ModelError("an attention_mask that adds a bias has no mask in raymm's sense")
         mask = visible
     return tuple(from_dense(visible_to) for visible_to in mask[:, 0])
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from raymm.kernels.mask.mask import ALL_KINDS, AttentionMask, MaskError, as_masks, query_rows
+from raymm.errors import ModelError
+from raymm.kernels.mask.mask import ALL_KINDS, AttentionMask, as_masks, query_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,11 +36,11 @@ def from_bitfield(field: torch.Tensor | np.ndarray) -> AttentionMask:
     """A mask from the paper's int64 field, (T,).
 
     Raises:
-        MaskError: not (T,) int64.
+        ModelError: not (T,) int64.
     """
     field = np.asarray(field)
     if field.ndim != 1 or field.dtype != np.int64:
-        raise MaskError(f"a bit field is (T,) int64, got {field.shape} {field.dtype}")
+        raise ModelError(f"a bit field is (T,) int64, got {field.shape} {field.dtype}")
     length = len(field)
     is_causal = field < 0
     bits = field & ALL_KINDS
@@ -58,11 +59,11 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
     """The paper's int64 field of a mask, (T,).
 
     Raises:
-        MaskError: the mask is not one that the field can say (cross masks, more than one
+        ModelError: the mask is not one that the field can say (cross masks, more than one
             interval, documents, windows, isolated items); names the first such row.
     """
     if mask.n_queries != mask.n_keys:
-        raise MaskError(f"a bit field is for self attention, the mask is {mask.shape}")
+        raise ModelError(f"a bit field is for self attention, the mask is {mask.shape}")
     length = mask.n_queries
     lo1, hi1, lo2, hi2 = mask.bounds()
     arrays = mask.rows()
@@ -77,7 +78,7 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
     wrong = (lo1 != 0) | (hi2 > lo2) | ~(whole | past) | (implied != identity)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        raise MaskError(
+        raise ModelError(
             f"row {row} (keys [{lo1[row]}, {hi1[row]}) and [{lo2[row]}, {hi2[row]}), attend "
             f"{attend[row]:#x}, identity {identity[row]:#x}) is not one that a bit field can "
             "say: it sees all keys or all up to itself, and is what it attends to or is text"
@@ -92,10 +93,10 @@ def from_dense(visible: torch.Tensor) -> AttentionMask:
     are sorted into kinds that such rows see or do not see together.
 
     Raises:
-        MaskError: not (Tq, Tk) bool, or more than 63 kinds of key would be needed.
+        ModelError: not (Tq, Tk) bool, or more than 63 kinds of key would be needed.
     """
     if visible.dim() != 2 or visible.dtype != torch.bool:
-        raise MaskError(f"a dense mask is (Tq, Tk) bool, got {visible.shape} {visible.dtype}")
+        raise ModelError(f"a dense mask is (Tq, Tk) bool, got {visible.shape} {visible.dtype}")
     dense = visible.cpu().numpy()
     n_queries, n_keys = dense.shape
     edges = np.diff(np.pad(dense, ((0, 0), (1, 1))).astype(np.int8), axis=1)
@@ -141,7 +142,7 @@ def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
             kinds[key] = len(profiles)
             profiles.append(said[:, key])
     if len(profiles) > 63:
-        raise MaskError(
+        raise ModelError(
             f"the dense mask needs {len(profiles)} kinds of key; a mask has at most 63, besides "
             "two intervals per row"
         )
@@ -246,7 +247,7 @@ def from_block_mask(block_mask: BlockMask, batch: int = 0, head: int = 0) -> Att
         head: number of the head.
 
     Raises:
-        MaskError: see :func:`from_dense`.
+        ModelError: see :func:`from_dense`.
     """
     n_queries, n_keys = block_mask.seq_lengths
     device = block_mask.kv_indices.device

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from raymm.errors import ModelError
 from raymm.kernels.mask.convert import from_dense
-from raymm.kernels.mask.mask import AttentionMask, MaskError, query_rows
+from raymm.kernels.mask.mask import AttentionMask, query_rows
 
 BLIND_ROWS = ("nothing", "everything")
 """What rows may see that are shown no item."""
@@ -35,15 +36,15 @@ def cross_masks(
         B masks of T rows and V keys. Sequences that are shown the same have one object.
 
     Raises:
-        MaskError: not (B, T, I), no tokens per item, an unknown ``blind``, or rows that are
+        ModelError: not (B, T, I), no tokens per item, an unknown ``blind``, or rows that are
             shown items in more than 63 different ways besides two runs.
     """
     if shown.dim() != 3:
-        raise MaskError(f"shown items are (B, T, I), got {tuple(shown.shape)}")
+        raise ModelError(f"shown items are (B, T, I), got {tuple(shown.shape)}")
     if tokens_per_item < 1:
-        raise MaskError(f"tokens_per_item must be at least 1, got {tokens_per_item}")
+        raise ModelError(f"tokens_per_item must be at least 1, got {tokens_per_item}")
     if blind not in BLIND_ROWS:
-        raise MaskError(f"blind must be one of {', '.join(BLIND_ROWS)}, got {blind!r}")
+        raise ModelError(f"blind must be one of {', '.join(BLIND_ROWS)}, got {blind!r}")
     distinct: dict[bytes, AttentionMask] = {}
     masks = []
     for sees in (shown != 0).cpu().numpy():

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.kernels.mask.columns import (
     ATTEND,
     BASES,
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 
 ALL_KINDS = (1 << 63) - 1
 """Attend bits of a query that may look at every kind of token."""
-
-
-class MaskError(InputError, ValueError):
-    """A mask that cannot be: names the field, the value and what is accepted."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class AttentionMask:
     built the same way have equal tables. A mask is immutable and hashable by identity.
 
     Raises:
-        MaskError: segments out of order, slopes other than 0 and 1, negative bits.
+        ModelError: segments out of order, slopes other than 0 and 1, negative bits.
     """
 
     def __init__(
@@ -91,9 +87,9 @@ class AttentionMask:
         _check_starts("key", key[:, KEY_START], n_keys)
         slopes = query[:, SLOPES]
         if ((slopes != 0) & (slopes != 1)).any():
-            raise MaskError(f"slopes must be 0 or 1, got {sorted(set(slopes.ravel().tolist()))}")
+            raise ModelError(f"slopes must be 0 or 1, got {sorted(set(slopes.ravel().tolist()))}")
         if (query[:, ATTEND] < 0).any() or (key[:, IDENTITY] < 0).any():
-            raise MaskError("attend and identity have 63 bits: they must not be negative")
+            raise ModelError("attend and identity have 63 bits: they must not be negative")
         self.query_table = _join_equal(query, n_queries)
         self.key_table = _join_equal(key, n_keys)
         self.n_queries, self.n_keys = int(n_queries), int(n_keys)
@@ -162,10 +158,10 @@ class AttentionMask:
         Rows and keys must be counted from the same position (self-attention).
 
         Raises:
-            MaskError: window below 1.
+            ModelError: window below 1.
         """
         if window < 1:
-            raise MaskError(f"window must be at least 1 (a token sees itself), got {window}")
+            raise ModelError(f"window must be at least 1 (a token sees itself), got {window}")
         base = 1 - window
         table, stops = self.query_table, self.query_stops
         # lo1 becomes max(lo1, q + base): constant ones change over at q = lo1 - base.
@@ -194,7 +190,7 @@ class AttentionMask:
         ranges = _check_ranges("key", ranges, self.n_keys)
         edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         if (edges[1:, 0] < edges[:-1, 1]).any():
-            raise MaskError(f"key ranges must ascend and not overlap, got {ranges}")
+            raise ModelError(f"key ranges must ascend and not overlap, got {ranges}")
         # A moving bound changes its slope where it enters or leaves a range.
         table, bounds = self.query_table, np.unique(edges)
         crossings = [
@@ -285,16 +281,16 @@ def as_masks(
         n_keys: Tk.
 
     Raises:
-        MaskError: as many masks as neither 1 nor the batch, or of another shape.
+        ModelError: as many masks as neither 1 nor the batch, or of another shape.
     """
     masks = (mask,) if isinstance(mask, AttentionMask) else tuple(mask)
     if len(masks) == 1:
         masks *= batch
     if len(masks) != batch:
-        raise MaskError(f"got {len(masks)} masks for a batch of {batch}; give one, or {batch}")
+        raise ModelError(f"got {len(masks)} masks for a batch of {batch}; give one, or {batch}")
     for index, own in enumerate(masks):
         if own.shape != (n_queries, n_keys):
-            raise MaskError(
+            raise ModelError(
                 f"mask {index} of the batch is for {own.n_queries} queries and {own.n_keys} "
                 f"keys, the tensors have {n_queries} and {n_keys}"
             )
@@ -337,11 +333,11 @@ def query_rows(
 
 def _check_starts(what: str, starts: np.ndarray, size: int) -> None:
     if size < 0:
-        raise MaskError(f"the number of {what} positions must not be negative, got {size}")
+        raise ModelError(f"the number of {what} positions must not be negative, got {size}")
     if not len(starts) and size:
-        raise MaskError(f"{size} {what} positions need at least one {what} segment")
+        raise ModelError(f"{size} {what} positions need at least one {what} segment")
     if len(starts) and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > size):
-        raise MaskError(
+        raise ModelError(
             f"{what} segments must start at 0, ascend and end by {size}, got {starts.tolist()}"
         )
 
@@ -351,7 +347,7 @@ def _check_ranges(
 ) -> list[tuple[int, int]]:
     for start, stop in ranges:
         if not 0 <= start <= stop <= size:
-            raise MaskError(f"{what} range [{start}, {stop}) is not within [0, {size})")
+            raise ModelError(f"{what} range [{start}, {stop}) is not within [0, {size})")
     return [(int(start), int(stop)) for start, stop in ranges]
 
 

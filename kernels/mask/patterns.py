@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raymm.kernels.mask.mask import ALL_KINDS, AttentionMask, MaskError, query_rows
+from raymm.errors import ModelError
+from raymm.kernels.mask.mask import ALL_KINDS, AttentionMask, query_rows
 from raymm.kernels.mask.spans import TEXT, Span, check_total, consecutive, layout, span_arrays
 
 
@@ -34,7 +35,7 @@ def documents(lengths: Sequence[int], *, causal: bool = True) -> AttentionMask:
     (``causal=False``) whole.
 
     Raises:
-        MaskError: a negative length.
+        ModelError: a negative length.
     """
     starts, stops = consecutive(lengths, "document")
     length = int(stops[-1]) if len(stops) else 0
@@ -62,7 +63,7 @@ def multimodal(
         window: narrows what text sees of its past.
 
     Raises:
-        MaskError: spans that overlap, leave the sequence or cross a document's end; a kind
+        ModelError: spans that overlap, leave the sequence or cross a document's end; a kind
             outside 1 to 62; lengths that do not add up to T.
     """
     starts, items, ends = layout(length, spans, document_lengths)
@@ -172,13 +173,13 @@ def prefix_causal(
         document_lengths: tokens of each packed document; one document if not given.
 
     Raises:
-        MaskError: as many prefixes as there are not documents, or one longer than its document.
+        ModelError: as many prefixes as there are not documents, or one longer than its document.
     """
     lengths = [length] if document_lengths is None else list(document_lengths)
     if len(prefix_lengths) != len(lengths) or any(
         not 0 <= prefix <= whole for prefix, whole in zip(prefix_lengths, lengths, strict=False)
     ):
-        raise MaskError(
+        raise ModelError(
             f"prefix_lengths must be one per document, each at most its document's length: "
             f"got {list(prefix_lengths)} for documents of {lengths}"
         )
@@ -221,7 +222,7 @@ def causal_blockwise(length: int, block: int = 256, local: int = 2) -> Attention
         local: blocks that a row sees, its own counted.
     """
     if block < 1 or local < 1:
-        raise MaskError(f"block and local must be at least 1, got {block} and {local}")
+        raise ModelError(f"block and local must be at least 1, got {block} and {local}")
     starts = np.arange(0, length, block)
     lo = np.maximum(starts - (local - 1) * block, 0)
     lo[-1:] = 0
@@ -260,9 +261,9 @@ def cross_images(
     """
     positions = np.asarray(image_positions, dtype=np.int64)
     if len(positions) != len(image_tokens) or (np.diff(positions) < 0).any():
-        raise MaskError("image_positions must ascend and be as many as image_tokens")
+        raise ModelError("image_positions must ascend and be as many as image_tokens")
     if len(positions) and not (0 <= positions[0] and positions[-1] < length):
-        raise MaskError(f"image_positions must be within [0, {length}), got {positions.tolist()}")
+        raise ModelError(f"image_positions must be within [0, {length}), got {positions.tolist()}")
     lengths = [length] if document_lengths is None else document_lengths
     document_starts, document_stops = consecutive(lengths, "document")
     check_total(document_stops, length)

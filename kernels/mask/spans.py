@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raymm.kernels.mask.mask import MaskError
+from raymm.errors import ModelError
 
 TEXT = 0
 """Kind of text tokens; encoders have kinds 1 to 62."""
@@ -34,12 +34,12 @@ def kinds_and_items(
     its item, where items of one encoder touch.
 
     Raises:
-        MaskError: arrays of different lengths, or kinds outside 0 to 62.
+        ModelError: arrays of different lengths, or kinds outside 0 to 62.
     """
     kinds = np.asarray(kinds, dtype=np.int64)
     items = np.zeros_like(kinds) if items is None else np.asarray(items, dtype=np.int64)
     if kinds.shape != items.shape or kinds.ndim != 1:
-        raise MaskError(f"kinds and items must be (T,), got {kinds.shape} and {items.shape}")
+        raise ModelError(f"kinds and items must be (T,), got {kinds.shape} and {items.shape}")
     changes = np.flatnonzero((np.diff(kinds) != 0) | (np.diff(items) != 0)) + 1
     starts = np.concatenate([[0], changes]) if len(kinds) else changes
     stops = np.append(starts[1:], len(kinds))
@@ -58,11 +58,11 @@ def consecutive(lengths: Sequence[int], what: str) -> tuple[np.ndarray, np.ndarr
         what: they are lengths of, for the error.
 
     Raises:
-        MaskError: a negative length.
+        ModelError: a negative length.
     """
     sizes = np.asarray(list(lengths), dtype=np.int64)
     if (sizes < 0).any():
-        raise MaskError(f"{what} lengths must not be negative, got {sizes.tolist()}")
+        raise ModelError(f"{what} lengths must not be negative, got {sizes.tolist()}")
     stops = np.cumsum(sizes)
     return stops - sizes, stops
 
@@ -71,11 +71,11 @@ def check_total(stops: np.ndarray, length: int) -> None:
     """Documents that end at ``stops`` must fill a sequence of ``length`` tokens.
 
     Raises:
-        MaskError: if they do not.
+        ModelError: if they do not.
     """
     total = int(stops[-1]) if len(stops) else 0
     if total != length:
-        raise MaskError(f"document lengths add up to {total}, the sequence has {length} tokens")
+        raise ModelError(f"document lengths add up to {total}, the sequence has {length} tokens")
 
 
 def span_arrays(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -99,7 +99,7 @@ def layout(
         its document.
 
     Raises:
-        MaskError: spans that overlap, leave the sequence or cross a document's end, kinds out of
+        ModelError: spans that overlap, leave the sequence or cross a document's end, kinds out of
             range, documents that do not add up to ``length``.
     """
     lengths = [length] if document_lengths is None else document_lengths
@@ -119,7 +119,7 @@ def layout(
     crossing = inside & ((item_starts[item] < ends[0]) | (item_stops[item] > ends[1]))
     if crossing.any():
         span = spans[int(item[np.flatnonzero(crossing)[0]])]
-        raise MaskError(f"{span} crosses the end of a document")
+        raise ModelError(f"{span} crosses the end of a document")
     return starts, item, ends
 
 
@@ -128,11 +128,11 @@ def _check_spans(
 ) -> None:
     outside = (kinds < 1) | (kinds > MAX_KIND)
     if outside.any():
-        raise MaskError(f"span kinds must be 1 to {MAX_KIND}, got {kinds[outside].tolist()}")
+        raise ModelError(f"span kinds must be 1 to {MAX_KIND}, got {kinds[outside].tolist()}")
     bad = (starts > stops) | (starts < 0) | (stops > length)
     bad[1:] |= starts[1:] < stops[:-1]
     if bad.any():
-        raise MaskError(
+        raise ModelError(
             f"{spans[int(np.flatnonzero(bad)[0])]}: spans must ascend, not overlap and lie "
             f"within [0, {length})"
         )

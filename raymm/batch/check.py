@@ -12,21 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.brief_error import because
-from raymm.actors.modules.merge import IGNORE_INDEX, MergeError
+from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.stages.labels import label_mask
 from raymm.batch.length_trial import LengthTrial
 from raymm.batch.merge_trial import MergeTrial
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import split_batch
-from raymm.errors import USER_CODE_RAISES
-from raymm.model.batch_rules import (
-    LABELS,
-    BatchError,
-    Vocabulary,
-    complete_microbatch,
-    said,
-    text_inputs,
-)
+from raymm.errors import USER_CODE_RAISES, DataError, ModelError
+from raymm.model.batch_rules import LABELS, Vocabulary, complete_microbatch, said, text_inputs
 from raymm.model.encoder_trial import EncoderTrial
 from raymm.model.module_kind import ModuleKind
 
@@ -65,7 +58,7 @@ class BatchCheck:
             count: see there.
 
         Raises:
-            BatchError: it does not fit, or the step has no label.
+            DataError: it does not fit, or the step has no label.
         """
         if isinstance(batch, Mapping):
             microbatches = split_batch(self._complete(batch), count)
@@ -75,12 +68,12 @@ class BatchCheck:
                 with _of_microbatch(number):
                     microbatches.append(self._complete(microbatch))
         else:
-            raise BatchError(
+            raise DataError(
                 f"the batch is {said(batch)}; accepted: a dict, or a list of at least one "
                 "microbatch"
             )
         if not any(bool(label_mask(microbatch[LABELS]).any()) for microbatch in microbatches):
-            raise BatchError(
+            raise DataError(
                 f"{LABELS} of the step has nothing but {IGNORE_INDEX} after the first token of "
                 "each row, which nothing predicts; accepted: at least one label, as the loss is a "
                 "mean over labels"
@@ -116,10 +109,10 @@ class BatchCheck:
         if len(counts) == len(tokens):
             try:
                 length = self._merge(text_inputs(microbatch), counts)
-            except MergeError as error:
-                raise BatchError(str(error)) from None
+            except ModelError as error:
+                raise DataError(str(error)) from None
             except USER_CODE_RAISES as error:  # a user's function may raise anything
-                raise BatchError(
+                raise DataError(
                     f"the merge policy does not take it{because(error)}. (If it would on a rank: "
                     "give the policy a method check, raymm.actors.modules.merge)"
                 ) from error
@@ -128,7 +121,7 @@ class BatchCheck:
     def _tokens(self, name: str, items: Mapping[str, Any]) -> int | None:
         try:
             return self._trials[name].taken(items).tokens
-        except BatchError as error:
+        except DataError as error:
             error.modality = name
             raise
 
@@ -138,5 +131,5 @@ def _of_microbatch(number: int) -> Iterator[None]:
     """Errors of one microbatch of several say which."""
     try:
         yield
-    except BatchError as error:
-        raise BatchError(f"microbatch {number}: {error}") from error.__cause__
+    except DataError as error:
+        raise DataError(f"microbatch {number}: {error}") from error.__cause__

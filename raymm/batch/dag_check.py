@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.brief_error import because
-from raymm.actors.modules.node import OutputError, call
+from raymm.actors.modules.node import call
 from raymm.actors.probe.example_inputs import in_words
-from raymm.errors import USER_CODE_RAISES
-from raymm.model.batch_rules import BatchError, check_range, check_tensor, said
+from raymm.errors import USER_CODE_RAISES, DataError, ModelError
+from raymm.model.batch_rules import check_range, check_tensor, said
 from raymm.model.encoder_trial import MAX_SIGNATURES, lookups, signature
 from raymm.scheduler.graph.sample_ranges import Range
 
@@ -42,11 +42,11 @@ class DagCheck:
     def check(self, batch: Mapping[str, torch.Tensor]) -> None:
         """
         Raises:
-            BatchError: an entry that modules read cannot be sent, or one of them does not take it.
+            DataError: an entry that modules read cannot be sent, or one of them does not take it.
             ModelError: an entry is missing, or they differ in samples.
         """
         if not isinstance(batch, Mapping):
-            raise BatchError(
+            raise DataError(
                 f"the batch is {said(batch)}; accepted: a dict of tensors, or a list of them"
             )
         size = self._dag.batch_size(batch)
@@ -78,12 +78,12 @@ class DagCheck:
                         outputs[name] = call(
                             spec, skeletons[name], entries, outputs, outputs, Range(0, size)
                         )
-                except (NotImplementedError, OutputError):  # of the meta device, or of the model
+                except (NotImplementedError, ModelError):  # of the meta device, or of the model
                     break
                 except USER_CODE_RAISES as error:
                     if "meta" in str(error).lower():  # it looks at values
                         break
-                    raise BatchError(
+                    raise DataError(
                         f"{name!r} does not take the batch, {in_words(read)}{because(error)}; "
                         "accepted: entries that its forward takes"
                     ) from error

@@ -10,8 +10,7 @@ import torch
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.probe.cut import small_language_model
 from raymm.actors.weights.source import ModuleSource
-from raymm.errors import USER_CODE_RAISES
-from raymm.model.batch_rules import BatchError
+from raymm.errors import USER_CODE_RAISES, DataError
 
 
 class LengthTrial:
@@ -40,7 +39,7 @@ class LengthTrial:
             length: tokens of the longest row, with those of encoders.
 
         Raises:
-            BatchError: it is too long.
+            DataError: it is too long.
         """
         if length <= self._longest:
             return
@@ -54,7 +53,7 @@ class LengthTrial:
             with torch.no_grad():
                 model(inputs_embeds=torch.zeros(1, length, width), use_cache=False)
         except (IndexError, RuntimeError, ValueError) as error:
-            raise BatchError(
+            raise DataError(
                 f"the microbatch's longest row has {length} tokens, with those of encoders; "
                 f"accepted: up to {self._stated}, the language model's max_position_embeddings "
                 f"({' '.join(str(error).split())})"

@@ -46,7 +46,7 @@ class MergeTrial:
             tokens: of an item, per encoder that has items.
 
         Raises:
-            Exception: whatever the policy raises, and a ``MergeError`` for what it must not
+            Exception: whatever the policy raises, and a ``ModelError`` for what it must not
                 return.
         """
         *narrower, _ = self._widths

@@ -13,12 +13,12 @@ from typing import Any
 import ray
 import torch
 
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.experts.own_loss import check_language_loss
 from raymm.actors.probe.outputs import check_outputs
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
-from raymm.model.batch_rules import INDEX, BatchError
+from raymm.errors import DataError, NotRunError, ProbeError
+from raymm.model.batch_rules import INDEX
 from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 
@@ -65,7 +65,7 @@ class TriedInputs:
             meta: of the microbatches.
 
         Raises:
-            BatchError: inputs that the model as it runs cannot take.
+            DataError: inputs that the model as it runs cannot take.
         """
         for part, microbatch in zip(parts, meta, strict=True):
             for name in microbatch.items:
@@ -88,7 +88,7 @@ class TriedInputs:
                 self.retries[name](example)
         except ProbeError as error:
             tried = " or ".join(map(_in_words, self._tried[name])) or "nothing yet"
-            raise BatchError(
+            raise DataError(
                 f"{name!r} has {_in_words(signature)}, which its encoder was not tried with "
                 f"({tried}), and which does not do: {error}"
             ) from error

@@ -22,7 +22,7 @@ class MLflowCallback(Callback):
         experiment: its name.
 
     Raises:
-        PackageError: mlflow is not installed.
+        ConfigError: mlflow is not installed.
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "raymm") -> None:

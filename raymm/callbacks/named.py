@@ -6,11 +6,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raymm.actors.weights.source import SourceError, import_object
+from raymm.actors.weights.source import import_object
 from raymm.callbacks.callback import Callback
-from raymm.errors import USER_CODE_RAISES
-from raymm.files.config_error import ConfigError
-from raymm.packages import PackageError
+from raymm.errors import USER_CODE_RAISES, ConfigError, ModelError
 
 LOGGERS = {
     "tensorboard": "raymm.callbacks.tensorboard:TensorBoardCallback",
@@ -46,7 +44,7 @@ def _named(field: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Callback
     elif ":" in name:
         try:
             target = import_object(name)
-        except SourceError as error:
+        except ModelError as error:
             raise ConfigError(f"{field}: {error}") from None
     else:
         raise ConfigError(
@@ -56,7 +54,7 @@ def _named(field: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Callback
         raise ConfigError(f"{field}: {name!r} is no class derived from raymm.Callback")
     try:
         return target(**arguments)
-    except (ConfigError, PackageError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
     except USER_CODE_RAISES as error:
         raise ConfigError(

@@ -17,7 +17,7 @@ class TensorBoardCallback(Callback):
         folder: for the files; by default ``tensorboard`` in the run's folder.
 
     Raises:
-        PackageError: TensorBoard is not installed.
+        ConfigError: TensorBoard is not installed.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

@@ -22,7 +22,7 @@ class WandbCallback(Callback):
             ``dir`` are those of the run's folder.
 
     Raises:
-        PackageError: wandb is not installed.
+        ConfigError: wandb is not installed.
     """
 
     def __init__(self, **options: Any) -> None:

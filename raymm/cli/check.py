@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from raymm.actors.storage.location import check_location
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports torch
     from raymm.storage.inspection import CheckpointReport, Comparison

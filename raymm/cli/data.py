@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from raymm.actors.weights.hub_folder import HubError, local_folder, pinned
+from raymm.actors.weights.hub_folder import local_folder, pinned
 from raymm.cli.start_settings import is_text_only
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 if TYPE_CHECKING:  # they import torch
     from raymm.data import DataConfig, StepBuilder
@@ -66,14 +66,15 @@ def run_preview(args: argparse.Namespace) -> int:
         ConfigError: no such folder or file, or media for a tokenizer alone.
         DataError: a file that cannot be read.
     """
-    from raymm.data import SampleError, open_split
+    from raymm.data import open_split
     from raymm.data.readers.detect import detect
+    from raymm.errors import SampleError
 
     if args.rows < 1:
         raise ConfigError(f"--rows is {args.rows}; accepted: at least 1")
     try:
         model = local_folder(pinned(args.model), weights=False)
-    except HubError as error:
+    except ConfigError as error:
         raise ConfigError(f"--model is {args.model!r}. {error}") from None
     if not Path(model).is_dir():
         raise ConfigError(

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 _CPU_PROCESSES = 2
 _REPEATS = 5

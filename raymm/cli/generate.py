@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from raymm.data.samples.config import TOWER_OF, ModalityDataConfig
 from raymm.data.samples.placeholders import part_types
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 _MAX_TOKENS = 64
 
@@ -39,7 +39,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: options that cannot be.
-        GenerationError: the model cannot write text under its plan.
+        ModelError: the model cannot write text under its plan.
         CheckpointError, ClusterError, ProbeError: as of a run that goes on.
         SampleError: a prompt or an item that cannot be used.
     """

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from raymm.errors import InputError, RunError
-from raymm.files.config_error import closest
+from raymm.files.field_errors import closest
 from raymm.packages import explained_imports
 from raymm.version import __version__
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parsed(words)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
-    from raymm.training.stop_request import RunInterruptedError, RunTerminatedError, StopRequest
+    from raymm.training.stop_request import StopRequest
 
     console, stop = Console(stderr=True), StopRequest()
     try:
@@ -73,14 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for text in (str(error), *getattr(error, "__notes__", ())):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         return EXIT_REPEATS if error.repeats else EXIT_RUN_FAILED
-    except (RunInterruptedError, RunTerminatedError) as end:  # has said what was saved
-        return 128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as end:
+        if end.args:  # of a run, which has said what was saved
+            return 128 + signal.SIGINT
         number = stop.reason.number if stop.reason else signal.SIGINT
         return _stopped(console, signal.Signals(number))
     except SystemExit as end:  # ray.init(), while it runs, turns SIGTERM into this
         if end.code == signal.SIGTERM:
             return _stopped(console, signal.SIGTERM)
+        if end.code == 128 + signal.SIGTERM and end.args != (end.code,):  # of a run, as above
+            return end.code
         traceback.print_exc()
         console.print(
             f"[bold red]error:[/] a function or module that the configuration names called "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any, get_origin, get_type_hints
 
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 
 def _shown(options: type) -> dict[str, Field]:

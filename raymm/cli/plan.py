@@ -25,7 +25,7 @@ from raymm.cli.plan_styles import (
     with_given,
 )
 from raymm.config.planning_options import PIPELINED, PlanOptions
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 from raymm.files.output import Output
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def run_plan(args: argparse.Namespace) -> None:
     """Plan or judge, print, draw and save.
 
     Raises:
-        ConfigError, PlanError, DeviceError, ProfileError, LoadError, StageSearchError,
-        ClusterError: naming what is wrong.
+        ConfigError, PlanError, ClusterError: naming what is wrong.
     """
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
@@ -103,7 +102,7 @@ def run_plan(args: argparse.Namespace) -> None:
         planned = _planned(config, model, plan, request, console)
         show(planned, console)
         if planned.unfit:
-            from raymm.scheduler.plan.plan import PlanError
+            from raymm.errors import PlanError
 
             raise PlanError(planned.unfit)
         if args.measure is not None:

@@ -15,7 +15,7 @@ from raymm.config.planning_options import (
     PIPELINED,
     MultiplexOptions,
 )
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 from raymm.files.output import Output
 from raymm.scheduler.search.options import SearchOptions
 
@@ -70,7 +70,7 @@ def with_given(
         request: what was asked.
 
     Raises:
-        ConfigError, MultiplexError: options that contradict the plan.
+        ConfigError, PlanError: options that contradict the plan.
     """
     from raymm.planning.styles import with_ranks_of
 
@@ -100,7 +100,7 @@ def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Pla
 
     Raises:
         ConfigError: it is a mapping: what is planned already, multiplexed, is not planned again.
-        PlanError, MultiplexError: it cannot run.
+        PlanError: it cannot run.
     """
     from raymm.config.build import build_plan
     from raymm.scheduler.plan.rank_quotas import SLOTS
@@ -133,14 +133,13 @@ def run_style(
         console: is printed to.
 
     Raises:
-        MultiplexError, PlanError, DeviceError, ProfileError, LoadError: naming what is wrong.
+        PlanError: naming what is wrong.
     """
+    from raymm.errors import PlanError
     from raymm.planning.inputs import PlanInputs
     from raymm.planning.plan import Planned
     from raymm.planning.request import Workload
     from raymm.planning.styles import compare_styles, plan_step_multiplexed, step_plan
-    from raymm.scheduler.graph.strict_json import MultiplexError
-    from raymm.scheduler.plan.plan import PlanError
     from raymm.scheduler.plan.rank_quotas import SLOTS
     from raymm.scheduler.progress.search_control import SearchControl
 
@@ -157,7 +156,7 @@ def run_style(
         multiplexed = plan_step_multiplexed(inputs)
         show(multiplexed, console)
         if multiplexed.unfit:
-            raise MultiplexError(multiplexed.unfit)
+            raise PlanError(multiplexed.unfit)
         mapped = step_plan(inputs, multiplexed)
         _save(mapped, multiplexed, output, suffix, console)
         return
@@ -222,11 +221,12 @@ def _with_surfaces(args: argparse.Namespace, request: PlanRequest) -> PlanReques
 def has_surfaces(path: str) -> bool:
     """Whether a file is of scaling surfaces, not of layers. What is no such file at all is for
     its reader to refuse."""
-    from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
+    from raymm.errors import PlanError
+    from raymm.scheduler.graph.strict_json import json_value, read_file
 
     try:
         data = json_value(read_file(path), path)
-    except MultiplexError:
+    except PlanError:
         return False
     return isinstance(data, dict) and "surfaces" in data
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from raymm.errors import PlanError
 from raymm.files.output import Output
-from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph
 
@@ -49,22 +50,22 @@ def run_profile(args: argparse.Namespace) -> None:
     """Measure, save, print and draw.
 
     Raises:
-        ConfigError, DataError, ProfileError, ClusterError: naming what is wrong.
+        ConfigError, DataError, PlanError, ClusterError: naming what is wrong.
     """
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
 
     lengths = parse_lengths(args.lengths)
     if Path(args.out).suffix != ".json":
-        raise ProfileError(f"--out is {args.out!r}; the name must end in .json")
+        raise PlanError(f"--out is {args.out!r}; the name must end in .json")
     if args.repeats < 1:
-        raise ProfileError(f"--repeats is {args.repeats}; it must be at least 1")
+        raise PlanError(f"--repeats is {args.repeats}; it must be at least 1")
     if args.gpus is not None and not args.multiplex:
-        raise ProfileError("--gpus is of surfaces; accepted with --multiplex")
+        raise PlanError("--gpus is of surfaces; accepted with --multiplex")
     if args.gpus is not None and args.gpus < 1:
-        raise ProfileError(f"--gpus is {args.gpus}; it must be at least 1")
+        raise PlanError(f"--gpus is {args.gpus}; it must be at least 1")
     if args.lengths and args.multiplex:
-        raise ProfileError("--lengths is of layers; surfaces are of the data's lengths")
+        raise PlanError("--lengths is of layers; surfaces are of the data's lengths")
     companions = (".png",)
     if args.multiplex:
         from raymm.cli.profile_surfaces import BESIDE_SURFACES as companions
@@ -118,14 +119,14 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     """``"512,1024"`` -> ``(512, 1024)``.
 
     Raises:
-        ProfileError: if an entry is no whole number.
+        PlanError: if an entry is no whole number.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
         if not part.isdecimal():
-            raise ProfileError(f"--lengths has {part!r}; give whole numbers, such as 512,1024")
+            raise PlanError(f"--lengths has {part!r}; give whole numbers, such as 512,1024")
         if len(part) > 9 or int(part) < 2:
-            raise ProfileError(f"--lengths has {part}; each must be above 1, below 10^9")
+            raise PlanError(f"--lengths has {part}; each must be above 1, below 10^9")
     return tuple(int(part) for part in parts)
 
 

@@ -31,7 +31,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
         output: the file of the surfaces.
 
     Raises:
-        DataError, ProfileError, ClusterError: naming what is wrong.
+        DataError, PlanError, ClusterError: naming what is wrong.
     """
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.runtime.cluster import connected, pick_device

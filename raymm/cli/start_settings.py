@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from raymm.actors.weights.hub_folder import is_hub_id, local_folder, split_id
 from raymm.config.model_section import LoraSection
-from raymm.files.config_error import ConfigError, closest, explain
+from raymm.errors import ConfigError
 from raymm.files.config_file import parse_yaml
+from raymm.files.field_errors import closest, explain
 
 if TYPE_CHECKING:  # it imports numpy
     from raymm.data.readers.detect import Detected

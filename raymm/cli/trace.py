@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from raymm.files.config_error import ConfigError, shown
+from raymm.errors import ConfigError, PlanError
 from raymm.files.config_file import read_text
-from raymm.scheduler.graph.strict_json import MultiplexError, json_value
+from raymm.files.field_errors import shown
+from raymm.scheduler.graph.strict_json import json_value
 
 # A timeline is of a few steps.
 MOST_TRACE_BYTES = 2**30
@@ -68,7 +69,7 @@ def read_events(file: Path) -> list[_Event]:
     text = read_text(file, "trace", MOST_TRACE_BYTES)
     try:
         return _Trace.model_validate(json_value(text, str(file))).traceEvents
-    except MultiplexError as error:
+    except PlanError as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
         first = error.errors()[0]

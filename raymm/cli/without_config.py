@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from raymm.actors.weights.hub_folder import (
-    HubError,
     dataset_commit,
     is_hub_id,
     local_folder,
@@ -21,7 +20,7 @@ from raymm.actors.weights.hub_folder import (
 from raymm.cli.start_settings import WARMUP, Options, apply_options, first_settings
 from raymm.data.remote.urls import is_url
 from raymm.data.samples.source_config import HUB
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 from raymm.files.config_file import apply_override, read_sections
 from raymm.files.run_files import write_whole
 
@@ -218,7 +217,7 @@ def _model(model: str) -> str:
     try:
         reference = pinned(model)
         folder = Path(local_folder(reference, weights=False))
-    except HubError as error:
+    except ConfigError as error:
         raise ConfigError(f"--model is {model!r}. {error}") from None
     if not (folder / "config.json").is_file():
         there = "has no config.json" if folder.is_dir() else "is no folder of this machine"
@@ -251,6 +250,6 @@ def _source(args: argparse.Namespace) -> dict[str, Any]:
     name, revision = split_id(data)
     try:
         commit = dataset_commit(name, revision)
-    except HubError as error:
+    except ConfigError as error:
         raise ConfigError(f"--data is {args.data!r}. {error}") from None
     return {"path": f"{HUB}{name}", **options, "revision": commit}

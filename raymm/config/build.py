@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.actors.modules.merge import CrossAttend, MergePolicy, Prepend, ReplaceTokens
-from raymm.actors.weights.source import FactorySource, SourceError, import_object
+from raymm.actors.weights.source import FactorySource, import_object
 from raymm.config.example_section import example_tensors
 from raymm.config.model_config import model_config
 from raymm.config.model_section import (
@@ -18,15 +18,10 @@ from raymm.config.model_section import (
     adapters_of,
     frozen_flag,
 )
-from raymm.config.sections import (
-    ConfigError,
-    DegreeRange,
-    LayoutSection,
-    ParallelSection,
-    TrainConfig,
-)
+from raymm.config.sections import DegreeRange, LayoutSection, ParallelSection, TrainConfig
 from raymm.config.whole_model import build_whole_model, whole_layouts
 from raymm.data.conversations.text import load_tokenizer
+from raymm.errors import ConfigError, ModelError, PlanError
 from raymm.files.run_files import write_whole
 from raymm.kernels.preference import PreferenceLoss
 from raymm.layout.plan_check import check_fits, differences
@@ -35,8 +30,8 @@ from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.graph.strict_json import MultiplexError, read_file
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.graph.strict_json import read_file
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.options import LAYERS
 
 
@@ -117,7 +112,7 @@ def _callback(field: str, target: str | None) -> Callable[..., Any] | None:
         return None
     try:
         function = import_object(target)
-    except SourceError as error:
+    except ModelError as error:
         raise ConfigError(f"{field}: {error}") from None
     if not callable(function):
         kind = type(function).__name__
@@ -169,7 +164,7 @@ def build_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Pla
     multiplexed mapping; None if raymm is to plan.
 
     Raises:
-        PlanError, MultiplexError: if it cannot run.
+        PlanError: if it cannot run.
         ConfigError: if a named file does not exist or is for another model.
     """
     section = config.parallel
@@ -219,7 +214,7 @@ def _plan_of_file(
         raise ConfigError(f"parallel.plan is {path!r}; there is no such file")
     try:
         text = read_file(file)
-    except MultiplexError as error:
+    except PlanError as error:
         raise ConfigError(f"parallel.plan: {error}") from None
     try:
         plan = Plan.from_json(text)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from raymm.actors.weights.hub_folder import HubError, is_hub_id, pinned
+from raymm.actors.weights.hub_folder import is_hub_id, pinned
 from raymm.config.model_section import ModelSection, SourceSection
 from raymm.config.sections import TrainConfig
 from raymm.data.readers.files import is_there
 from raymm.data.remote.urls import is_url
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.source_config import HUB
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 
 def check_files(config: TrainConfig, with_data: bool = False) -> None:
@@ -74,7 +74,7 @@ def _modules(model: ModelSection) -> Iterator[tuple[str, ModelSection | SourceSe
 def _pinned(field: str, path: str) -> str:
     try:
         return pinned(path)
-    except HubError as error:
+    except ConfigError as error:
         raise ConfigError(f"{field} is {path!r}: {error}") from None
 
 

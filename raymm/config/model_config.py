@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 from transformers import PretrainedConfig
 
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 # How alike a key and a known one are for the one to be taken for the other, from 0 to 1.
 _ALIKE = 0.7

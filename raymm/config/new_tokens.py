@@ -21,12 +21,11 @@ from raymm.actors.storage.folder import PARTIAL, set_file_modes
 from raymm.actors.storage.location import is_bucket
 from raymm.actors.weights.hub_folder import is_hub_id
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import SourceError
-from raymm.actors.weights.stored_weights import WeightsError, header_tensors, weight_files
+from raymm.actors.weights.stored_weights import header_tensors, weight_files
 from raymm.config.model_section import FROM_PROCESSOR
 from raymm.config.sections import TrainConfig
 from raymm.data.conversations.processor import ModelProcessor
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError, ModelError
 from raymm.files.output import Output
 
 # Of a run's folder: the model with new tokens, and in it what it was made of.
@@ -51,7 +50,7 @@ def use_new_tokens(config: TrainConfig) -> range:
     Raises:
         ConfigError: the model or the processor cannot have such tokens, or the run's folder has
             another model.
-        DataError, SourceError: a processor or model that cannot be read.
+        DataError, ModelError: a processor or model that cannot be read.
     """
     section, data = config.model, config.data
     if section.new_tokens is None:
@@ -323,7 +322,7 @@ def _check_read(folder: Path, trust: bool, old: int, rows: range) -> None:
         source = PretrainedSource(str(folder), trust_remote_code=trust)
         source.check()
         size = _rows_of(source.skeleton())
-    except (SourceError, WeightsError) as error:
+    except ModelError as error:
         raise ConfigError(f"{_FIELD} cannot be added to this model: {error}") from error
     largest = max(ModelProcessor(str(folder), trust).tokenizer.get_vocab().values())
     if size != max(old, rows.stop) or largest != rows.stop - 1:

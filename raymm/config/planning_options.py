@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from raymm.errors import PlanError
 from raymm.files.section import MOST_COUNT, Count, Text
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.problem import STEPS
-from raymm.scheduler.plan.plan_error import PlanError, check_number
+from raymm.scheduler.plan.field_checks import check_number
 from raymm.scheduler.search.options import SearchOptions
 
 PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"

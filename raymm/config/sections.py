@@ -15,8 +15,9 @@ from raymm.config.model_section import ModelSection, path_with_revision
 from raymm.config.optimizer_section import OptimizerSection
 from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
-from raymm.files.config_error import ConfigError, explain
+from raymm.errors import ConfigError
 from raymm.files.config_file import expand_variables, read_sections
+from raymm.files.field_errors import explain
 from raymm.files.output import with_home
 from raymm.files.section import (
     MOST_COUNT,

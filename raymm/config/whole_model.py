@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from raymm.actors.probe.error import NotRunError
 from raymm.config.model_section import AdaptersSection
 from raymm.config.new_tokens import use_new_tokens
 from raymm.config.sections import TrainConfig
-from raymm.data import DataConfig, DataError, SampleError, open_split
+from raymm.data import DataConfig, open_split
 from raymm.data.conversations.example_items import example_items
 from raymm.data.loading.processed import ProcessedBuilder
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError, DataError, NotRunError, PlanError, SampleError
 from raymm.model.batch_rules import LABELS
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import LANGUAGE, WholeModel, from_pretrained
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.runtime.whole.pipelined import whole_plan
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 
 # Samples that are tried to find one with items of a kind that can be used.
 _TRIED = 16

@@ -38,7 +38,8 @@ from torch import nn
 
 from raymm.costs.forward_run import forward_run
 from raymm.costs.layer_count import LayerCount, count_blocks, count_layers
-from raymm.costs.load import Load, LoadError, default_tokens
+from raymm.costs.load import Load, default_tokens
+from raymm.errors import PlanError
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
@@ -75,15 +76,15 @@ def analytic_profile(
             by both; parameters are divided by ``tp``, outputs by ``cp``.
 
     Raises:
-        LoadError: on a module that does not exist, or one whose load is missing.
-        DeviceError: on an unknown device, or a dtype it has no rate for.
+        PlanError: on a module that does not exist, or one whose load is missing.
+        PlanError: on an unknown device, or a dtype it has no rate for.
     """
     device = find_device(device) if isinstance(device, str) else device
     names = model.module_names
     if unknown := set(loads) - set(names):
-        raise LoadError(f"loads name {sorted(unknown)}; the model's modules are {list(names)}")
+        raise PlanError(f"loads name {sorted(unknown)}; the model's modules are {list(names)}")
     if LANGUAGE_MODEL not in loads:
-        raise LoadError(f"loads lack {LANGUAGE_MODEL!r}: give Load(samples, merged tokens)")
+        raise PlanError(f"loads lack {LANGUAGE_MODEL!r}: give Load(samples, merged tokens)")
     layers: dict[str, tuple[LayerCost, ...]] = {}
     tokens: dict[str, int] = {}
     for name in names:
@@ -160,7 +161,7 @@ def projector_layers(
 def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
     size = value.get(module, 1) if isinstance(value, Mapping) else value
     if type(size) is not int or size < 1:
-        raise LoadError(f"{what} of {module!r} is {size!r}; it must be a whole number >= 1")
+        raise PlanError(f"{what} of {module!r} is {size!r}; it must be a whole number >= 1")
     return size
 
 

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import input_embeddings
-from raymm.actors.probe.example_inputs import ExampleError, example_inputs
+from raymm.actors.probe.example_inputs import example_inputs
 from raymm.actors.weights.source import on_meta
 from raymm.costs.load import Load
 from raymm.costs.observed_load import Observation, observe
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ModelError
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 
 # Longest sample that a language model is run on. Divided by 4, it is a multiple of the chunks that
@@ -198,7 +198,7 @@ def _example_bytes(module: nn.Module, dtype: str) -> Figures | None:
 def _example(module: nn.Module) -> dict[str, Any]:
     try:
         return example_inputs(module)
-    except ExampleError:  # features, then, as wide as its first weight
+    except ModelError:  # features, then, as wide as its first weight
         name = next(iter(inspect.signature(module.forward).parameters))
         width = next(p.shape[1] for p in module.parameters() if p.dim() == 2)
         return {name: torch.empty(1, _EXAMPLE_TOKENS, width)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raymm.data import DataConfig, local_steps
-from raymm.scheduler.costs.layer_costs import ProfileError
+from raymm.errors import PlanError
 
 # Steps of data that are looked through for a microbatch with every modality.
 MAX_STEPS = 8
@@ -17,7 +17,7 @@ def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, 
     items, and of those the one with the most text.
 
     Raises:
-        ProfileError: if there is none in the first :data:`MAX_STEPS` steps.
+        PlanError: if there is none in the first :data:`MAX_STEPS` steps.
     """
     seen: set[str] = set()
     for step in local_steps(config, steps=MAX_STEPS):
@@ -30,4 +30,4 @@ def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, 
         seen |= {name for meta in step.meta for name in meta.items}
     missing = sorted(set(modalities) - seen)
     what = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"
-    raise ProfileError(f"the first {MAX_STEPS} steps of data.train have {what}; nothing to run")
+    raise PlanError(f"the first {MAX_STEPS} steps of data.train have {what}; nothing to run")

@@ -12,15 +12,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
-from raymm.errors import InputError
+from raymm.errors import PlanError
 
 WIDTH = ("hidden_size", "d_model", "n_embd")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
 POOLING = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d | nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
-
-
-class LoadError(InputError, ValueError):
-    """How much a module has to do cannot be told, or makes no sense. Names the field."""
 
 
 class SeenAttention(NamedTuple):
@@ -104,9 +100,9 @@ class Load:
         for name, least in (("samples", 1), ("tokens", 1), ("labels", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
-                raise LoadError(f"{name} is {value!r}; it must be a whole number >= {least}")
+                raise PlanError(f"{name} is {value!r}; it must be a whole number >= {least}")
         if self.labels is not None and self.labels > self.total:
-            raise LoadError(f"labels is {self.labels}, but there are only {self.total} tokens")
+            raise PlanError(f"labels is {self.labels}, but there are only {self.total} tokens")
 
     @property
     def total(self) -> int:
@@ -119,7 +115,7 @@ def default_tokens(module: nn.Module) -> int:
     positions of an audio encoder.
 
     Raises:
-        LoadError: if the config does not say.
+        PlanError: if the config does not say.
     """
     config = getattr(module, "config", None)
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
@@ -127,7 +123,7 @@ def default_tokens(module: nn.Module) -> int:
     if isinstance(positions, int):
         return positions
     if size is None or patch is None:
-        raise LoadError(
+        raise PlanError(
             f"the config of {type(module).__name__} does not say how many tokens an item has; "
             "give the encoder's Load"
         )

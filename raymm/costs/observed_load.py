@@ -27,11 +27,10 @@ from transformers.masking_utils import sdpa_mask
 
 from raymm.actors.adapters.lora import has_adapters, is_adapter
 from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name, hidden_state
-from raymm.actors.modules.cut import CutReached
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.modules.precision import CAST_BY_AUTOCAST, CAST_ONCE
 from raymm.costs.load import Load, SeenAttention
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ForwardLeft
 from raymm.kernels.flash.operands import prepare
 from raymm.kernels.hf.self_attention import can_use
 
@@ -146,7 +145,7 @@ class Observation:
             self.rows = 1 if hidden.dim() == FLAT_ROWS else hidden.shape[0]
             self.tokens = hidden.shape[:-1].numel() // max(self.rows, 1)
         if self._leave:
-            raise CutReached(cast(torch.Tensor, hidden))
+            raise ForwardLeft(cast(torch.Tensor, hidden))
 
     def _enter_bucket(self, bucket: int, *_: Any) -> None:
         self._bucket = bucket

@@ -10,7 +10,7 @@ from torch import nn
 
 from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module
 from raymm.costs.load import HEADS, config_number
-from raymm.scheduler.plan.plan import PlanError
+from raymm.errors import PlanError
 
 _SHARES: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from raymm.errors import PlanError
 from raymm.files.run_files import write_whole
-from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.costs.profile_table import ProfileTable
-from raymm.scheduler.graph.strict_json import MultiplexError, read_file
+from raymm.scheduler.graph.strict_json import read_file
 
 
 def save_table(table: ProfileTable, path: str | os.PathLike[str]) -> Path:
@@ -27,12 +27,12 @@ def load_table(path: str | os.PathLike[str]) -> ProfileTable:
     """Read what :func:`save_table` wrote.
 
     Raises:
-        ProfileError: if there is no such file, or something in it is wrong; names the file.
+        PlanError: if there is no such file, or something in it is wrong; names the file.
     """
     file = Path(path)
     if not file.is_file():
-        raise ProfileError(f"profile is {str(path)!r}; there is no such file")
+        raise PlanError(f"profile is {str(path)!r}; there is no such file")
     try:
         return ProfileTable.from_json(read_file(file))
-    except (ProfileError, MultiplexError) as error:
-        raise ProfileError(f"{path}: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None

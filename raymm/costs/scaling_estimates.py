@@ -30,7 +30,8 @@ from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.quota import Multiprocessors
 from raymm.costs.analytic import analytic_layers, projector_layers
 from raymm.costs.layer_count import count_layers
-from raymm.costs.load import Load, LoadError, default_tokens
+from raymm.costs.load import Load, default_tokens
+from raymm.errors import PlanError
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, module_graph
@@ -38,7 +39,6 @@ from raymm.scheduler.costs.devices import DeviceSpec, Links
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.surface import ScalingSurface
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.roofline import RIDGE, ModuleWork
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds, stage_layers
 
@@ -198,20 +198,20 @@ def batch_workload(
         batch: samples.
 
     Raises:
-        LoadError: on an unknown module, a number below 1, or a length that nobody says.
+        PlanError: on an unknown module, a number below 1, or a length that nobody says.
     """
     names = [shape.name for shape in shapes]
     for name in tokens:
         if name not in names:
-            raise LoadError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
+            raise PlanError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
     workload = {}
     for shape in shapes:
         each = tokens.get(shape.name)
         if each is None:
             try:
                 each = default_tokens(shape.module)
-            except LoadError as error:
-                raise LoadError(f"tokens of {shape.name!r} are not given: {error}") from None
+            except PlanError as error:
+                raise PlanError(f"tokens of {shape.name!r} are not given: {error}") from None
         workload[shape.name] = Load(batch, each)
     return workload
 
@@ -248,8 +248,8 @@ def estimated_surface(
         sums: of gradients in a surface's seconds: less than one for one of a step's microbatches.
 
     Raises:
-        DeviceError: a dtype that the device has no rate for.
-        MultiplexError: steps finer than what the device can set apart.
+        PlanError: a dtype that the device has no rate for.
+        PlanError: steps finer than what the device can set apart.
     """
     check_steps(device.name, steps)
     degrees = [1 << j for j in range(min(gpus, load.samples).bit_length())]
@@ -332,11 +332,11 @@ def measured_factor(
 def check_steps(device: str, steps: int) -> None:
     """
     Raises:
-        MultiplexError: a step of a quota is less than what the device can set apart.
+        PlanError: a step of a quota is less than what the device can set apart.
     """
     parts = MULTIPROCESSORS.get(device)
     if parts is not None and 1 / steps < parts.smallest_quota:
-        raise MultiplexError(
+        raise PlanError(
             f"steps is {steps}: a step of quota would be {parts.total / steps:.1f} of the "
             f"{parts.total} multiprocessors of {device}, which sets {parts.granularity} apart at a "
             f"time; accepted: 1 to {parts.groups}"

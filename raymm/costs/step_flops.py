@@ -19,9 +19,10 @@ from torch import nn
 from raymm.actors.modules.merge import Prepend
 from raymm.costs.forward_run import MOST_TOKENS, forward_run
 from raymm.costs.layer_count import count_attention, count_blocks, count_layers
-from raymm.costs.load import Load, LoadError
+from raymm.costs.load import Load
 from raymm.costs.workload import encoder_tokens
 from raymm.data import MicrobatchMeta
+from raymm.errors import PlanError
 from raymm.kernels.mask.spans import Span
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, module_graph
@@ -155,7 +156,7 @@ class StepFlops:
         model: the description; only its structure is used.
 
     Raises:
-        LoadError: layers that cannot be counted.
+        PlanError: layers that cannot be counted.
     """
 
     def __init__(self, model: MultimodalModule) -> None:
@@ -190,7 +191,7 @@ class StepFlops:
             meta: of its microbatches.
 
         Raises:
-            LoadError: an encoder does not say how many tokens an item has, or a batch not where
+            PlanError: an encoder does not say how many tokens an item has, or a batch not where
                 items are in the text, which the model's mask goes by.
         """
         total = dict.fromkeys(self._flops, 0.0)
@@ -242,7 +243,7 @@ class StepFlops:
             }
             tokens = encoder_tokens(self._model, name, items)
             if tokens is None:
-                raise LoadError(f"encoder {name!r} does not say how many tokens an item has")
+                raise PlanError(f"encoder {name!r} does not say how many tokens an item has")
             self._tokens[key] = tokens
         return self._tokens[key]
 
@@ -262,7 +263,7 @@ class StepFlops:
                 rows.append((length + (spans[-1].stop if spans else 0), tuple(spans)))
             return rows
         if masked and any(meta.items.get(name) and name not in meta.places for name in handed_on):
-            raise LoadError(
+            raise PlanError(
                 "where items are in the text is not known of batches in memory whose merge is "
                 "other than \"prepend\", and the model's mask goes by it"
             )

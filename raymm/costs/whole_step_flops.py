@@ -20,10 +20,11 @@ from torch import nn
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.weights.model_part import is_within
 from raymm.costs.layer_count import count_products
-from raymm.costs.load import Load, LoadError
+from raymm.costs.load import Load
 from raymm.costs.step_flops import ATTENTION_BACKWARD, ModuleFlops, activation_flops
 from raymm.costs.workload import tower_load
 from raymm.data import MicrobatchMeta
+from raymm.errors import PlanError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.whole_model import WholeModel
 
@@ -51,7 +52,7 @@ class WholeStepFlops:
         model: the description; only its structure and its example are used.
 
     Raises:
-        LoadError: layers that cannot be counted.
+        PlanError: layers that cannot be counted.
     """
 
     def __init__(self, model: WholeModel) -> None:
@@ -60,7 +61,7 @@ class WholeStepFlops:
         for name in model.tower_names:
             load = tower_load(model, name, model.example)
             if load is None:
-                raise LoadError(f"tower {name!r} does not come to its blocks on the example")
+                raise PlanError(f"tower {name!r} does not come to its blocks on the example")
             skeleton = model.tower_spec(name).source.skeleton()
             self._flops[name] = _step_flops(skeleton, False, False, load)
             self._units[name] = _unit(model, name, load)

@@ -14,10 +14,10 @@ from raymm.actors.modules.message import MicrobatchContext, first_tensor
 from raymm.actors.probe.whole.cut import of_zeros
 from raymm.actors.weights.model_part import PartSource, is_within
 from raymm.costs.forward_run import kept_elements
-from raymm.costs.load import Load, LoadError, default_tokens
+from raymm.costs.load import Load, default_tokens
 from raymm.costs.observed_load import FLAT_ROWS, IMAGE_DIMENSIONS, Observation, observe
 from raymm.data.sampling.batching import ItemTokens
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, PlanError
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
@@ -100,7 +100,7 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
         try:
             skeleton = model.tower_spec(name).source.skeleton()
             tokens = default_tokens(skeleton.get_submodule(model.tower(name).root))
-        except LoadError:
+        except PlanError:
             tokens = ASSUMED_TOKENS
             notes.append(
                 f"tower {name!r} does not say how many tokens an item has; {tokens} assumed "
@@ -253,7 +253,7 @@ def token_workload(
         text: the longest text of a sample, for a language model that is not in ``tokens``.
 
     Raises:
-        LoadError: on an unknown module, a number below 1, or a length that nobody says.
+        PlanError: on an unknown module, a number below 1, or a length that nobody says.
     """
     check_tokens(model, tokens)
     names = model.module_names
@@ -263,11 +263,11 @@ def token_workload(
         if name not in lengths:
             try:
                 lengths[name] = default_tokens(model.encoder_spec(name).source.skeleton())
-            except LoadError as error:
-                raise LoadError(f"tokens of {name!r} are not given: {error}") from None
+            except PlanError as error:
+                raise PlanError(f"tokens of {name!r} are not given: {error}") from None
     if LANGUAGE_MODEL not in lengths:
         if text is None:
-            raise LoadError(
+            raise PlanError(
                 f"tokens of {LANGUAGE_MODEL!r} are not given; say how long a merged sample is, "
                 f"e.g. {LANGUAGE_MODEL}=4096"
             )
@@ -293,14 +293,14 @@ def changed_tokens(loads: ModuleWorkloads, tokens: Mapping[str, int]) -> ModuleW
 def check_tokens(model: MultimodalModule | WholeModel, tokens: Mapping[str, int]) -> None:
     """
     Raises:
-        LoadError: on an unknown module or a number below 1.
+        PlanError: on an unknown module or a number below 1.
     """
     names = model.module_names
     for name, number in tokens.items():
         if name not in names:
-            raise LoadError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
+            raise PlanError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
         if type(number) is not int or not 1 <= number <= MOST_TOKENS:
-            raise LoadError(
+            raise PlanError(
                 f"tokens of {name!r} is {number!r}; it must be a whole number >= 1, at most "
                 f"{MOST_TOKENS}"
             )
@@ -333,6 +333,6 @@ def encoder_tokens(
             seen.close()
     try:
         tokens = default_tokens(module)
-    except LoadError:
+    except PlanError:
         return None
     return tokens, tokens

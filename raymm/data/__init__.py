@@ -14,8 +14,7 @@ _PUBLIC = {
     "BuiltStep": "raymm.data.loading.builder",
     "Clip": "raymm.data.video.frames",
     "DataConfig": "raymm.data.samples.config",
-    "DataError": "raymm.data.samples.errors",
-    "DataWorkerError": "raymm.data.samples.errors",
+    "DataError": "raymm.errors",
     "Decision": "raymm.data.sampling.rebalanced_sampler",
     "EncodedSample": "raymm.data.samples.collate",
     "EpochSampler": "raymm.data.sampling.sampler",
@@ -32,7 +31,7 @@ _PUBLIC = {
     "RebalancedSampler": "raymm.data.sampling.rebalanced_sampler",
     "START": "raymm.data.sampling.sampler",
     "Sample": "raymm.data.samples.sample",
-    "SampleError": "raymm.data.samples.errors",
+    "SampleError": "raymm.errors",
     "SampleScan": "raymm.data.sampling.scan_result",
     "Sampler": "raymm.data.sampling.batching",
     "Skipped": "raymm.data.loading.builder",
@@ -67,7 +66,6 @@ __all__ = [
     "Clip",
     "DataConfig",
     "DataError",
-    "DataWorkerError",
     "Decision",
     "EncodedSample",
     "EpochSampler",
@@ -140,7 +138,6 @@ if TYPE_CHECKING:
         SourceConfig,
         VideoConfig,
     )
-    from raymm.data.samples.errors import DataError, DataWorkerError, SampleError
     from raymm.data.samples.sample import Sample
     from raymm.data.sampling.batching import ItemTokens, Sampler, training_sampler
     from raymm.data.sampling.group_sampler import GroupSampler
@@ -150,6 +147,7 @@ if TYPE_CHECKING:
     from raymm.data.sampling.scan_result import SampleScan
     from raymm.data.sampling.scanner import scan
     from raymm.data.video.frames import Clip
+    from raymm.errors import DataError, SampleError
 
 
 def __getattr__(name: str) -> object:

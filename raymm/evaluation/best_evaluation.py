@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from raymm.config.evaluate_section import EvaluateSection
-from raymm.files.run_files import RunFileError, write_whole
+from raymm.errors import RunFileError
+from raymm.files.run_files import write_whole
 
 BEST = "best.json"
 PREFIX = "heldout_"  # of a metric in a row

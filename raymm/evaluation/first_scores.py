@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from raymm.data import MicrobatchMeta, StepLoader
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 from raymm.files.run_files import write_whole
 from raymm.runtime.pipelined import MultimodalParallelModule
 

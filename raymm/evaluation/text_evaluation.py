@@ -22,7 +22,6 @@ from raymm.data import (
     EpochSampler,
     MicrobatchMeta,
     Sample,
-    SampleError,
     Skipped,
     StepLoader,
     open_split,
@@ -30,6 +29,7 @@ from raymm.data import (
 )
 from raymm.data.loading.builder import none_usable
 from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.errors import SampleError
 from raymm.evaluation.best_evaluation import PREFIX, TEXTS, BestEvaluation
 from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.table import WrittenText, write_table
@@ -70,8 +70,8 @@ class TextEvaluation:
         rules: how texts end.
 
     Raises:
-        GenerationError: the model cannot write text under its plan.
-        SourceError: a metric cannot be imported.
+        ModelError: the model cannot write text under its plan.
+        ModelError: a metric cannot be imported.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 
 # Sections in each other; a configuration has about eight. Beyond, Python's stack would end first.
 MOST_DEPTH = 50

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymm.actors.storage.folder import PARTIAL
-from raymm.files.config_error import ConfigError
-from raymm.files.run_files import RunFileError, is_shortage
+from raymm.errors import ConfigError, RunFileError
+from raymm.files.run_files import is_shortage
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.actors.storage.folder import PARTIAL, replace_file
-from raymm.errors import FailureKind, RunError
-
-
-class RunFileError(RunError, OSError):
-    """A file of a run that cannot be written: the disk is full, read-only, ... Says the path and
-    the cause."""
+from raymm.errors import FailureKind, RunFileError
 
 
 def is_shortage(error: OSError) -> bool:

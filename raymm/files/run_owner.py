@@ -32,9 +32,8 @@ from typing import Self
 
 from raymm.actors.storage.folder import StorageFolder
 from raymm.actors.storage.plain_file import open_plain
-from raymm.errors import RunError
-from raymm.files.config_error import ConfigError
-from raymm.files.run_files import RunFileError, is_shortage
+from raymm.errors import ConfigError, RunError, RunFileError
+from raymm.files.run_files import is_shortage
 
 OWNER = "owner.json"
 # Seconds between two signs of life of an owner.
@@ -57,14 +56,6 @@ _TYPES = {
     "host": str, "pid": int, "started": int | None, "boot": str | None, "namespace": int | None,
     "since": str, "token": str,
 }
-
-
-class RunOwnedError(ConfigError):
-    """A folder that another run owns. Names its host, its process, and since when."""
-
-
-class OwnerLostError(RunError, RuntimeError):
-    """The folder that this run had owned belongs to another one, or to nobody."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +146,7 @@ class FolderOwner(ABC):
         say: called with a line when the lease waits or is taken over.
 
     Raises:
-        RunOwnedError: on entering: the folder belongs to another run, which lives.
+        ConfigError: on entering: the folder belongs to another run, which lives.
         ConfigError: on entering: the folder cannot be written.
         RunFileError: on entering: its disk is full.
     """
@@ -168,7 +159,7 @@ class FolderOwner(ABC):
 
     @abstractmethod
     def _acquire(self) -> None:
-        """Take the lease, or raise RunOwnedError or OSError."""
+        """Take the lease, or raise ConfigError or OSError."""
 
     @abstractmethod
     def _owner(self) -> Owner | None:
@@ -205,7 +196,7 @@ class FolderOwner(ABC):
         """Check the lease before something that only the owner may do.
 
         Raises:
-            OwnerLostError: the folder is no longer this run's.
+            RunError: the folder is no longer this run's.
             RunFileError: the file cannot be read.
         """
         file = f"{self._place}/{OWNER}"
@@ -215,7 +206,7 @@ class FolderOwner(ABC):
             raise RunFileError(f"cannot read {file}: {error.strerror or error}") from error
         if owner != self._me:
             whose = f"{file} is gone" if owner is None else f"it belongs to {owner}"
-            raise OwnerLostError(
+            raise RunError(
                 f"{self._place} is this run's no more; {whose}. Was it stopped for long, or was "
                 "that file removed?"
             )
@@ -242,7 +233,7 @@ class FolderOwner(ABC):
             False if the file is another one by then.
 
         Raises:
-            RunOwnedError: the owner lives.
+            ConfigError: the owner lives.
         """
         gone = owner.is_gone()
         if gone is None:
@@ -253,7 +244,7 @@ class FolderOwner(ABC):
             return True
         if current() != owner:
             return False
-        raise RunOwnedError(
+        raise ConfigError(
             f"run.storage_path is {str(self._place)!r}, which belongs to a run that goes on: "
             f"{owner}. Wait for its end or end it, or give another storage_path. Once it is gone, "
             "the next run takes the folder over by itself"

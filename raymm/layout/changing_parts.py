@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from raymm.actors.adapters.lora import is_adapter
 from raymm.actors.optimizer.optimizer_config import PROJECTOR
-from raymm.model.modality_module import ModelError
+from raymm.errors import ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import FROZEN, FULL, WholeModel
 from raymm.scheduler.graph.module_graph import ModuleGraph

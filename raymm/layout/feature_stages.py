@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.weights.model_part import is_within
+from raymm.errors import ProbeError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan, Stage

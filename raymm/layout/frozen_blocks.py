@@ -14,12 +14,11 @@ from raymm.actors.modules.cut import prune
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.callbacks import Cuts, Inputs, chain_example, module_inputs, probe_chain
 from raymm.actors.probe.draws import NotedDraws
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.quota.generators import generators_kept, host_states
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.stage_inputs import joined, kept_entries
 from raymm.actors.weights.source import on_meta, set_mode
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ProbeError
 
 
 def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) -> str | None:

@@ -13,11 +13,11 @@ from raymm.actors.optimizer.optimizer_config import FP32, MASTER, MUON, Optimize
 from raymm.actors.optimizer.updates import matrices_of
 from raymm.actors.recovery.snapshots import keepers
 from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.errors import PlanError
 from raymm.layout.parameter_owners import place_of
 from raymm.layout.rank_specs import RankSpecs
 from raymm.layout.stage_builders import skeletons
 from raymm.model.module_dag import ModuleDag
-from raymm.scheduler.plan.plan import PlanError
 
 GIB = 2**30
 # Of a snapshot: where the device copies it to, and the newest two in Ray's object store.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raymm.actors.quota import check_no_shared_parameters
-from raymm.model.modality_module import ModelError
+from raymm.errors import ModelError
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
@@ -26,7 +26,7 @@ def plan_of_mapping(
             mapping is planned for a step of one.
 
     Raises:
-        MultiplexError: it is of other modules.
+        PlanError: it is of other modules.
         PlanError: a module does not run after what it reads.
         ModelError: modules share parameters.
     """

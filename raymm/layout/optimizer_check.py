@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from raymm.actors.optimizer.optimizer_config import FP32, MUON, PROJECTOR, OptimizerConfig
+from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 
 
 def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raymm.actors.quota import Multiprocessors, QuotaError, partition
+from raymm.actors.quota import Multiprocessors, partition
+from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.memory import check_memory
 
@@ -32,7 +33,7 @@ def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
         try:
             for quotas in plan.quota_sets(rank):
                 partition(quotas, gpu)
-        except QuotaError as error:
+        except PlanError as error:
             raise PlanError(f"rank {rank}: {error}") from None
 
 

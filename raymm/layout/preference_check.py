@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from raymm.actors.adapters.lora import is_adapter
+from raymm.errors import PlanError
 from raymm.model.multimodal import MultimodalModule
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 
 
 def check_preference(model: MultimodalModule, plan: Plan | None) -> None:

@@ -14,7 +14,7 @@ from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.cut import own_buffers
 from raymm.actors.probe.attention import find_mixers, probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
-from raymm.actors.probe.cut import ProbeError, draws_of_training, probe_language_model
+from raymm.actors.probe.cut import draws_of_training, probe_language_model
 from raymm.actors.probe.experts.parallel import probe_experts
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.node import probe_node, read_of
@@ -25,7 +25,7 @@ from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.recompute.recomputed_layers import recompute_layers
 from raymm.actors.sharding.fully_sharded import block_units, fully_sharded_plan, language_units
 from raymm.actors.sharding.parameter_shards import ShardPlan, ShardSpec
-from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items
+from raymm.actors.sharding.sample_rows import count_items
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.feature_stage import FeatureStage
@@ -33,12 +33,13 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.node import NodeStage, NodeStageSpec
 from raymm.actors.weights.source import LiveSource, set_mode
+from raymm.errors import ModelError, PlanError, ProbeError
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.ports import merged_arguments
 from raymm.scheduler.graph.module_graph import ModuleNode
-from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
 
@@ -337,7 +338,7 @@ def _check_samples(
     if isinstance(spec, EncoderSpec) and example is not None:
         try:
             count_items(example, module)
-        except SplitSamplesError as error:
+        except ModelError as error:
             raise PlanError(f"sharding of {module!r}: {error}") from None
 
 

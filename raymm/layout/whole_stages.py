@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
 from raymm.actors.probe.whole.history import check_whole_history
@@ -30,6 +29,7 @@ from raymm.actors.stages.language import LanguageStage
 from raymm.actors.stages.language_parameters import language_stage_parameters
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerSpec, TowerStage
 from raymm.actors.stages.whole_language import WholeLanguageSpec, WholeLanguageStage
+from raymm.errors import ProbeError
 from raymm.layout.stage_builders import (
     SHARDED_NORMS,
     StageBuilders,

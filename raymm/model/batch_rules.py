@@ -16,21 +16,10 @@ from torch import nn
 
 from raymm.actors.modules.blocks import input_embeddings, method_of
 from raymm.actors.modules.merge import IGNORE_INDEX
-from raymm.errors import InputError
+from raymm.errors import DataError
 
 IDS, LABELS, MASK, INDEX = "input_ids", "labels", "attention_mask", "sample_index"
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-class BatchError(InputError, ValueError):
-    """A batch that does not fit the model. Names the key, what it has and what is accepted.
-    Nothing of the batch has been sent anywhere: the model goes on with the next one.
-
-    Attributes:
-        modality: whose items are at fault; None if it is not known to be one's.
-    """
-
-    modality: str | None = None
 
 
 class Vocabulary(NamedTuple):
@@ -63,17 +52,17 @@ def complete_microbatch(
         to_send: it goes to other processes: tensors are on the CPU and need no gradient.
 
     Raises:
-        BatchError: it does not fit; see :meth:`raymm.MultimodalModule.forward` for what does.
+        DataError: it does not fit; see :meth:`raymm.MultimodalModule.forward` for what does.
     """
     if not isinstance(microbatch, Mapping):
-        raise BatchError(
+        raise DataError(
             f"a microbatch is {said(microbatch)}; accepted: a dict with {IDS}, {LABELS} and a "
             "dict of tensors per modality"
         )
     accepted = (IDS, LABELS, MASK, *encoders)
     for name, value in microbatch.items():
         if name not in accepted:
-            raise BatchError(
+            raise DataError(
                 f"the batch has {name!r} ({said(value)}), which nothing in the model reads; "
                 f"accepted: {', '.join(accepted)}"
             )
@@ -96,21 +85,21 @@ def check_tensor(name: str, value: Any, accepted: str, to_send: bool = True) -> 
         to_send: see :func:`complete_microbatch`.
 
     Raises:
-        BatchError: no tensor, one of another layout than dense, or one that cannot be sent.
+        DataError: no tensor, one of another layout than dense, or one that cannot be sent.
     """
     if not isinstance(value, torch.Tensor):
-        raise BatchError(f"{name} is {said(value)}; accepted: {accepted}")
+        raise DataError(f"{name} is {said(value)}; accepted: {accepted}")
     if value.is_nested or value.is_quantized or value.layout is not torch.strided:
-        raise BatchError(f"{name} is {said(value)}; accepted: {accepted}, dense")
+        raise DataError(f"{name} is {said(value)}; accepted: {accepted}, dense")
     if value.is_complex() or value.is_meta:
-        raise BatchError(f"{name} is {said(value)}; accepted: {accepted}, of real numbers")
+        raise DataError(f"{name} is {said(value)}; accepted: {accepted}, of real numbers")
     if to_send and value.device.type != "cpu":
-        raise BatchError(
+        raise DataError(
             f"{name} is on the device {str(value.device)!r}; accepted: tensors on the CPU "
             "(.cpu()), which are sent to where they are needed"
         )
     if to_send and value.requires_grad:
-        raise BatchError(
+        raise DataError(
             f"{name} has requires_grad; accepted: tensors without (.detach()), as no gradient "
             "comes back to what a batch has"
         )
@@ -123,21 +112,21 @@ def _text(
     accepted = "an int64 tensor (rows, tokens)"
     ids = check_tensor(IDS, microbatch.get(IDS), accepted, to_send)
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
-        raise BatchError(
+        raise DataError(
             f"{IDS} is {said(ids)}; accepted: {accepted} with at least one row and one token"
         )
     shape = tuple(ids.shape)
     accepted = f"an int64 tensor of the shape of {IDS}, {shape}, {IGNORE_INDEX} where there is none"
     labels = check_tensor(LABELS, microbatch.get(LABELS), accepted, to_send)
     if labels.dtype != torch.int64 or labels.shape != ids.shape:
-        raise BatchError(f"{LABELS} is {said(labels)}; accepted: {accepted}")
+        raise DataError(f"{LABELS} is {said(labels)}; accepted: {accepted}")
     mask = microbatch.get(MASK)
     accepted = f"a tensor of bools or integers of the shape of {IDS}, {shape}, or None for all"
     if mask is None:
         mask = torch.ones_like(ids)
     mask = check_tensor(MASK, mask, accepted, to_send)
     if mask.dtype not in _INTEGERS or mask.shape != ids.shape:
-        raise BatchError(f"{MASK} is {said(mask)}; accepted: {accepted}")
+        raise DataError(f"{MASK} is {said(mask)}; accepted: {accepted}")
     mask = mask.to(ids.dtype)
     check_range(MASK, mask, 2, "1 for a token, 0 for padding")
     if vocabulary is not None:
@@ -163,7 +152,7 @@ def check_range(
         also: a number outside the range that is accepted too.
 
     Raises:
-        BatchError: one is not; says which, and what is accepted.
+        DataError: one is not; says which, and what is accepted.
     """
     low, high = (int(value) for value in values.aminmax())
     if low >= 0 and high < stop:
@@ -173,7 +162,7 @@ def check_range(
         wrong &= values != also
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
-        raise BatchError(f"{name}{list(place)} is {values[place].item()}; accepted: {accepted}")
+        raise DataError(f"{name}{list(place)} is {values[place].item()}; accepted: {accepted}")
 
 
 def _padded_right(
@@ -186,14 +175,14 @@ def _padded_right(
         if (runs != 1).any():
             row = int((runs != 1).nonzero()[0])
             has = "no 1" if not runs[row] else f"{int(runs[row])} runs of 1"
-            raise BatchError(
+            raise DataError(
                 f"{MASK}[{row}] has {has}; accepted: rows of at least one token, and padding only "
                 "before or after it"
             )
         wrong = (labels != IGNORE_INDEX) & (mask == 0)
         if wrong.any():
             place = tuple(wrong.nonzero()[0].tolist())
-            raise BatchError(
+            raise DataError(
                 f"{LABELS}{list(place)} is {int(labels[place])} where {MASK} is 0; accepted: "
                 f"{IGNORE_INDEX} for padding"
             )
@@ -208,7 +197,7 @@ def _items(name: str, value: Any, rows: int, to_send: bool) -> dict[str, torch.T
         "a dict of the encoder's keyword arguments to tensors, items along their first dimension"
     )
     if not isinstance(value, Mapping):
-        raise BatchError(
+        raise DataError(
             f"{name!r} is {said(value)}; accepted: {accepted}, or None where there are none"
         )
     tensors = {
@@ -216,15 +205,15 @@ def _items(name: str, value: Any, rows: int, to_send: bool) -> dict[str, torch.T
         for key, tensor in value.items() if key != INDEX
     }
     if not tensors:
-        raise BatchError(f"{name!r} has no tensor; accepted: {accepted}, or None")
+        raise DataError(f"{name!r} has no tensor; accepted: {accepted}, or None")
     for key, tensor in tensors.items():
         if not isinstance(key, str) or not tensor.numel():
-            raise BatchError(
+            raise DataError(
                 f"{key!r} of {name!r} is {said(tensor)}; accepted: tensors of at least one item by "
                 "name; None in place of the dict, where there are no items"
             )
         if not tensor.dim():
-            raise BatchError(f"{key!r} of {name!r} is {said(tensor)}; accepted: {accepted}")
+            raise DataError(f"{key!r} of {name!r} is {said(tensor)}; accepted: {accepted}")
     return {**tensors, INDEX: _sample_index(name, tensors, value.get(INDEX), rows, to_send)}
 
 
@@ -235,7 +224,7 @@ def _sample_index(
     shown = ", ".join(f"{key!r}: {count}" for key, count in sizes.items())
     if index is None:
         if set(sizes.values()) != {rows}:
-            raise BatchError(
+            raise DataError(
                 f"{name!r} has items ({shown}) for {rows} rows and no {INDEX!r}; accepted: an item "
                 f"per row, or {INDEX!r}, an int64 tensor with the row of every item"
             )
@@ -244,7 +233,7 @@ def _sample_index(
     field = f"{INDEX!r} of {name!r}"
     index = check_tensor(field, index, accepted, to_send)
     if index.dtype != torch.int64 or index.dim() != 1 or len(index) not in sizes.values():
-        raise BatchError(f"{field} is {said(index)}; accepted: {accepted}")
+        raise DataError(f"{field} is {said(index)}; accepted: {accepted}")
     check_range(field, index, rows, accepted)
     return index
 

@@ -16,7 +16,7 @@ from transformers import (
     CLIPVisionModelWithProjection,
 )
 
-from raymm.actors.modules.node import OutputError
+from raymm.errors import ModelError
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
 
@@ -47,10 +47,10 @@ class ContrastiveLoss(nn.Module):
             (b,), the mean of both directions per sample.
 
         Raises:
-            OutputError: the towers have different numbers of samples.
+            ModelError: the towers have different numbers of samples.
         """
         if len(first) != len(second):
-            raise OutputError(
+            raise ModelError(
                 f"first has {len(first)} samples and second {len(second)}; accepted: as many, a "
                 "pair for every sample"
             )

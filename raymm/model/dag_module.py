@@ -17,8 +17,9 @@ from raymm.actors.modules.noise import Noise
 from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import LiveSource, on_meta
+from raymm.errors import ModelError
 from raymm.model.encoder_trial import skeleton_chain
-from raymm.model.modality_module import ModalityModule, ModelError, check_weights
+from raymm.model.modality_module import ModalityModule, check_weights
 from raymm.model.multimodal import light_encoder_spec
 from raymm.model.trainable_layers import any_trainable, trainable_blocks
 

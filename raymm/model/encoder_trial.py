@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.message import MicrobatchContext
-from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
+from raymm.actors.probe.example_inputs import example_inputs, in_words
 from raymm.actors.probe.small_model import shrink_config, small_model
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.weights.source import on_meta
-from raymm.errors import USER_CODE_RAISES
-from raymm.model.batch_rules import INDEX, BatchError, check_range, said
+from raymm.errors import USER_CODE_RAISES, DataError, ModelError
+from raymm.model.batch_rules import INDEX, check_range, said
 
 Items = Mapping[str, torch.Tensor]
 
@@ -86,7 +86,7 @@ class EncoderTrial:
         example = {k: v for k, v in (self._example or {}).items() if isinstance(v, torch.Tensor)}
         if example and len({len(value) for value in example.values() if value.dim()}) == 1:
             count = len(next(iter(example.values())))
-            with suppress(BatchError):  # whoever has such items will be told
+            with suppress(DataError):  # whoever has such items will be told
                 self.taken({**example, INDEX: torch.arange(count)})
 
     def taken(self, items: Items) -> Taken:
@@ -97,7 +97,7 @@ class EncoderTrial:
                 :func:`raymm.model.batch_rules.complete_microbatch` gives them.
 
         Raises:
-            BatchError: the encoder, its callbacks or its projector do not take them, do not read
+            DataError: the encoder, its callbacks or its projector do not take them, do not read
                 one of them, or make something else of them than (N, tokens, H).
         """
         tensors = {key: value for key, value in items.items() if key != INDEX}
@@ -135,17 +135,17 @@ class EncoderTrial:
             except USER_CODE_RAISES as error:
                 if self._ran and self._spec.postprocess_module is not None:
                     return Taken()  # a callback may want a block that the copy does not have
-                raise BatchError(self._refusal(tensors, error)) from error
+                raise DataError(self._refusal(tensors, error)) from error
         features, unread, ids = outcome
         if unread:
-            raise BatchError(
+            raise DataError(
                 f"{unread[0]!r} of {self._spec.name!r} ({said(tensors[unread[0]])}) is read by "
                 "nothing in the encoder or its callbacks; accepted: keyword arguments that are"
             )
         expected = (count, "tokens", *([self._width] if self._width else ["width"]))
         shape = tuple(features.shape)
         if len(shape) != 3 or shape[0] != count or self._width not in (None, shape[2]):
-            raise BatchError(
+            raise DataError(
                 f"{self._spec.name!r} makes features of shape {shape} of {in_words(tensors)} for "
                 f"{count} items; accepted: items of which it makes {expected}".replace("'", "")
             )
@@ -185,7 +185,7 @@ class EncoderTrial:
             try:
                 assert self._small is not None  # which refused
                 example = example_inputs(_whole(self._small))
-            except ExampleError:
+            except ModelError:
                 pass
         accepted = "" if example is None else f"; accepted: for example {in_words(example)}"
         return f"encoder {self._spec.name!r} does not take {in_words(tensors)}{because(error)}" + (

@@ -26,16 +26,12 @@ from raymm.actors.weights.adapted_source import AdaptedSource
 from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, LiveSource, ModuleSource, set_mode
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.model.module_kind import ModuleKind
 
 
 class WeightsWarning(UserWarning):
     """Of a model folder: weights that are drawn anew, as was asked for, or are of no use."""
-
-
-class ModelError(InputError, ValueError):
-    """A model description that does not fit together. Names the field and its value."""
 
 
 class ModalityModule(nn.Module):
@@ -70,7 +66,7 @@ class ModalityModule(nn.Module):
             shapes, from ``seed``, as for the head of a new task; otherwise it is refused.
 
     Raises:
-        ModelError, SourceError, AdapterError: naming the argument and what is accepted.
+        ModelError: naming the argument and what is accepted.
     """
 
     def __init__(
@@ -303,7 +299,7 @@ def check_weights(module: str, source: ModuleSource) -> None:
         source: of its weights.
 
     Raises:
-        SourceError: weights on disk are not those of the module.
+        ModelError: weights on disk are not those of the module.
     """
     for note in source.check():
         warnings.warn(f"{module}: {note}", WeightsWarning, stacklevel=3)

@@ -27,8 +27,8 @@ from raymm.actors.modules.noise import SampleSeeds
 from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import LiveSource
+from raymm.errors import ModelError
 from raymm.model.dag_module import DagLoss, DagModule
-from raymm.model.modality_module import ModelError
 from raymm.model.ports import node_ports
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.sample_ranges import Range
@@ -49,7 +49,7 @@ class ModuleDag(nn.Module):
         nodes: by name; names are identifiers.
 
     Raises:
-        ModelError, MultiplexError: names that are unknown or no identifiers, a cycle, modules
+        ModelError, PlanError: names that are unknown or no identifiers, a cycle, modules
             that no loss depends on, modules that share parameters.
     """
 
@@ -182,7 +182,7 @@ class ModuleDag(nn.Module):
 
         Raises:
             ModelError: a batch that does not fit.
-            OutputError: what modules return does not.
+            ModelError: what modules return does not.
         """
         self.materialize()
         samples = Range(0, self.batch_size(batch))

@@ -28,10 +28,11 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.labels import label_mask
 from raymm.actors.stages.language import REFERENCE, LanguageSpec, LanguageStage
 from raymm.actors.weights.source import LiveSource, ModuleSource
+from raymm.errors import ModelError
 from raymm.kernels.mask.spans import MAX_KIND
 from raymm.kernels.preference import PreferenceLoss
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
-from raymm.model.modality_module import ModalityModule, ModelError, check_weights
+from raymm.model.modality_module import ModalityModule, check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
@@ -81,7 +82,7 @@ class MultimodalModule(nn.Module):
 
     Raises:
         ModelError: if names are reserved or widths do not match.
-        SourceError: a folder or a file lacks weights; what else is to be said of them, a
+        ModelError: a folder or a file lacks weights; what else is to be said of them, a
             :class:`raymm.model.modality_module.WeightsWarning` says.
     """
 
@@ -264,7 +265,7 @@ class MultimodalModule(nn.Module):
             of experts, with its routers' loss of this microbatch, if its config asks for it.
 
         Raises:
-            BatchError: a key, dtype, shape or value that is not accepted.
+            DataError: a key, dtype, shape or value that is not accepted.
         """
         self.materialize()
         language_model = self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)

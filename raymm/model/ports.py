@@ -15,12 +15,11 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.node import ONLY
 from raymm.actors.probe.callbacks import chain_example
 from raymm.actors.probe.cut import of_one_that_runs
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.ports import reading_layers
 from raymm.actors.stages.language import LanguageSpec
 from raymm.actors.stages.node import NodeStageSpec
 from raymm.actors.weights.source import on_meta
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ProbeError
 from raymm.scheduler.graph.module_graph import Port
 
 _ROWS, _TOKENS, _ITEM_TOKENS = 2, 8, 3

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from raymm.actors.sharding.sample_rows import SplitSamplesError
 from raymm.actors.sharding.whole.item_rows import rows_per_item, take_items
-from raymm.model.batch_rules import BatchError
+from raymm.errors import DataError, ModelError
 
 Entries = Mapping[str, torch.Tensor]
 
@@ -26,7 +25,7 @@ def check_rows(name: str, entries: Entries) -> None:
         entries: tensors (N, ...) or (R, ...).
 
     Raises:
-        BatchError: rows of items that do not add up to what their sizes say.
+        DataError: rows of items that do not add up to what their sizes say.
     """
     with _of_batches():
         rows_per_item(name, entries, min(map(len, entries.values())))
@@ -36,8 +35,8 @@ def check_rows(name: str, entries: Entries) -> None:
 def _of_batches() -> Iterator[None]:
     try:
         yield
-    except SplitSamplesError as error:
-        raise BatchError(str(error)) from None
+    except ModelError as error:
+        raise DataError(str(error)) from None
 
 
 def split_rows(
@@ -53,11 +52,11 @@ def split_rows(
         count: of microbatches.
 
     Raises:
-        BatchError: rows that do not divide, or do not add up.
+        DataError: rows that do not divide, or do not add up.
     """
     total = len(batch["input_ids"])
     if total % count:
-        raise BatchError(f"the batch has {total} rows, which do not divide into {count}")
+        raise DataError(f"the batch has {total} rows, which do not divide into {count}")
     size, taken = total // count, {entry for entries in towers.values() for entry in entries}
     parts: list[dict[str, torch.Tensor]] = []
     for lo in range(0, total, size):

@@ -11,7 +11,8 @@ import torch
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.whole.token_share import packed_tokens
 from raymm.actors.stages.whole_language import language_inputs
-from raymm.model.batch_rules import IDS, LABELS, BatchError, check_tensor
+from raymm.errors import DataError
+from raymm.model.batch_rules import IDS, LABELS, check_tensor
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import check_rows
 
@@ -66,7 +67,7 @@ class TextShares:
     def check(self, microbatch: Batch) -> None:
         """
         Raises:
-            BatchError: a process would have no token.
+            DataError: a process would have no token.
         """
         shape, real = tuple(microbatch[IDS].shape), microbatch.get("attention_mask")
         for own in shares(shape[0], self.rows) if self.tokens > 1 else ():
@@ -74,7 +75,7 @@ class TextShares:
             if self.packing:
                 tokens = len(packed_tokens((shape[0], tokens), real, own or range(1)))
             if tokens < self.tokens:
-                raise BatchError(
+                raise DataError(
                     f"rows of {IDS} have {tokens} tokens{' together' * self.packing}, of which "
                     f"each of the {self.tokens} processes of cp is to have one; accepted: at least "
                     f"{self.tokens}"
@@ -111,28 +112,28 @@ class WholeBatchCheck:
     def __call__(self, microbatch: Any) -> None:
         """
         Raises:
-            BatchError: it is not what the model's forward takes.
+            DataError: it is not what the model's forward takes.
         """
         if not isinstance(microbatch, Mapping):
-            raise BatchError("a microbatch is no dict; accepted: what the processor returns")
+            raise DataError("a microbatch is no dict; accepted: what the processor returns")
         accepted = "an int64 tensor (rows, tokens)"
         ids = check_tensor(IDS, microbatch.get(IDS), accepted)
         labels = check_tensor(LABELS, microbatch.get(LABELS), accepted)
         for name, value in ((IDS, ids), (LABELS, labels)):
             if value.dtype != torch.int64 or value.dim() != 2 or value.shape != ids.shape:
-                raise BatchError(f"{name} is of shape {tuple(value.shape)}; accepted: {accepted}")
+                raise DataError(f"{name} is of shape {tuple(value.shape)}; accepted: {accepted}")
         for name, value in microbatch.items():
             check_tensor(name, value, "a tensor")
             if name == LABELS:
                 continue
             if name not in self.kinds:
-                raise BatchError(
+                raise DataError(
                     f"the batch has {name!r}, which the example has not; accepted: "
                     f"{', '.join((LABELS, *self.kinds))}"
                 )
             if (value.dtype, value.dim()) != self.kinds[name]:
                 dtype, dimensions = self.kinds[name]
-                raise BatchError(
+                raise DataError(
                     f"{name} is of dtype {value.dtype} and {value.dim()} dimensions; accepted: "
                     f"{dtype} and {dimensions}, as in the example"
                 )
@@ -151,6 +152,6 @@ def _adds_up(tower: str, towers: TowerInputs, example: Batch) -> bool:
     shown = _entries(tower, towers, example)
     try:
         check_rows(tower, shown)
-    except BatchError:
+    except DataError:
         return False  # they say something else
     return True

@@ -44,8 +44,9 @@ from raymm.actors.weights.model_part import is_within
 from raymm.actors.weights.new_rows_source import NewRowsSource
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, ModuleSource
+from raymm.errors import ModelError
 from raymm.model.batch_rules import LABELS
-from raymm.model.modality_module import ModelError, check_weights
+from raymm.model.modality_module import check_weights
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
@@ -83,7 +84,7 @@ def from_pretrained(
             adapters of ``"language_model"``. The folder has initial values for them.
 
     Raises:
-        SourceError: the folder lacks something.
+        ModelError: the folder lacks something.
         ProbeError: it does not run on the example, or has no towers that can be found.
         ModelError: ``train`` names what it has not.
     """
@@ -174,7 +175,7 @@ class WholeModel:
         """The source, with the adapters of its parts.
 
         Raises:
-            AdapterError: a part has no such layers.
+            ModelError: a part has no such layers.
             ModelError: adapters that ``peft`` has no common file for.
         """
         source = self.source
@@ -360,7 +361,7 @@ class WholeModel:
     def check(self, microbatch: Any) -> None:
         """
         Raises:
-            BatchError: it is not what the model's forward takes.
+            DataError: it is not what the model's forward takes.
         """
         self.batch_check(microbatch)
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from raymm.costs.profile_files import save_table
 from raymm.data import MicrobatchMeta
-from raymm.files.run_files import RunFileError
+from raymm.errors import PlanError, RunFileError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.rebalancing import WARM_UP_STEPS
-from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.plan_drift import Drift, PlanDrift
@@ -75,7 +74,7 @@ class DriftObserver:
         )
         try:
             table = expected.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
-        except ProfileError as error:
+        except PlanError as error:
             self._say(f"{text}; measure with `raymm profile` and plan anew ({error})")
             return
         try:

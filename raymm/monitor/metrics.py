@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raymm.files.config_error import ConfigError, shown
-from raymm.files.run_files import RunFileError, append, write_whole
+from raymm.errors import ConfigError, RunFileError
+from raymm.files.field_errors import shown
+from raymm.files.run_files import append, write_whole
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 

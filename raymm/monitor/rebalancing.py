@@ -17,7 +17,7 @@ import numpy as np
 
 from raymm.data import Decision, RebalanceConfig, RebalancedSampler
 from raymm.data.sampling.group_sampler import Groups
-from raymm.files.run_files import RunFileError
+from raymm.errors import RunFileError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.decision_log import DecisionLog
 from raymm.scheduler.minibatch.cost_fit import CostFit

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from raymm.costs.load import LoadError
 from raymm.costs.named_devices import CPU, cluster_device
 from raymm.costs.step_flops import StepFlops
 from raymm.costs.whole_step_flops import WholeStepFlops
 from raymm.data import MicrobatchMeta
+from raymm.errors import PlanError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
-from raymm.scheduler.costs.devices import DeviceError, find_device
+from raymm.scheduler.costs.devices import find_device
 
 T = TypeVar("T")
 # Of all modules together.
@@ -69,7 +69,7 @@ class Throughput:
     def _counted(self, count: Callable[[], T]) -> T | None:
         try:
             return count()
-        except LoadError as error:
+        except PlanError as error:
             self._say(f"no TFLOP/s: {error}")
             return None
 
@@ -85,7 +85,7 @@ def _peak(device: str, precision: str) -> float | None:
     name, unknown = cluster_device(device)
     try:
         return None if unknown else find_device(name).peak(precision)
-    except DeviceError:
+    except PlanError:
         return None
 
 

@@ -13,7 +13,6 @@ from raymm.data import (
     DataConfig,
     GroupSampler,
     ItemTokens,
-    SampleError,
     Sampler,
     StepBuilder,
     measure_of,
@@ -22,6 +21,7 @@ from raymm.data import (
     truncation_note,
 )
 from raymm.data.readers import Dataset
+from raymm.errors import SampleError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.progress import ScanProgress

@@ -9,15 +9,15 @@ from functools import partial
 
 from raymm.actors.probe.attention import probe_shared_tokens
 from raymm.actors.probe.callbacks import module_inputs
-from raymm.actors.probe.cut import ProbeError
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.language import LanguageSpec
+from raymm.errors import PlanError, ProbeError
 from raymm.layout.whole_stages import probe_shared_tokens_of, probe_tensor_of
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
 
 # Fewer tokens of a microbatch per process are not worth sharing out.

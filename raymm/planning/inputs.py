@@ -16,17 +16,17 @@ from raymm.costs.workload import (
     microbatch_workload,
     token_workload,
 )
+from raymm.errors import PlanError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel, of_parts
 from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
-from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
+from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.plan.plan import PlanError
-from raymm.scheduler.plan.plan_error import check_number
+from raymm.scheduler.plan.field_checks import check_number
 from raymm.scheduler.schedule.memory import GIB
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.module_degrees import DegreeChoices
@@ -114,7 +114,7 @@ class PlanInputs:
             notes: remarks to hand on.
 
         Raises:
-            PlanError, DeviceError, ProfileError, LoadError: naming the field and what is accepted.
+            PlanError: naming the field and what is accepted.
         """
         if request.ranks is None:
             raise PlanError("ranks is not given; accepted: the number of devices, at least 1")
@@ -164,7 +164,7 @@ def costs_of(
         workload: the microbatch.
 
     Raises:
-        DeviceError, ProfileError, LoadError: naming the field and what is accepted.
+        PlanError: naming the field and what is accepted.
     """
     check_tokens(model, request.tokens)
     device = None if request.device is None else find_device(request.device)
@@ -231,7 +231,7 @@ def _total(table: ProfileTable, name: str, each: int) -> int:
     """Tokens of a microbatch from tokens per sample, with as many samples as the default
     microbatch has."""
     if name not in table.modules:
-        raise ProfileError(
+        raise PlanError(
             f"tokens name {name!r}; the profile's modules are {', '.join(table.modules)}"
         )
     default = table.default[name]

@@ -19,6 +19,7 @@ from raymm.costs.scaling_estimates import (
     estimated_surface,
     measured_factor,
 )
+from raymm.errors import NoPlanError, PlanError
 from raymm.planning.request import PlanRequest
 from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
@@ -30,14 +31,7 @@ from raymm.scheduler.costs.surface import (
     conditions_from_json,
     surfaces_from_json,
 )
-from raymm.scheduler.graph.strict_json import (
-    MOST_GPUS,
-    MOST_STEPS,
-    MultiplexError,
-    number,
-    read_file,
-    whole,
-)
+from raymm.scheduler.graph.strict_json import MOST_GPUS, MOST_STEPS, number, read_file, whole
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.schedule.memory import GIB
 
@@ -46,10 +40,6 @@ COUNTED_SHARE = 0.9
 """Of what a GPU has for plans, for what mappings count: weights, their state and activations. The
 rest is for communicators, workspaces and fragments, which pipelines count one by one."""
 INTERFERENCES = {"bandwidth": BANDWIDTH_SHARES, "blind": Interference()}
-
-
-class DoesNotFitError(MultiplexError):
-    """A module whose memory fits on no GPU, at any degree."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +105,8 @@ def mapping_inputs(
         notes: remarks to hand on.
 
     Raises:
-        MultiplexError: naming the field and what is accepted.
-        DoesNotFitError: a module that fits no GPU.
+        PlanError: naming the field and what is accepted.
+        NoPlanError: a module that fits no GPU.
     """
     gpus = whole(request.ranks, "gpus", 1, MOST_GPUS)
     steps = whole(request.quota_steps, "steps", 1, MOST_STEPS)
@@ -182,21 +172,21 @@ def read_surfaces(
     measured with, if the file says so.
 
     Raises:
-        MultiplexError: no such file, something in it is wrong, or other modules.
+        PlanError: no such file, something in it is wrong, or other modules.
     """
     conditions = None
     if isinstance(surfaces, str | Path):
         file = Path(surfaces)
         if not file.is_file():
-            raise MultiplexError(f"surfaces is {str(surfaces)!r}; there is no such file")
+            raise PlanError(f"surfaces is {str(surfaces)!r}; there is no such file")
         try:
             source = read_file(file)
             surfaces, conditions = surfaces_from_json(source), conditions_from_json(source)
-        except MultiplexError as error:
-            raise MultiplexError(f"{file}: {error}") from None
+        except PlanError as error:
+            raise PlanError(f"{file}: {error}") from None
     named = {surface.name: surface for surface in surfaces}
     if set(named) != set(modules):
-        raise MultiplexError(
+        raise PlanError(
             f"surfaces are of {sorted(named)}; the model's modules are {sorted(modules)}"
         )
     return tuple(named[name] for name in modules), conditions
@@ -209,11 +199,11 @@ def _check_conditions(
     """Remarks on what the surfaces are of.
 
     Raises:
-        MultiplexError: they are of something else than what is planned.
+        PlanError: they are of something else than what is planned.
     """
     if conditions is None:
         if request.tokens:
-            raise MultiplexError(
+            raise PlanError(
                 f"tokens are {dict(request.tokens)}, but surfaces are given, which have the "
                 "lengths that they were measured with, and do not say which; accepted: none"
             )
@@ -222,7 +212,7 @@ def _check_conditions(
     conditions.check(batch.samples, batch.precision, request.tokens or None)
     measured = device_called(conditions.device)
     if device is not None and measured is not None and measured.name != device.name:
-        raise MultiplexError(
+        raise PlanError(
             f"device is {device.name!r}, but the surfaces were measured on {conditions.device!r}; "
             f"accepted: {measured.name!r}, or none"
         )
@@ -260,14 +250,14 @@ def _interference(
         )
     file = Path(name)
     if not file.is_file():
-        raise MultiplexError(
+        raise PlanError(
             f"interference is {name!r}, and there is no such file; accepted: "
             f"{', '.join(INTERFERENCES)}, or a file"
         )
     try:
         interference = Interference.from_json(read_file(file))
-    except MultiplexError as error:
-        raise MultiplexError(f"{file}: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from None
     return interference, f"of {file}: {_coefficients(interference)}"
 
 
@@ -297,7 +287,7 @@ def _check_fits(surfaces: Sequence[ScalingSurface], gpus: int, limit: int | None
         }
         if sizes and min(sizes.values()) > limit:
             degree = min(sizes, key=lambda d: (sizes[d], d))
-            raise DoesNotFitError(
+            raise NoPlanError(
                 f"module {surface.name!r} fits nowhere: a replica needs at least "
                 f"{sizes[degree] / GIB:.2f} GiB (with {degree} of {gpus} GPUs), and a GPU may use "
                 f"{limit / GIB:.2f} GiB; a module is not cut here (`--style pipelined` does), so "

@@ -18,12 +18,13 @@ from raymm.costs.scaling_estimates import batch_workload, edges_of, shapes_of
 from raymm.draw.mapping import draw_mapping
 from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import html_table, row_table, time_text
+from raymm.errors import PlanError
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.mapping_inputs import MappedBatch, MappingInputs, mapping_inputs
 from raymm.planning.request import PlanRequest
 from raymm.scheduler.costs.devices import find_device
-from raymm.scheduler.graph.strict_json import MOST_GPUS, MultiplexError, whole
+from raymm.scheduler.graph.strict_json import MOST_GPUS, whole
 from raymm.scheduler.multiplex.iteration_memory import iteration_memory
 from raymm.scheduler.multiplex.mapping import Mapping, module_seconds
 from raymm.scheduler.multiplex.problem import STEPS, MappingProblem
@@ -197,7 +198,7 @@ def plan_multiplexed(
 
     Raises:
         TypeError: an option that is none; by name.
-        MultiplexError, DeviceError, LoadError: naming the argument and what is accepted; a module
+        PlanError: naming the argument and what is accepted; a module
             that fits no GPU.
     """
     whole(gpus, "gpus", 1, MOST_GPUS)
@@ -208,7 +209,7 @@ def plan_multiplexed(
     device = None if request.device is None else find_device(request.device)
     if request.surfaces is None:
         if batch is None:
-            raise MultiplexError(
+            raise PlanError(
                 "batch is not given; estimates need the samples of an iteration, at least 1"
             )
         loads = batch_workload(shapes, request.tokens, whole(batch, "batch", 1))

@@ -13,6 +13,7 @@ from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.planning_options import AUTO, PIPELINED
 from raymm.costs.named_devices import cluster_device
 from raymm.data import DataConfig
+from raymm.errors import PlanError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.planning.inputs import PlanInputs
@@ -26,8 +27,7 @@ from raymm.planning.styles import (
     plan_step_multiplexed,
     step_plan,
 )
-from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 
 # Ranks that raymm takes by itself where they are CPU processes.
@@ -62,8 +62,7 @@ def plan_for_cluster(
         say: takes a line every few seconds of a search for pipelines.
 
     Raises:
-        StageSearchError, PlanError, MultiplexError: if nothing fits.
-        DeviceError, ProfileError, LoadError, DataError.
+        PlanError, DataError: naming what is wrong; NoPlanError if nothing fits.
     """
     request, note = request_for_cluster(request, device, resources, worker_cpus)
     assert request.ranks is not None
@@ -157,10 +156,10 @@ def _multiplexed(
 ) -> PlannedRun:
     """
     Raises:
-        MultiplexError: it needs too much memory.
+        PlanError: it needs too much memory.
     """
     if planned.unfit:
-        raise MultiplexError(planned.unfit)
+        raise PlanError(planned.unfit)
     mapping, placed = planned.mapping, []
     for stage in mapping.stages:
         placed.append(" | ".join(

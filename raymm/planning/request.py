@@ -14,15 +14,14 @@ from raymm.costs.profile_files import load_table
 from raymm.costs.workload import check_tokens
 from raymm.data import DataConfig, is_there, local_steps
 from raymm.data.loading.in_memory import split_batch
+from raymm.errors import PlanError
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel, of_parts
 from raymm.planning.degrees import DegreeRequest
 from raymm.scheduler.costs.devices import find_device
-from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.costs.profile_table import ProfileTable
-from raymm.scheduler.plan.plan import PlanError
-from raymm.scheduler.plan.plan_error import check_number
+from raymm.scheduler.plan.field_checks import check_number
 from raymm.scheduler.search.options import SEARCHED_SCHEDULES
 
 # Devices and memory of each beyond these are mistakes.
@@ -77,7 +76,7 @@ class PlanRequest(PlanOptions):
         """Find what is wrong before anything starts.
 
         Raises:
-            PlanError, DeviceError, ProfileError, LoadError: naming the field, its value and what
+            PlanError: naming the field, its value and what
                 is accepted.
         """
         if self.ranks is not None and self.ranks > MOST_RANKS:
@@ -168,7 +167,7 @@ class Workload:
             dtype: of the computation.
 
         Raises:
-            BatchError: the first batch cannot be.
+            DataError: the first batch cannot be.
         """
         first = batches[0]
         if not isinstance(first, Mapping):
@@ -195,5 +194,5 @@ def whole_microbatches(data: DataConfig | Sequence[Any]) -> int:
 def _full_or_first(data: DataConfig, modalities: Sequence[str]) -> Mapping[str, Any]:
     try:
         return full_microbatch(data, modalities)
-    except ProfileError:  # data that lack a modality can be trained on too
+    except PlanError:  # data that lack a modality can be trained on too
         return next(iter(local_steps(data, steps=1))).microbatches[0]

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from raymm.actors.probe.callbacks import Cuts, probe_chain
-from raymm.actors.probe.cut import ProbeError, probe_language_model
+from raymm.actors.probe.cut import probe_language_model
+from raymm.errors import NoPlanError, ProbeError
 from raymm.layout.whole_stages import cut_module
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
@@ -22,7 +23,6 @@ from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Option
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each
 from raymm.scheduler.search.module_degrees import degrees_of
-from raymm.scheduler.search.stage_space import StageSearchError
 from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
 
@@ -57,8 +57,8 @@ def plan(
 
     Raises:
         TypeError: an option that is none; by name.
-        PlanError, DeviceError, ProfileError, LoadError: naming the argument and what is accepted.
-        StageSearchError: if nothing fits.
+        PlanError: naming the argument and what is accepted.
+        NoPlanError: if nothing fits.
     """
     request = PlanRequest.of_options({"ranks": ranks, **options})
     request.degree_request.check(model.module_names)
@@ -79,7 +79,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
             does.
 
     Raises:
-        StageSearchError: if nothing fits.
+        NoPlanError: if nothing fits.
         PlanError: if a degree is asked for that a module cannot have.
     """
     model, costs = inputs.model, inputs.costs
@@ -108,9 +108,9 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
                 replace(option, plan=in_own_layers(option.plan, problem.graph, problem.profile))
                 for option in proposal.options
             ))
-        except StageSearchError as error:
+        except NoPlanError as error:
             limit = costs.memory_limit(inputs.request.memory_gib)
-            raise StageSearchError(f"{error}{_advice(model) if limit else ''}") from None
+            raise NoPlanError(f"{error}{_advice(model) if limit else ''}") from None
         cut = {name for option in proposal.options for name in cut_modules(option.plan)} - probed
         probed |= cut
         refused = refused_cuts(model, sorted(cut))

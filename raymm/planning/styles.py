@@ -17,12 +17,12 @@ from raymm.costs.scaling_estimates import (
     slowed_layers,
 )
 from raymm.draw.row_table import time_text
+from raymm.errors import NoPlanError, PlanError
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.planning.inputs import PlanInputs, loads_of
 from raymm.planning.mapping_inputs import (
     MOST_GIB,
-    DoesNotFitError,
     MappedBatch,
     MappingInputs,
     mapping_inputs,
@@ -35,23 +35,17 @@ from raymm.planning.search import cut_modules, refused_cuts, search_pipelines
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.sharing import DeviceSharing
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.iteration_memory import iteration_memory
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.process_costs import layer_of_samples
 from raymm.scheduler.search.evaluation import Option, evaluate
-from raymm.scheduler.search.stage_space import StageSearchError
 from raymm.scheduler.styles.blocks import StyleProblem, halved_counts
 from raymm.scheduler.styles.style_search import BETWEEN, StyleSearch, search_between
 
 # Searches for a mapping that fits by the account of memory of all plans.
 TIGHTENED = 4
-
-
-class NoWholeDeviceError(MultiplexError):
-    """Surfaces do not say what a module takes on one whole device, alone."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +158,12 @@ def compare_styles(
         control: of the search between the styles; by default the request's time limit ends it.
 
     Raises:
-        PlanError, DeviceError, ProfileError, LoadError, MultiplexError: naming what is wrong, but
+        PlanError: naming what is wrong, but
             not if one style does not fit.
     """
     workload = inputs.workload
     if plan is not None and plan.num_microbatches != workload.microbatches:
-        raise MultiplexError(
+        raise PlanError(
             f"microbatches is {workload.microbatches}; the given plan has {plan.num_microbatches}"
         )
     refused: dict[str, str] = {}
@@ -180,7 +174,7 @@ def compare_styles(
         multiplexed = basis.multiplexed(replace(inputs.request, tokens={}), count)
         if multiplexed.unfit:
             refused[MULTIPLEXED] = multiplexed.unfit
-    except DoesNotFitError as error:
+    except NoPlanError as error:
         multiplexed, refused[MULTIPLEXED] = None, str(error)
     pipelined = None
     try:
@@ -191,7 +185,7 @@ def compare_styles(
             pipelined = search_pipelines(replace(inputs, costs=costs))
         if pipelined.unfit:
             refused[PIPELINED] = pipelined.unfit
-    except (NoWholeDeviceError, StageSearchError) as error:
+    except (NoPlanError) as error:
         refused[PIPELINED] = str(error)
     compared = StyleComparison(
         pipelined, multiplexed, refused, workload.batch, workload.microbatches
@@ -200,7 +194,7 @@ def compare_styles(
         counts = {workload.microbatches, count}
         counts.update(halved_counts(workload.microbatches) if at_once else ())
         profiles = {number: basis.shared_profile(number) for number in sorted(counts)}
-    except NoWholeDeviceError:
+    except NoPlanError:
         return compared
     starts = _starts(basis, compared, count)
     control = control or SearchControl(inputs.request.time_limit)
@@ -251,10 +245,10 @@ def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
     """The request for as many ranks as a plan has, so that both styles have the same devices.
 
     Raises:
-        MultiplexError: it is for another number.
+        PlanError: it is for another number.
     """
     if request.ranks not in (None, plan.num_ranks):
-        raise MultiplexError(
+        raise PlanError(
             f"ranks is {request.ranks}, but the given plan (parallel) is for {plan.num_ranks}; "
             f"accepted: {plan.num_ranks}, or none"
         )
@@ -265,8 +259,8 @@ def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
     """The multiplexed half of :func:`compare_styles`: all samples of a step at once.
 
     Raises:
-        DoesNotFitError: a module fits no GPU.
-        MultiplexError: naming what is wrong.
+        NoPlanError: a module fits no GPU.
+        PlanError: naming what is wrong.
     """
     return _Basis.of(inputs).multiplexed(inputs.request)
 
@@ -279,7 +273,7 @@ def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed) -> Plan:
         inputs: that the mapping follows from.
         planned: what :func:`plan_step_multiplexed` gave.
     """
-    with suppress(NoWholeDeviceError):
+    with suppress(NoPlanError):
         return _Basis.of(inputs).plan(planned.mapping, 1)
     return plan_of_mapping(inputs.parts, planned.mapping)
 
@@ -336,7 +330,7 @@ class _Basis:
         and updates take: where they do not fit, a mapping of less is searched.
 
         Raises:
-            DoesNotFitError: a module fits no GPU.
+            NoPlanError: a module fits no GPU.
         """
         inputs = self.mapping_inputs(request, microbatches)
         planned, limit = PlannedMultiplexed.of(inputs), self.inputs.memory_limit
@@ -346,7 +340,7 @@ class _Basis:
         for _ in range(TIGHTENED):
             try:
                 plan = self.plan(tighter.mapping, microbatches)
-            except NoWholeDeviceError:
+            except NoPlanError:
                 return planned  # only surfaces say what fits
             option, reason = evaluate(plan, self.inputs.costs.network, MULTIPLEXED)
             needs = tuple(need.total for need in option.memory)
@@ -358,7 +352,7 @@ class _Basis:
                 break
             try:
                 problem = replace(problem, memory_bytes=room)
-            except MultiplexError:  # a module fits nowhere
+            except PlanError:  # a module fits nowhere
                 break
             tighter = PlannedMultiplexed.of(replace(inputs, problem=problem))
             if tighter.unfit:
@@ -369,7 +363,7 @@ class _Basis:
         """Return the plan of a mapping, with its costs and the limit of memory.
 
         Raises:
-            NoWholeDeviceError: surfaces do not say what modules take on one whole device.
+            NoPlanError: surfaces do not say what modules take on one whole device.
         """
         return replace(
             plan_of_mapping(self.inputs.parts, mapping, microbatches),
@@ -380,8 +374,8 @@ class _Basis:
         """Layer costs of one of so many microbatches of a step, with its surfaces.
 
         Raises:
-            NoWholeDeviceError: surfaces do not say what pipelines take.
-            MultiplexError: surfaces are of other lengths.
+            NoPlanError: surfaces do not say what pipelines take.
+            PlanError: surfaces are of other lengths.
         """
         profile, workload = self.profile(), self.inputs.workload
         # Whether whole modules fit is no matter here.
@@ -411,8 +405,8 @@ class _Basis:
         """Layer costs that pipelines are judged by.
 
         Raises:
-            NoWholeDeviceError: surfaces do not say them.
-            MultiplexError: surfaces are of other lengths.
+            NoPlanError: surfaces do not say them.
+            PlanError: surfaces are of other lengths.
         """
         costs, request = self.inputs.costs, self.inputs.request
         if request.surfaces is None:
@@ -428,7 +422,7 @@ class _Basis:
             conditions.check(tokens=request.tokens)
         for shape, surface in zip(self.shapes, surfaces, strict=True):
             if surface.degrees[0] > 1 or surface.quotas[-1] < surface.steps:
-                raise NoWholeDeviceError(
+                raise NoPlanError(
                     f"surfaces say nothing of {shape.name!r} on one whole device (degrees are "
                     f"{list(surface.degrees)}, quotas {list(surface.quotas)} of {surface.steps}), "
                     "by which layers of pipelines are judged"

@@ -11,7 +11,6 @@ import ray
 import torch
 
 from raymm.actors.modules.blocks import input_embeddings
-from raymm.actors.probe.cut import ProbeError
 from raymm.actors.rank.module_profiler import ModuleProfiler, ModuleTimes, ProfileRequest
 from raymm.actors.rank.rank_group import START_TIMEOUT_S
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
@@ -19,15 +18,15 @@ from raymm.actors.sharding.parameter_shards import ShardPlan
 from raymm.actors.weights.source import ModuleSource
 from raymm.costs.layer_count import LayerCount, count_layers
 from raymm.costs.load import Load
+from raymm.errors import PlanError, ProbeError
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, text_inputs
 from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
-from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.plan.stage import StageId
 
 _IGNORE = -100
@@ -63,7 +62,7 @@ def profile_model(
             (:class:`raymm.runtime.pipelined.MultimodalParallelModule`).
 
     Raises:
-        ProfileError: naming what is out of range, or what failed in which module.
+        PlanError: naming what is out of range, or what failed in which module.
         ClusterError: if the cluster lacks the resources of one rank.
     """
     _check(model, microbatch, lengths, repeats)
@@ -100,19 +99,19 @@ def _check(
     model: MultimodalModule, microbatch: Mapping[str, Any], lengths: Sequence[int], repeats: int
 ) -> None:
     if type(repeats) is not int or repeats < 1:
-        raise ProfileError(f"repeats is {repeats!r}; it must be a whole number above 0")
+        raise PlanError(f"repeats is {repeats!r}; it must be a whole number above 0")
     for name in model.encoder_names:
         if not microbatch.get(name):
-            raise ProfileError(f"the microbatch has no items for encoder {name!r}")
+            raise PlanError(f"the microbatch has no items for encoder {name!r}")
     config: Any = model.language_spec().source.config
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     for length in lengths:
         if type(length) is not int or length < 2:
-            raise ProfileError(f"lengths has {length!r}; each must be a whole number above 1")
+            raise PlanError(f"lengths has {length!r}; each must be a whole number above 1")
         if isinstance(longest, int) and length > longest:
-            raise ProfileError(
+            raise PlanError(
                 f"lengths has {length}; the language model takes at most {longest} positions"
             )
 

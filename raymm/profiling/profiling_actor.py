@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.scheduler.costs.layer_costs import ProfileError
+from raymm.errors import PlanError
 
 # Seconds that all repeats of one measurement may take.
 MEASURE_TIMEOUT_S = 3600.0
@@ -26,7 +26,7 @@ class ProfilingActor:
         what: is measured, for errors.
 
     Raises:
-        ProfileError: from a call that fails, or does not return in time; names what was measured.
+        PlanError: from a call that fails, or does not return in time; names what was measured.
     """
 
     def __init__(self, kind: type, resources: RankResources, arguments: tuple, what: str) -> None:
@@ -44,16 +44,16 @@ class ProfilingActor:
         try:
             return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
         except GetTimeoutError:
-            raise ProfileError(
+            raise PlanError(
                 f"profiling {self._what!r}: no answer within {timeout:g} s"
             ) from None
         except RayTaskError as error:
             cause = error.cause if error.cause is not None else error
-            raise ProfileError(
+            raise PlanError(
                 f"profiling {self._what!r} failed: {type(cause).__name__}: {cause}"
             ) from error
         except RayError as error:  # the actor died: out of memory, for one
-            raise ProfileError(f"profiling {self._what!r} failed: {error}") from error
+            raise PlanError(f"profiling {self._what!r} failed: {error}") from error
 
     def __exit__(self, *error: object) -> None:
         ray.kill(cast(ActorHandle, self._actor), no_restart=True)

@@ -34,6 +34,7 @@ from raymm.costs.load import Load
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.scaling_estimates import ModuleShape, shapes_of
 from raymm.costs.workload import microbatch_workload
+from raymm.errors import PlanError
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.module_kind import ModuleKind, module_kind
@@ -46,7 +47,7 @@ from raymm.scheduler.costs.interference import (
     InterferenceFit,
     fit_interference,
 )
-from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
+from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.surface import ScalingSurface, SurfaceConditions
 from raymm.scheduler.multiplex.problem import STEPS
 from raymm.scheduler.plan.stage import StageId
@@ -105,15 +106,15 @@ def profile_surfaces(
         ranks_per_node: GPUs that share a node.
 
     Raises:
-        ProfileError: naming what is out of range, or what failed in which module.
+        PlanError: naming what is out of range, or what failed in which module.
         ClusterError: if the cluster lacks the resources of one rank.
     """
     for name, value in (("batch", batch), ("gpus", gpus), ("steps", steps), ("repeats", repeats)):
         if type(value) is not int or value < 1:
-            raise ProfileError(f"{name} is {value!r}; it must be a whole number above 0")
+            raise PlanError(f"{name} is {value!r}; it must be a whole number above 0")
     missing = [name for name in model.encoder_names if not microbatch.get(name)]
     if missing:
-        raise ProfileError(f"the microbatch has no items for encoder {missing[0]!r}")
+        raise PlanError(f"the microbatch has no items for encoder {missing[0]!r}")
     resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
     check_capacity(1, resources)
     work = _Work(

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raymm.actors.recovery.snapshots import Snapshots, TakenSnapshot
-from raymm.data import DataWorkerError
-from raymm.errors import NodeLostError, RunFailedError
+from raymm.errors import Loss, RunFailedError
 from raymm.recovery.failure_policy import Action, Decision
 from raymm.recovery.run_controller import RunController, first_line
 from raymm.recovery.run_state import RunState
@@ -79,7 +78,7 @@ class Recovery:
         """
         group = self._parallel.group
         survives = group.ended is None and (
-            group.interrupted is not None or isinstance(error, DataWorkerError)
+            group.interrupted is not None or error.lost is Loss.DATA_WORKER
         )
         if not self.enabled or not survives or self._snapshots.newest() is None:
             return None
@@ -97,7 +96,7 @@ class Recovery:
         """
         start, recovering, self.lost_node = time.perf_counter(), False, False
         while True:
-            self.lost_node |= isinstance(error, NodeLostError)
+            self.lost_node |= error.lost in (Loss.NODE, Loss.PREEMPTED_NODE)
             decision = self.goes_on(error, recovering)
             if decision is None or decision.action is not Action.RECOVER:
                 raise error

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable
 
 from raymm.errors import (
-    ClusterLostError,
     FailureKind,
-    NodeLostError,
-    NodePreemptedError,
+    Loss,
     RunFailedError,
 )
 from raymm.recovery.failure_policy import Cause, Decision, FailurePolicy, Interruption
@@ -50,7 +48,7 @@ class RunController:
             state: what.
 
         Raises:
-            TransitionError: it cannot.
+            InternalError: it cannot.
         """
         self.state = checked(self.state, state)
 
@@ -118,8 +116,8 @@ def cause_of(error: RunFailedError, announced: bool = False) -> Cause:
         return _CAUSES[error.kind]
     if error.repeats:
         return Cause.ERROR
-    if isinstance(error, ClusterLostError) and not isinstance(error, NodeLostError):
+    if error.lost is Loss.CLUSTER:
         return Cause.CLUSTER
-    if isinstance(error, NodePreemptedError) or announced:
+    if error.lost is Loss.PREEMPTED_NODE or announced:
         return Cause.PREEMPTION
     return Cause.FAILURE

@@ -42,10 +42,6 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
 }
 
 
-class TransitionError(InternalError, RuntimeError):
-    """A run cannot do this after that."""
-
-
 def checked(before: RunState, after: RunState) -> RunState:
     """The state after another one; a state may follow itself.
 
@@ -54,8 +50,8 @@ def checked(before: RunState, after: RunState) -> RunState:
         after: what it does now.
 
     Raises:
-        TransitionError: :data:`TRANSITIONS` does not have it.
+        InternalError: :data:`TRANSITIONS` does not have it.
     """
     if after is not before and after not in TRANSITIONS[before]:
-        raise TransitionError(f"a run that is {before.value} cannot be {after.value} next")
+        raise InternalError(f"a run that is {before.value} cannot be {after.value} next")
     return after

@@ -19,8 +19,8 @@ from ray.exceptions import RayError
 from ray.util.client import ray as ray_client
 
 from raymm.actors.placement.node_types import reachable_resources
-from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
+from raymm.errors import ClusterError
 from raymm.runtime.embedded.embedded_ray import start_embedded_ray
 
 # Seconds until a cluster's server must accept a connection, and between two tries.

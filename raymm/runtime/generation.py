@@ -22,7 +22,7 @@ from raymm.actors.modules.message import Decode
 from raymm.actors.modules.token_layout import MASKS
 from raymm.data import MicrobatchMeta, describe
 from raymm.data.loading.builder import SampleCheck
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.pending_step import PendingStep
@@ -38,10 +38,6 @@ _NOT_OF_TEXTS = frozenset({
 
 # Texts of a step, at most.
 TEXTS_PER_STEP = 8
-
-
-class GenerationError(InputError, ValueError):
-    """A model, or a plan, that cannot write text. Says what is accepted."""
 
 
 class WritingModule(Protocol):
@@ -128,7 +124,7 @@ class WritingRules:
             answer_ends: ids of tokens that end a turn of its chat template.
 
         Raises:
-            SourceError: the generation configuration cannot be read.
+            ModelError: the generation configuration cannot be read.
         """
         config = model.language_spec().source.origin.generation_config
         ends = None if config is None else config.eos_token_id
@@ -159,12 +155,12 @@ class WritingRules:
 def check_generates(parallel: WritingModule) -> None:
     """
     Raises:
-        GenerationError: the model cannot write text under its plan.
+        ModelError: the model cannot write text under its plan.
     """
     model, plan = parallel.model, parallel.plan
     stage = plan.module_stages(LANGUAGE_MODEL)[0]
     if plan.splits_samples or max(stage.cp, stage.fsdp) > 1:
-        raise GenerationError(
+        raise ModelError(
             "to generate, the language model's processes must each have whole samples: accepted: "
             "pp, tp and dp; not cp, sharding 'fsdp' or a mapping"
         )
@@ -172,19 +168,19 @@ def check_generates(parallel: WritingModule) -> None:
         _check_whole(model)
         return
     if isinstance(model.merge, CrossAttend) or hasattr(model.merge, "model_arguments"):
-        raise GenerationError(
+        raise ModelError(
             f"to generate, the merge policy must put items among the tokens; it is "
             f"{type(model.merge).__name__}; accepted: prepend, or token ids"
         )
     if model.packing or model.mask is not None and model.mask not in MASKS.values():
-        raise GenerationError(
+        raise ModelError(
             "to generate, what a token of text sees must be all before it: accepted: no packing, "
             f"and no mask or one of {', '.join(MASKS)}"
         )
     if (reason := why_not_written(
         model.language_model.source(ModuleKind.LANGUAGE_MODEL)
     )) is not None:
-        raise GenerationError(
+        raise ModelError(
             f"to generate, a language model of parts must go on from what it keeps: {reason}; "
             "accepted: another one, or the whole model (model: {path: FOLDER, train: ...})"
         )
@@ -193,11 +189,11 @@ def check_generates(parallel: WritingModule) -> None:
 def _check_whole(model: WholeModel) -> None:
     """
     Raises:
-        GenerationError: the model cannot write text.
+        ModelError: the model cannot write text.
     """
     skeleton = model.source.skeleton()
     if model.packing or not getattr(skeleton, "can_generate", bool)():
-        raise GenerationError(
+        raise ModelError(
             "to generate, a whole model must not pack its rows, and its class must be one that "
             f"transformers generates with; packing is {model.packing}, the class "
             f"{type(skeleton).__name__}"
@@ -208,7 +204,7 @@ def _check_whole(model: WholeModel) -> None:
         and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     if needed:
-        raise GenerationError(
+        raise ModelError(
             f"to generate, a whole model's forward must go on from tokens alone; that of "
             f"{type(skeleton).__name__} always takes {', '.join(needed)}"
         )
@@ -229,7 +225,7 @@ def generate(
             many as the language model has stages, and two of one stage; by default eight for each.
 
     Raises:
-        GenerationError: the model cannot write text under its plan.
+        ModelError: the model cannot write text under its plan.
         RankFailedError: a process died or raised.
     """
     check_generates(parallel)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from raymm.errors import ModelError
 from raymm.kernels.flash.gpu.launch_configs import LARGEST_HEAD_DIM
-from raymm.model.modality_module import ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 

@@ -11,14 +11,14 @@ import torch
 
 from raymm.actors.executor.step_meta import LayoutKey, StepMeta
 from raymm.batch.dag_check import DagCheck
+from raymm.errors import DataError, PlanError
 from raymm.layout.plan_check import differences
-from raymm.model.batch_rules import BatchError
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.plan_module import PlannedModule
 from raymm.scheduler.graph.sample_ranges import Range
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.stage_samples import Samples, stage_samples
 
@@ -74,7 +74,7 @@ class DagParallelModule(PlannedModule):
                 each; or microbatches.
 
         Raises:
-            BatchError, ModelError: a batch that does not fit.
+            DataError, ModelError: a batch that does not fit.
         """
         most = self.plan.num_microbatches
         if isinstance(batch, Mapping):
@@ -83,7 +83,7 @@ class DagParallelModule(PlannedModule):
         else:
             batches = list(batch)
             if not 1 <= len(batches) <= most:
-                raise BatchError(
+                raise DataError(
                     f"a step has {len(batches)} microbatches; accepted: 1 to {most}, the plan's"
                 )
         for microbatch in batches:
@@ -131,7 +131,7 @@ def _entries(batch: Batch, names: Iterable[str], samples: Range) -> dict[str, to
 def _split(batch: Batch, samples: int, parts: int) -> list[Batch]:
     """Consecutive samples, in parts of one size."""
     if samples % parts:
-        raise BatchError(
+        raise DataError(
             f"a batch of {samples} samples does not divide into {parts} microbatches; accepted: a "
             "multiple, or a list of microbatches"
         )

@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from raymm.data import MicrobatchMeta
-from raymm.errors import RankFailedError
-from raymm.model.modality_module import ModelError
+from raymm.errors import ModelError, RankFailedError
 from raymm.runtime.interruption import holds_nothing_when_interrupted
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
@@ -151,13 +150,13 @@ class ParallelModule(ABC):
                 microbatches. See :meth:`raymm.MultimodalModule.forward` for the keys.
 
         Raises:
-            BatchError: it does not fit the model, or does not divide into microbatches. Nothing
+            DataError: it does not fit the model, or does not divide into microbatches. Nothing
                 was sent to a process: the model goes on with the next batch, and gradients that
                 have accumulated are as they were.
-            RankRaisedError: a stage raised (a callback, out of memory). The step has ended, and the
+            RankFailedError: a stage raised (a callback, out of memory). The step has ended, and the
                 model has not: gradients that had accumulated are dropped, parameters are as after
                 the last update, and the next step goes on with them.
-            RankFailedError: a process died. All have ended.
+                After the death of a process, all have ended.
         """
         return self.submit(self.prepare(batch)).result()
 
@@ -184,7 +183,7 @@ class ParallelModule(ABC):
         """A step's microbatches as :meth:`submit` takes them.
 
         Raises:
-            BatchError: see :meth:`execute`.
+            DataError: see :meth:`execute`.
         """
 
     @abstractmethod
@@ -205,7 +204,7 @@ class ParallelModule(ABC):
             keep: held until the step's result was read.
 
         Raises:
-            BatchError: inputs of an encoder of other names or dtypes than it was tried with, which
+            DataError: inputs of an encoder of other names or dtypes than it was tried with, which
                 it cannot take.
         """
 

@@ -19,10 +19,10 @@ from raymm.batch.tried_inputs import TriedInputs, check_loss
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import check_split, describe_microbatches, items_by_row
+from raymm.errors import DataError
 from raymm.layout.preference_check import check_preference
 from raymm.layout.rank_specs import RankSpecs
 from raymm.layout.stage_builders import reloadable_modules
-from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.head_dims import check_head_dims
@@ -110,7 +110,7 @@ class MultimodalParallelModule(PlannedModule):
         """Microbatches as parts per reader, with their metadata.
 
         Raises:
-            BatchError: see :meth:`execute`.
+            DataError: see :meth:`execute`.
         """
         microbatches = self._check.microbatches(batch, self.microbatches)
         arranged = [self._arranged(microbatch) for microbatch in microbatches]
@@ -161,7 +161,7 @@ class MultimodalParallelModule(PlannedModule):
             return self._submit(prepared, update, forward_only, keep, decode)
         for number, microbatch in enumerate(prepared[1]):
             if microbatch.num_samples % 2:
-                raise BatchError(
+                raise DataError(
                     f"microbatch {number} has {microbatch.num_samples} rows; accepted: pairs of a "
                     "chosen and a rejected answer, one row after the other"
                 )
@@ -180,7 +180,7 @@ class MultimodalParallelModule(PlannedModule):
     def _kept_references(self, meta: Sequence[MicrobatchMeta]) -> list[torch.Tensor]:
         ids = [microbatch.sample_ids for microbatch in meta]
         if unknown := [row for rows in ids for row in rows if row not in self.references]:
-            raise BatchError(
+            raise DataError(
                 f"nothing is known of what the model has said of {unknown[0]!r} at first; "
                 "accepted: rows that scores() was asked for before training, by ids in references"
             )
@@ -295,11 +295,11 @@ def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
     """Of every sample the first of its items of a modality, then how many there are.
 
     Raises:
-        BatchError: items are not in the order of their samples.
+        DataError: items are not in the order of their samples.
     """
     rows = list(meta.items[name])
     if rows != sorted(rows):
-        raise BatchError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
+        raise DataError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
     counts = [0] * meta.num_samples
     for row in rows:
         counts[row] += 1

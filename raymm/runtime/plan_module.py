@@ -26,6 +26,7 @@ from raymm.actors.rank.step_calls import remember
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
+from raymm.errors import PlanError
 from raymm.layout.host_memory import check_hosts, host_needs
 from raymm.layout.optimizer_check import check_optimizer
 from raymm.layout.parameter_owners import place_of, reduction_groups
@@ -37,7 +38,7 @@ from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.pending_step import PendingStep, grad_norm
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
-from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.rank_nodes import on_nodes, straddling
 from raymm.scheduler.plan.stage import StageId

@@ -13,7 +13,6 @@ from typing import Any
 
 from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
-from raymm.errors import RunError
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.scheduler.plan.stage import Edge, StageId
 
@@ -28,13 +27,6 @@ _WHAT = {
 
 class SkippedStepWarning(UserWarning):
     """A step that was not applied, in a program of one's own."""
-
-
-class NotFiniteError(RunError, RuntimeError):
-    """What is not finite goes no further: too many steps in a row that cannot be applied, or
-    parameters that no checkpoint should have. Names them."""
-
-    repeats = True
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
+from raymm.errors import PlanError
 from raymm.model.module_dag import ModuleDag
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
-from raymm.scheduler.plan.plan_error import check_number
+from raymm.scheduler.plan.field_checks import check_number
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
 from raymm.scheduler.plan.rank_quotas import check_quota
 from raymm.scheduler.plan.stage import SHARDINGS
 from raymm.scheduler.search.module_degrees import make_plan

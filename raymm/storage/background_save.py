@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from raymm.errors import InternalError
+
 # Seconds that a save that is given up may take to notice.
 GIVE_UP_S = 5.0
-
-
-class SaveAbandoned(Exception):
-    """Nobody waits for the checkpoint any more."""
 
 
 class Saved(NamedTuple):
@@ -93,4 +91,4 @@ class BackgroundSave:
 
     def _check(self) -> None:
         if self._abandoned.is_set():
-            raise SaveAbandoned(f"the checkpoint of step {self.step}")
+            raise InternalError(f"the checkpoint of step {self.step} is given up")

@@ -17,24 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raymm.actors.optimizer.checkpoint_shards import (
-    ShardError,
-    WrittenShard,
-)
+from raymm.actors.optimizer.checkpoint_shards import WrittenShard
 from raymm.actors.storage.folder import StorageFolder
 from raymm.actors.storage.location import storage_folder
-from raymm.files.run_files import RunFileError, writing
+from raymm.errors import CheckpointError, NotFiniteError, RunFileError
+from raymm.files.run_files import writing
 from raymm.runtime.parallel_module import ParallelModule
-from raymm.runtime.skipped_step import MAX_NAMED, NotFiniteError
+from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.background_save import BackgroundSave, Saved
-from raymm.storage.manifest import (
-    MANIFEST,
-    CheckpointError,
-    FileEntry,
-    Manifest,
-    write_manifest,
-)
+from raymm.storage.manifest import MANIFEST, FileEntry, Manifest, write_manifest
 from raymm.storage.rank_calls import call_ranks, call_ranks_behind
 from raymm.storage.step_folders import (
     CHECKPOINTS,
@@ -318,7 +310,7 @@ class CheckpointStore:
             write_manifest(folder.place, self._manifest(step, plan, trainer, shards))
             with writing(folder):
                 folder.unlink(TORN)
-        except (RunFileError, ShardError) as error:
+        except (RunFileError, CheckpointError) as error:
             stays = self._what_stays(folder)
             raise RunFileError(
                 f"the checkpoint of step {step} could not be saved: {error}; {stays}"

@@ -18,6 +18,7 @@ from raymm.actors.storage.folder import PARTIAL, set_file_modes
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.data.conversations.processor import ModelProcessor
 from raymm.data.conversations.text import load_tokenizer
+from raymm.errors import CheckpointError
 from raymm.files.output import Output
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import ModuleKind
@@ -27,7 +28,6 @@ from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.adapter_folder import save_adapters
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import load_into_model, load_into_whole
-from raymm.storage.manifest import CheckpointError
 from raymm.storage.model_folder import SOURCE, ModelFolder
 
 
@@ -71,7 +71,7 @@ def export_model(
         CheckpointError: if there is no checkpoint, it has no averages, or a weight is not finite.
         CheckpointError: if no checkpoint is whole, or it is of another model, or what was written
             is not the trained model when it is read back.
-        ExportError: if a folder's format or ``dtype`` cannot be written.
+        ModelError: if a folder's format or ``dtype`` cannot be written.
     """
     place = Output.new_folder("output", output)
     place.check()
@@ -145,7 +145,7 @@ class _Writer:
         self._names: list[str] = []
 
     def check(self, model: MultimodalModule | WholeModel) -> None:
-        """Raise ExportError if a folder to be written cannot have the dtype."""
+        """Raise ModelError if a folder to be written cannot have the dtype."""
         if isinstance(model, WholeModel):
             if not self._adapters_only(model):
                 ModelFolder(_path(model.source), self._dtype)

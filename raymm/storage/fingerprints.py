@@ -32,7 +32,7 @@ def fingerprint_of_files(files: Iterable[DataPath], root: Path | None = None) ->
 
     Raises:
         OSError: a file cannot be read.
-        RemoteError: a server does not give it.
+        DataError: a server does not give it.
     """
     files = list(files)
     names = [

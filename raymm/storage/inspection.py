@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from raymm.actors.optimizer.checkpoint_shards import ShardError, stored_names
+from raymm.actors.optimizer.checkpoint_shards import stored_names
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.storage.folder import StorageFolder
 from raymm.actors.storage.location import storage_folder
-from raymm.storage.manifest import MANIFEST, CheckpointError, Manifest
+from raymm.errors import CheckpointError
+from raymm.storage.manifest import MANIFEST, Manifest
 from raymm.storage.run_folder import RunFolder
 from raymm.storage.step_folders import (
     CHECKPOINTS,
@@ -154,10 +155,7 @@ def compare_checkpoints(
     both = sorted(names[0] & names[1])
     different = []
     for done, name in enumerate(both):
-        try:
-            own, others = (tensors.read({name: None})[name] for tensors in stored)
-        except ShardError as error:
-            raise CheckpointError(str(error)) from None
+        own, others = (tensors.read({name: None})[name] for tensors in stored)
         difference = _difference(name, own, others)
         if difference is not None:
             different.append(difference)
@@ -201,7 +199,7 @@ def prune_checkpoints(
 
     Raises:
         CheckpointError: there is none.
-        RunOwnedError: a run goes on in the folder.
+        ConfigError: a run goes on in the folder.
         RunFileError: one cannot be removed.
     """
     _checkpoints(storage_folder(location))

@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 
 from raymm.actors.optimizer.averages import AVERAGE_NAME
-from raymm.actors.optimizer.checkpoint_shards import ShardError, copy_tensors, stored_names
+from raymm.actors.optimizer.checkpoint_shards import copy_tensors, stored_names
 from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.errors import CheckpointError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED
-from raymm.storage.manifest import CheckpointError, Manifest, read_manifest
+from raymm.storage.manifest import Manifest, read_manifest
 from raymm.storage.rank_calls import call_ranks
 
 # Parameters that an error names.
@@ -43,7 +44,7 @@ def restore(
         loaded = call_ranks(
             parallel.group, "load", str(folder), manifest.index, manifest.shards, manifest.step
         )
-    except ShardError as error:
+    except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     _check_both_ways(
         folder, {name for part in loaded for name in part.lacking},
@@ -127,7 +128,7 @@ def _load_parts(
             read = stored.read(dict.fromkeys(own))
             copy_tensors(read, own.items())
             copied += _copy_averages(stored, own) if averaged else 0
-        except ShardError as error:
+        except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         lacking |= trained - set(read)
         left -= set(read)

@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from raymm.actors.optimizer.checkpoint_shards import ShardError, ShardFile, verify_shards
+from raymm.actors.optimizer.checkpoint_shards import ShardFile, verify_shards
 from raymm.actors.storage.location import storage_folder
-from raymm.errors import InputError
+from raymm.errors import CheckpointError
 from raymm.files.run_files import writing
 
 CHECKPOINT_FORMAT = 2
@@ -32,10 +32,6 @@ MANIFEST = "manifest.json"
 
 # A plain file beside the manifest: no folder, no parent, nothing hidden.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-
-
-class CheckpointError(InputError, RuntimeError):
-    """A checkpoint that cannot be read, or is not of this run. Says which file and why."""
 
 
 class _Strict(BaseModel):
@@ -147,10 +143,7 @@ def verify_checkpoint(folder: str | os.PathLike[str], manifest: Manifest) -> Non
     Raises:
         CheckpointError: naming files that are missing or others.
     """
-    try:
-        verify_shards(storage_folder(folder), manifest.shards, manifest.index)
-    except ShardError as error:
-        raise CheckpointError(str(error)) from None
+    verify_shards(storage_folder(folder), manifest.shards, manifest.index)
 
 
 def _checksum(values: dict[str, Any]) -> str:

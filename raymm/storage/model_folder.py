@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from raymm.actors.probe.example_inputs import ExampleError, example_inputs
+from raymm.actors.probe.example_inputs import example_inputs
 from raymm.actors.weights.hub_folder import local_folder
 from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
 from raymm.actors.weights.stored_weights import quiet_loading, weight_files
-from raymm.errors import USER_CODE_RAISES, InputError
-from raymm.storage.manifest import CheckpointError
+from raymm.errors import USER_CODE_RAISES, CheckpointError, ModelError
 
 SOURCE = "source"
 DTYPES = {
@@ -33,10 +32,6 @@ _NOISE = 1e-5
 _SHOWN = 3
 
 
-class ExportError(InputError, ValueError):
-    """Raised for an export that cannot be written truly. Names the field and what is accepted."""
-
-
 class ModelFolder:
     """Writer of a model's folder.
 
@@ -46,12 +41,12 @@ class ModelFolder:
             the dtype that the source's file has for its key, and fp32 without a source.
 
     Raises:
-        ExportError: ``dtype`` is unknown, or the source's own format is quantised.
+        ModelError: ``dtype`` is unknown, or the source's own format is quantised.
     """
 
     def __init__(self, source: str | None, dtype: str) -> None:
         if dtype != SOURCE and dtype not in DTYPES:
-            raise ExportError(f"dtype is {dtype!r}; accepted: {SOURCE}, {', '.join(DTYPES)}")
+            raise ModelError(f"dtype is {dtype!r}; accepted: {SOURCE}, {', '.join(DTYPES)}")
         self._folder = None if source is None else Path(local_folder(source))
         self._forced = DTYPES.get(dtype)
         self._config: dict[str, Any] = {}
@@ -59,7 +54,7 @@ class ModelFolder:
             self._config = json.loads((self._folder / "config.json").read_bytes())
         quantised = self._config.get("quantization_config")
         if quantised and self._forced is None:
-            raise ExportError(
+            raise ModelError(
                 f"dtype is {dtype!r}, but the weights of {source!r} are quantised "
                 f"({quantised.get('quant_method')}), which cannot be written; accepted: "
                 f"{', '.join(DTYPES)}. Set --dtype bfloat16 to write them without quantisation, or "
@@ -84,7 +79,7 @@ class ModelFolder:
         """
         module = _of_its_class(module)
         if inputs is None:
-            with contextlib.suppress(ExampleError):
+            with contextlib.suppress(ModelError):
                 inputs = example_inputs(module)
         shell = _without_false_claims(module)
         ignored = set(shell._keys_to_ignore_on_save or ())

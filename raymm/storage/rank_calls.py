@@ -8,9 +8,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raymm.actors.faults.failure import first_line
-from raymm.actors.optimizer.checkpoint_shards import ShardError
 from raymm.actors.recovery.observed_ranks import LISTEN_S
-from raymm.errors import RankFailedError
+from raymm.errors import CheckpointError, RankFailedError
 
 
 def call_ranks(group: Any, method: str, *args: Any) -> list[Any]:
@@ -22,14 +21,14 @@ def call_ranks(group: Any, method: str, *args: Any) -> list[Any]:
         *args: the same for all.
 
     Raises:
-        ShardError: what a rank said of a shard, if that is why it failed.
+        CheckpointError: what a rank said of a shard, if that is why it failed.
         RankFailedError: a rank died, or raised something else.
     """
     try:
         return group.call(method, *args)
     except RankFailedError as error:
         reason = getattr(error.__cause__, "cause", None)
-        if isinstance(reason, ShardError):
+        if isinstance(reason, CheckpointError):
             raise reason from None
         raise
 
@@ -44,8 +43,8 @@ def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
         *args: the same for all.
 
     Raises:
-        ShardError: what a rank said of a shard, once all have ended with theirs; or a rank had no
-            memory for it.
+        CheckpointError: what a rank said of a shard, once all have ended with theirs; or a rank
+            had no memory for it.
         RankFailedError: a rank died, or raised something else, or all have ended.
     """
     try:
@@ -55,10 +54,10 @@ def call_ranks_behind(group: Any, method: str, *args: Any) -> list[Any]:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=LISTEN_S)
         return [_of_rank(rank, ref) for rank, ref in enumerate(refs)]
     except RayTaskError as error:
-        if isinstance(error.cause, ShardError):
+        if isinstance(error.cause, CheckpointError):
             raise error.cause from None
         raise RankFailedError(str(error)) from error
-    except ShardError:  # who had no memory for it
+    except CheckpointError:  # who had no memory for it
         raise
     except (RayError, RuntimeError) as error:
         raise RankFailedError(first_line(error)) from error
@@ -69,5 +68,5 @@ def _of_rank(rank: int, ref: ray.ObjectRef) -> Any:
         return ray.get(ref)
     except RayTaskError as error:
         if isinstance(error.cause, MemoryError):
-            raise ShardError(f"rank {rank} has no memory to write its part") from None
+            raise CheckpointError(f"rank {rank} has no memory to write its part") from None
         raise

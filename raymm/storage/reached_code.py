@@ -19,7 +19,7 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
-from raymm.errors import USER_CODE_RAISES, InputError
+from raymm.errors import USER_CODE_RAISES, ModelError
 from raymm.storage.code_digest import ValueDigest
 
 # Calls that run code which no import statement names.
@@ -31,10 +31,6 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _OWN = "raymm"
 
 
-class UnseenCodeError(InputError, ValueError):
-    """Changes of user code would not be noticed."""
-
-
 def reached_code(roots: Iterable[Any], code_version: str | None, strict: bool) -> dict[str, Any]:
     """Return a description of user code, plain JSON, that differs when the code differs.
 
@@ -44,7 +40,7 @@ def reached_code(roots: Iterable[Any], code_version: str | None, strict: bool) -
         strict: refuse code whose changes would not be noticed.
 
     Raises:
-        UnseenCodeError: the code imports modules by name, has no source file, or holds values that
+        ModelError: the code imports modules by name, has no source file, or holds values that
             cannot be hashed.
     """
     values = ValueDigest(strict=True)
@@ -76,7 +72,7 @@ def reached_code(roots: Iterable[Any], code_version: str | None, strict: bool) -
         _feed_variables(values, name)
     if strict and values.unseen and code_version is None:
         code = ", ".join(name for name, source in sources.items() if source != "absent")
-        raise UnseenCodeError(
+        raise ModelError(
             f"cache.version is not given, and changes of user code ({code}) might not be noticed: "
             f"it {values.unseen[0]}. Set cache.version to a text that you change with the code and "
             "the files that it reads, or set cache.features to 'host' or 'none'"

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raymm.storage.manifest import CheckpointError, Manifest
+from raymm.errors import CheckpointError
+from raymm.storage.manifest import Manifest
 
 # Differences that an error or a line names of one field.
 SHOWN = 5
@@ -18,10 +19,6 @@ _OTHER_DECAY = (
     "default, which is `no_decay: []` now"
 )
 _OWN_NAME = re.compile(r"^raymm(\.\w+)+:")
-
-
-class ResumeError(CheckpointError):
-    """A run that is not the checkpoint's. Names every field, what it was and what it is."""
 
 
 class Rule(NamedTuple):
@@ -118,10 +115,10 @@ def compare(
         A line for every field that has changed and may.
 
     Raises:
-        ResumeError: naming every field that has changed and may not.
+        CheckpointError: naming every field that has changed and may not.
     """
     if not manifest.run:
-        raise ResumeError(
+        raise CheckpointError(
             f"{folder} does not say what its run was made of: no trainer has saved it"
         )
     texts: list[str] = []
@@ -142,7 +139,7 @@ def compare(
             else:
                 refused[field] = text
     if refused:
-        raise ResumeError(_refusal(folder, refused))
+        raise CheckpointError(_refusal(folder, refused))
     return [f"changed since step {manifest.step}: {text}" for text in texts]
 
 

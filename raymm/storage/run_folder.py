@@ -13,9 +13,9 @@ from pathlib import Path
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.storage.folder import PARTIAL, LocalFolder, StorageFolder
 from raymm.actors.storage.location import storage_folder
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError, RunFileError
 from raymm.files.output import Output
-from raymm.files.run_files import RunFileError, is_shortage, writing
+from raymm.files.run_files import is_shortage, writing
 from raymm.files.run_owner import OWNER, BucketOwner, RunOwner
 
 # What is not mirrored: checkpoints are in the storage from the beginning.
@@ -75,7 +75,7 @@ class RunFolder:
         """Own it for the length of a block; gives what raises if that is lost.
 
         Raises:
-            RunOwnedError: another run owns it, and lives.
+            ConfigError: another run owns it, and lives.
             ConfigError, RunFileError: it cannot be read or written.
         """
         with RunOwner(self.path, say) as owner:

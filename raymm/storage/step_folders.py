@@ -8,14 +8,9 @@ from contextlib import suppress
 
 from raymm.actors.optimizer.checkpoint_shards import SHARD_FILE
 from raymm.actors.storage.folder import PARTIAL, StorageFolder
+from raymm.errors import CheckpointError
 from raymm.files.run_files import writing
-from raymm.storage.manifest import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    read_manifest,
-    verify_checkpoint,
-)
+from raymm.storage.manifest import MANIFEST, Manifest, read_manifest, verify_checkpoint
 
 CHECKPOINTS = "checkpoints"
 """The folder in a run's that they are in."""

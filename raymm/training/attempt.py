@@ -13,9 +13,9 @@ from rich.console import Console
 from raymm.callbacks.callback import Restart, RunInfo
 from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
-from raymm.data import DataConfig, DataWorkerError
+from raymm.data import DataConfig
 from raymm.data.loading.feature_lookup import FeatureLookup
-from raymm.errors import RunFailedError
+from raymm.errors import Loss, RunFailedError
 from raymm.evaluation.first_scores import keep_references
 from raymm.evaluation.text_evaluation import TextEvaluation
 from raymm.model.multimodal import MultimodalModule
@@ -163,8 +163,9 @@ class Attempt:
             with DrainObserver(parallel.group.nodes, self._ask_to_leave):
                 try:
                     stopped = self.loop.run(data_position(self.checkpoint))
-                except DataWorkerError:
-                    parallel.group.look_at_nodes()
+                except RunFailedError as error:
+                    if error.lost is Loss.DATA_WORKER:
+                        parallel.group.look_at_nodes()
                     raise
         if stopped is not None:
             self.callbacks.stopped(stopped)

@@ -81,7 +81,7 @@ class KeptFeatures:
             computed: how features are computed: device and precision.
 
         Raises:
-            UnseenCodeError: changes of user code would not be noticed.
+            ModelError: changes of user code would not be noticed.
         """
         if cache is None or not isinstance(data, DataConfig):
             return cls(plan, {})

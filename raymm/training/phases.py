@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from raymm.errors import ModelError
 from raymm.layout.changing_parts import changing_parts
-from raymm.model.modality_module import ModelError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import FROZEN, FULL, WholeModel
 from raymm.scheduler.plan.plan import Plan

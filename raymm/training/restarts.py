@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raymm.actors.faults.cluster_observer import dead_nodes
-from raymm.actors.placement.placement import ClusterError
-from raymm.errors import NodeLostError, RunFailedError
+from raymm.errors import CheckpointError, ClusterError, RunFailedError
 from raymm.recovery.failure_policy import Action, Cause, Decision
 from raymm.recovery.run_controller import RunController, cause_of, first_line
 from raymm.recovery.run_state import RunState
-from raymm.storage.manifest import CheckpointError
 from raymm.training.result import Result
 from raymm.training.stop_request import StopRequest
 
@@ -124,7 +122,7 @@ class Restarts:
 
 def _wait_for_death(ended: Result | RunFailedError) -> None:
     deadline = time.monotonic() + NODE_DEATH_S
-    nodes = ended.nodes if isinstance(ended, NodeLostError) else frozenset()
+    nodes = ended.nodes if isinstance(ended, RunFailedError) else frozenset()
     while nodes - dead_nodes() and time.monotonic() < deadline:
         time.sleep(0.2)
 

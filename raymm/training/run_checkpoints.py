@@ -9,8 +9,7 @@ from typing import Any
 from raymm.actors.recovery.observed_ranks import LISTEN_S
 from raymm.callbacks.callback import SavedCheckpoint
 from raymm.callbacks.handler import CallbackHandler
-from raymm.errors import RankFailedError
-from raymm.files.run_files import RunFileError
+from raymm.errors import RankFailedError, RunFileError
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.storage.background_save import Saved
 from raymm.storage.checkpoint import CheckpointStore

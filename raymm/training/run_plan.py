@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.placement.placement import ClusterError, PlacementOptions
+from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
+from raymm.errors import ClusterError
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.planning.request import PlanRequest

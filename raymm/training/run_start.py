@@ -9,9 +9,10 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig, UpdateRule
 from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.weights.hub_folder import pinned
 from raymm.config.evaluate_section import METRICS, OF_PAIRS, PERPLEXITY
-from raymm.config.sections import ConfigError, RunConfig
+from raymm.config.sections import RunConfig
 from raymm.data import DataConfig, open_split
 from raymm.data.readers import Dataset
+from raymm.errors import CheckpointError, ConfigError
 from raymm.layout.optimizer_check import check_modules, check_optimizer
 from raymm.layout.preference_check import check_preference
 from raymm.model.batch_rules import Vocabulary
@@ -19,7 +20,7 @@ from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.checkpoint import Checkpoint, CheckpointError
+from raymm.storage.checkpoint import Checkpoint
 
 
 def open_splits(data: object) -> dict[str, Dataset]:
@@ -124,7 +125,7 @@ def with_commits(data: Any) -> Any:
     commits, so that data workers on all nodes read the same files.
 
     Raises:
-        HubError: the hub does not have them or cannot be reached, and neither has the cache.
+        ConfigError: the hub does not have them or cannot be reached, and neither has the cache.
     """
     if not isinstance(data, DataConfig):
         return data

@@ -57,21 +57,6 @@ class StopReason:
         return 1 if self.number is None else 2
 
 
-class RunInterruptedError(KeyboardInterrupt):
-    """SIGINT ended a run. The text says what was saved."""
-
-
-class RunTerminatedError(SystemExit):
-    """SIGTERM ended a run; the code is 143. The text says what was saved."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(128 + signal.SIGTERM)
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-
 class StopRequest:
     """Whether a run is asked to end.
 
@@ -211,9 +196,11 @@ class StopRequest:
 
     def error(self, text: str) -> BaseException:
         """What ends the program of a run that a signal ended; ``text`` says what was saved."""
-        if self.reason is not None and self.reason.number == signal.SIGTERM:
-            return RunTerminatedError(text)
-        return RunInterruptedError(text)
+        if self.reason is None or self.reason.number != signal.SIGTERM:
+            return KeyboardInterrupt(text)
+        end = SystemExit(text)
+        end.code = 128 + signal.SIGTERM
+        return end
 
 
 def _say(text: str) -> None:

@@ -15,18 +15,18 @@ from rich.console import Console
 from raymm.actors.faults.fault_folder import faults_kept_in
 from raymm.actors.host.memory import CopyOptions
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.placement.placement import ClusterError, PlacementOptions
+from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.callbacks.callback import Callback
 from raymm.callbacks.handler import CallbackHandler
 from raymm.callbacks.named import named_callbacks
 from raymm.callbacks.ray_metrics import RayMetrics
 from raymm.config.cache_section import CacheSection
-from raymm.config.sections import ConfigError, RunConfig
+from raymm.config.sections import RunConfig
 from raymm.costs.named_devices import device_names, precision_notes
 from raymm.data import DataConfig, check_data
 from raymm.data.readers import Dataset
-from raymm.errors import ClusterLostError, RunFailedError
+from raymm.errors import ClusterError, ConfigError, Loss, RunFailedError
 from raymm.evaluation.best_evaluation import BestEvaluation
 from raymm.files.run_files import remove_partial
 from raymm.layout.layout_notes import layout_notes
@@ -172,18 +172,15 @@ class Trainer:
         a run that leaves a node and has nowhere to go on, ``stopped`` of the result says so.
 
         Raises:
-            ConfigError, DataError, CheckpointError, ClusterError, ProbeError: before any rank
-                starts.
-            DataError: later, for a sample that cannot be used.
-            RunOwnedError: another run owns the folder and lives.
+            InputError: before any rank starts; later, a DataError for a sample that cannot be used.
             RunFailedError: if a rank, a data worker or the cluster dies, and the run does not go
                 on by itself; the last checkpoint is whole.
-            RankRaisedError (a RunFailedError): what a rank runs raised.
-            RunFileError, OwnerLostError: the folder cannot be written, or is another run's by now.
+            RunError: what a rank runs raised (RankFailedError), or the folder cannot be written, or
+                is another run's by now.
             NotFiniteError: if ``run.max_skipped_steps`` steps in a row are not finite, or a
                 parameter is not.
-            RunInterruptedError (a KeyboardInterrupt), RunTerminatedError (a SystemExit with code
-                143): a signal ended it.
+            KeyboardInterrupt, SystemExit (with code 143): a signal ended it. The text says what was
+                saved.
         """
         try:
             with self.stop.listening(), self.stop.asking_after(self.run.max_seconds):
@@ -215,7 +212,7 @@ class Trainer:
         """Of a run that was asked to end before its loop could.
 
         Raises:
-            RunInterruptedError, RunTerminatedError: by a signal.
+            KeyboardInterrupt, SystemExit: by a signal.
         """
         self._say(text)
         if self.stop.reason is None or self.stop.reason.number is not None:
@@ -249,7 +246,7 @@ class Trainer:
                 self.stop.ask(StopReason(signal.Signals(number).name, number))
                 text = self._stopped_at_once()
             else:
-                error = ClusterLostError(lost)
+                error = RunFailedError(lost, lost=Loss.CLUSTER)
                 text = f"the run failed:\n{error}\n{what_is_left(error, self._latest)}"
             os.write(2, f"\n{text}\n".encode())
             self._has_spoken()

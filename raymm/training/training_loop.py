@@ -8,8 +8,8 @@ from typing import Any
 
 from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
-from raymm.data import DataWorkerError, Skipped
-from raymm.errors import RunFailedError
+from raymm.data import Skipped
+from raymm.errors import Loss, NotFiniteError, RunFailedError
 from raymm.evaluation.heldout import HeldoutLoss
 from raymm.evaluation.text_evaluation import TextEvaluation
 from raymm.monitor.metrics import MetricsLog, SampleLog
@@ -27,7 +27,7 @@ from raymm.recovery.recovery import Recovery
 from raymm.recovery.replayed_batches import ReplayedBatches
 from raymm.recovery.run_state import RunState
 from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
-from raymm.runtime.skipped_step import NotFiniteError, SkippedStep
+from raymm.runtime.skipped_step import SkippedStep
 from raymm.scheduler.schedule.compiled.machine_code import compiling_behind
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.execution import StepObserver
@@ -166,13 +166,13 @@ class TrainingLoop:
                 self._recover(error, source)
 
     def _recover(self, error: RunFailedError, source: ReplayedBatches[Batch]) -> None:
-        if isinstance(error, DataWorkerError):
+        if error.lost is Loss.DATA_WORKER:
             try:
                 self._parallel.group.look_at_nodes()
             except RunFailedError as lost_node:
                 error = lost_node
         snapshot = self._recovery.recover(error)
-        if isinstance(error, DataWorkerError):
+        if error.lost is Loss.DATA_WORKER:
             source.load_anew()
         if snapshot is None:
             return self._recovered(self._read, error)

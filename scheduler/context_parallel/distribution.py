@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raymm.errors import PlanError
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.equal_counts import Policy, any_counts_bound, balanced
-from raymm.scheduler.context_parallel.error import ContextParallelError
 from raymm.scheduler.context_parallel.uneven_counts import relieve
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
 
@@ -120,20 +120,20 @@ def distribute(
             largest cost clearly less.
 
     Raises:
-        ContextParallelError: ranks, block or token_work below what is accepted;
+        PlanError: ranks, block or token_work below what is accepted;
             work that is negative, not integers, not one per block, or so large that sums
             overflow.
     """
     if token_work < 0:
-        raise ContextParallelError(f"token_work must be at least 0, got {token_work}")
+        raise PlanError(f"token_work must be at least 0, got {token_work}")
     work = _checked_work(work, token_work)
     if ranks < 1:
-        raise ContextParallelError(f"ranks must be at least 1, got {ranks}")
+        raise PlanError(f"ranks must be at least 1, got {ranks}")
     if block < 1:
-        raise ContextParallelError(f"block must be at least 1, got {block}")
+        raise PlanError(f"block must be at least 1, got {block}")
     n_tokens = len(work) * block if n_tokens is None else n_tokens
     if -(-n_tokens // block) != len(work) or n_tokens < 0:
-        raise ContextParallelError(
+        raise PlanError(
             f"n_tokens = {n_tokens} makes {-(-n_tokens // block)} blocks of {block} tokens, "
             f"work has {len(work)}"
         )
@@ -151,16 +151,16 @@ def distribute(
 def _checked_work(work: np.ndarray, token_work: int) -> np.ndarray:
     work = np.asarray(work)
     if work.ndim != 1 or (work.dtype.kind not in "iu" and len(work)):
-        raise ContextParallelError(
+        raise PlanError(
             f"work must be integers, one per block, got {work.dtype} of shape {work.shape}"
         )
     work = np.ascontiguousarray(work, dtype=np.int64)
     if len(work) and work.min() < 0:
         at = int(work.argmin())
-        raise ContextParallelError(f"work must not be negative, got {work[at]} for block {at}")
+        raise PlanError(f"work must not be negative, got {work[at]} for block {at}")
     total = float(work.sum(dtype=np.float64)) + float(token_work) * len(work)
     if total >= token_swaps.MAX_WORK:
-        raise ContextParallelError(
+        raise PlanError(
             f"the sum of work must be below {token_swaps.MAX_WORK}, got about {total:.3g}"
         )
     return work

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
 
-from raymm.scheduler.context_parallel.error import ContextParallelError
+from raymm.errors import PlanError
 
 LSE_BYTES = 4  # LSE and rowsum(dO * O) are fp32, whatever the accumulator
 
@@ -46,7 +46,7 @@ class AttentionShape:
         sequences: B, of a batch with one layout.
 
     Raises:
-        ContextParallelError: sizes below what is accepted, as many key sizes as there are not
+        PlanError: sizes below what is accepted, as many key sizes as there are not
             query sizes, query heads that are no multiple of key heads.
     """
 
@@ -63,12 +63,12 @@ class AttentionShape:
         for name in ("query_tokens", "key_tokens"):
             sizes = tuple(index(size) for size in getattr(self, name))
             if not sizes or min(sizes) < 0:
-                raise ContextParallelError(
+                raise PlanError(
                     f"{name} must be one number of at least 0 per rank, got {sizes}"
                 )
             object.__setattr__(self, name, sizes)
         if len(self.query_tokens) != len(self.key_tokens):
-            raise ContextParallelError(
+            raise PlanError(
                 f"query_tokens and key_tokens must be as many as ranks, got "
                 f"{len(self.query_tokens)} and {len(self.key_tokens)}"
             )
@@ -77,11 +77,11 @@ class AttentionShape:
             "sequences",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise ContextParallelError(
+                raise PlanError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
         if self.query_heads % self.key_heads:
-            raise ContextParallelError(
+            raise PlanError(
                 f"query_heads must be a multiple of key_heads = {self.key_heads}, got "
                 f"{self.query_heads}"
             )
@@ -98,7 +98,7 @@ class AttentionShape:
             rest: the other fields.
         """
         if ranks < 1:
-            raise ContextParallelError(f"ranks must be at least 1, got {ranks}")
+            raise PlanError(f"ranks must be at least 1, got {ranks}")
         return cls(_even(queries, ranks), _even(keys, ranks), **rest)
 
     @property
@@ -182,14 +182,14 @@ def method_bytes(
             are seen by some row of rank ``r`` in some sequence; the diagonal is not read.
 
     Raises:
-        ContextParallelError: an unknown method, heads that ``ulysses`` cannot deal out,
+        PlanError: an unknown method, heads that ``ulysses`` cannot deal out,
             ``needed`` without ``needed_keys``, or these of another shape or out of range.
     """
     if method not in METHODS:
-        raise ContextParallelError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        raise PlanError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     refused = refusal(shape, method, needed_keys)
     if refused:
-        raise ContextParallelError(f"method {method!r}: {refused}")
+        raise PlanError(f"method {method!r}: {refused}")
     pairs = None if needed_keys is None else _checked(shape, needed_keys)
     forward, backward = _BYTES[method](shape, pairs)
     times = shape.sequences
@@ -233,12 +233,12 @@ def choose_method(
         methods: which may be chosen (default: all); those that cannot be used are passed over.
 
     Raises:
-        ContextParallelError: an unknown method, or none that can be used: with the reasons.
+        PlanError: an unknown method, or none that can be used: with the reasons.
     """
     allowed = METHODS if methods is None else tuple(methods)
     unknown = [method for method in allowed if method not in METHODS]
     if unknown or not allowed:
-        raise ContextParallelError(
+        raise PlanError(
             f"methods must be some of {', '.join(METHODS)}, got {list(allowed)}"
         )
     table = []
@@ -252,7 +252,7 @@ def choose_method(
     usable = [row for row in table if not row.refused]
     if not usable:
         reasons = "; ".join(f"{row.method} {row.refused}" for row in table)
-        raise ContextParallelError(f"methods {list(allowed)}: none can be used: {reasons}")
+        raise PlanError(f"methods {list(allowed)}: none can be used: {reasons}")
     # min keeps the first of equal ones.
     best = min(usable, key=lambda row: (row.largest, row.total))
     return MethodChoice(best.method, tuple(table))
@@ -266,14 +266,14 @@ def _even(tokens: int, ranks: int) -> tuple[int, ...]:
 def _checked(shape: AttentionShape, needed_keys: Pairs) -> list[list[int]]:
     pairs = [[index(count) for count in row] for row in needed_keys]
     if len(pairs) != shape.ranks or any(len(row) != shape.ranks for row in pairs):
-        raise ContextParallelError(
+        raise PlanError(
             f"needed_keys must be ({shape.ranks}, {shape.ranks}), got rows of "
             f"{[len(row) for row in pairs]}"
         )
     for rank, row in enumerate(pairs):
         for other, count in enumerate(row):
             if other != rank and not 0 <= count <= shape.key_tokens[other]:
-                raise ContextParallelError(
+                raise PlanError(
                     f"needed_keys[{rank}][{other}] must be 0 to {shape.key_tokens[other]}, the "
                     f"keys of rank {other}, got {count}"
                 )

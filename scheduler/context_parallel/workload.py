@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from raymm.scheduler.context_parallel.error import ContextParallelError
+from raymm.errors import PlanError
 
 DEFAULT_BLOCK = 128
 """Tokens per block that kernels and distributions use unless told otherwise."""
@@ -62,7 +62,7 @@ def active_key_blocks(
         (ceil(n_queries / query_block),) int64.
 
     Raises:
-        ContextParallelError: sizes below 0, blocks below 1, tables of another shape, segments
+        PlanError: sizes below 0, blocks below 1, tables of another shape, segments
             that do not start at 0 or do not ascend, slopes other than 0 and 1.
     """
     for name, value, least in (
@@ -70,12 +70,12 @@ def active_key_blocks(
         ("query_block", query_block, 1), ("key_block", key_block, 1),
     ):
         if value < least:
-            raise ContextParallelError(f"{name} must be at least {least}, got {value}")
+            raise PlanError(f"{name} must be at least {least}, got {value}")
     query = _table("query_table", query_table, QUERY_COLUMNS, n_queries)
     key = _table("key_table", key_table, KEY_COLUMNS, n_keys)
     slopes = query[:, 6:]
     if ((slopes | 1) != 1).any():
-        raise ContextParallelError(
+        raise PlanError(
             f"query_table: slopes must be 0 or 1, got {np.unique(slopes).tolist()}"
         )
     return _count(query, key, int(n_queries), int(n_keys), int(query_block), int(key_block))
@@ -84,12 +84,12 @@ def active_key_blocks(
 def _table(name: str, table: np.ndarray, columns: int, size: int) -> np.ndarray:
     table = np.ascontiguousarray(table, dtype=np.int64)
     if table.ndim != 2 or table.shape[1] != columns:
-        raise ContextParallelError(f"{name} must be (segments, {columns}), got {table.shape}")
+        raise PlanError(f"{name} must be (segments, {columns}), got {table.shape}")
     starts = table[:, 0]
     if (len(starts) == 0) != (size == 0) and size:
-        raise ContextParallelError(f"{name} has no segment for {size} positions")
+        raise PlanError(f"{name} has no segment for {size} positions")
     if len(starts) and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > size):
-        raise ContextParallelError(
+        raise PlanError(
             f"{name}: segments must start at 0, ascend and end by {size}, "
             f"got starts from {starts.min()} to {starts.max()}"
         )

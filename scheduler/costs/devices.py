@@ -20,11 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raymm.errors import InputError
-
-
-class DeviceError(InputError, ValueError):
-    """A device that is not in the table, or one with impossible numbers."""
+from raymm.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0):
-            raise DeviceError(
+            raise PlanError(
                 f"a link has latency {self.latency} and bandwidth {self.bandwidth}; the latency "
                 "must be at least 0, the bandwidth above 0"
             )
@@ -63,7 +59,7 @@ class Links:
 
     def __post_init__(self) -> None:
         if type(self.per_node) is not int or self.per_node < 1:
-            raise DeviceError(f"per_node is {self.per_node!r}; it must be a whole number >= 1")
+            raise PlanError(f"per_node is {self.per_node!r}; it must be a whole number >= 1")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Links:
@@ -111,23 +107,23 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         if self.to_host is not None and not self.to_host > 0:
-            raise DeviceError(f"to_host of {self.name!r} is {self.to_host}; it must be above 0")
+            raise PlanError(f"to_host of {self.name!r} is {self.to_host}; it must be above 0")
         rates = {**self.flops, "memory_bandwidth": self.memory_bandwidth,
                  "memory_bytes": self.memory_bytes, "efficiency": self.efficiency}
         for name, value in rates.items():
             if not value > 0:
-                raise DeviceError(f"{name} of {self.name!r} is {value}; it must be above 0")
+                raise PlanError(f"{name} of {self.name!r} is {value}; it must be above 0")
         if self.efficiency > 1:
-            raise DeviceError(f"efficiency of {self.name!r} is {self.efficiency}; at most 1")
+            raise PlanError(f"efficiency of {self.name!r} is {self.efficiency}; at most 1")
 
     def peak(self, dtype: str) -> float:
         """Dense peak FLOP/s of a compute dtype.
 
         Raises:
-            DeviceError: if the device has no rate for it.
+            PlanError: if the device has no rate for it.
         """
         if dtype not in self.flops:
-            raise DeviceError(
+            raise PlanError(
                 f"dtype is {dtype!r}; {self.name} has rates for {', '.join(sorted(self.flops))}"
             )
         return self.flops[dtype]
@@ -200,12 +196,12 @@ def find_device(name: str) -> DeviceSpec:
     """The device of a name; case, spaces, dashes and underscores do not matter.
 
     Raises:
-        DeviceError: naming the accepted names.
+        PlanError: naming the accepted names.
     """
     for device_name, device in DEVICES.items():
         if _plain(device_name) == _plain(name):
             return device
-    raise DeviceError(f"device is {name!r}; accepted: {', '.join(DEVICES)}")
+    raise PlanError(f"device is {name!r}; accepted: {', '.join(DEVICES)}")
 
 
 def _plain(name: str) -> str:

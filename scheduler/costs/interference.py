@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from raymm.scheduler.graph.strict_json import MultiplexError, items, number, parsed
+from raymm.errors import PlanError
+from raymm.scheduler.graph.strict_json import items, number, parsed
 
 INTERFERENCE_FORMAT = 1
 UNITS = ("relative", "seconds")
@@ -48,7 +49,7 @@ class Interference:
             that of the others.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
 
     constant: float = 0.0
@@ -65,7 +66,7 @@ class Interference:
             object.__setattr__(self, name, value)
         for name, accepted in (("unit", UNITS), ("coupling", COUPLINGS)):
             if getattr(self, name) not in accepted:
-                raise MultiplexError(
+                raise PlanError(
                     f"interference.{name} is {getattr(self, name)!r:.80}; accepted: "
                     f"{', '.join(accepted)}"
                 )
@@ -114,7 +115,7 @@ class Interference:
         """From such a text.
 
         Raises:
-            MultiplexError: naming the field that does not fit.
+            PlanError: naming the field that does not fit.
         """
         names = [field.name for field in fields(cls)]
         data = parsed(source, "interference file", INTERFERENCE_FORMAT, names)
@@ -131,7 +132,7 @@ class Colocation:
         seconds: measured.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
 
     alone: float
@@ -144,7 +145,7 @@ class Colocation:
         groups = items(self.bandwidths, "colocation.bandwidths")
         groups = [items(on_gpu, f"colocation.bandwidths[{g}]") for g, on_gpu in enumerate(groups)]
         if not groups or not all(groups):
-            raise MultiplexError(
+            raise PlanError(
                 f"colocation.bandwidths is {groups}; it must have at least one GPU, and at least "
                 "the module itself on each"
             )
@@ -197,14 +198,14 @@ def fit_interference(
         coupling: ``"product"`` or ``"own"``.
 
     Raises:
-        MultiplexError: an unknown form or unit, or fewer colocations than coefficients.
+        PlanError: an unknown form or unit, or fewer colocations than coefficients.
     """
     if form not in FORMS:
-        raise MultiplexError(f"form is {form!r:.80}; accepted: {', '.join(FORMS)}")
+        raise PlanError(f"form is {form!r:.80}; accepted: {', '.join(FORMS)}")
     shared = [s for s in samples if any(len(group) > 1 for group in s.bandwidths)]
     columns = FORMS.index(form) + 1 if form != "blind" else 0
     if len(shared) < max(columns, 1):
-        raise MultiplexError(
+        raise PlanError(
             f"samples has {len(shared)} colocations of at least two modules; a {form} model needs "
             f"at least {max(columns, 1)}"
         )
@@ -266,10 +267,10 @@ def report(model: Interference, samples: Sequence[Colocation], form: str) -> Int
         form: ``"blind"``, ``"additive"`` or ``"full"``.
 
     Raises:
-        MultiplexError: there are none.
+        PlanError: there are none.
     """
     if not samples:
-        raise MultiplexError("samples is empty; it must have at least one colocation")
+        raise PlanError("samples is empty; it must have at least one colocation")
     alone = np.array([s.alone for s in samples])
     seconds = np.array([s.seconds for s in samples])
     predicted = np.array([model.colocated(s.alone, s.bandwidths) for s in samples])

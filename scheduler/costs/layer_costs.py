@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from raymm.errors import InputError
+from raymm.errors import PlanError
 from raymm.scheduler.costs.device_memory import compute_copy_share
-from raymm.scheduler.costs.devices import DeviceError, Links
+from raymm.scheduler.costs.devices import Links
 from raymm.scheduler.costs.recomputation import (
     KEEP,
     OPTIONS,
@@ -21,25 +21,13 @@ from raymm.scheduler.costs.recomputation import (
 )
 from raymm.scheduler.costs.sharing import DeviceSharing
 from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.graph.strict_json import MultiplexError, json_value
+from raymm.scheduler.graph.strict_json import json_value
 
 PROFILE_FORMAT = 1
 # AdamW keeps a gradient and two moments beside each trainable weight, all in fp32.
 TRAINED_COPIES = 4
 MOMENTS = 2
 QUANTISED_SHARE = 0.25  # of an element's fp32 bytes
-
-
-class ProfileError(InputError, ValueError):
-    """A cost profile that is malformed or is not of this model."""
-
-
-def profile_data(text: str) -> Any:
-    """Return what a profile's JSON holds, or raise ProfileError."""
-    try:
-        return json_value(text, "the profile")
-    except MultiplexError as error:
-        raise ProfileError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -112,17 +100,17 @@ class LayerCost:
         numbers = {name: getattr(self, name) for name in NUMBERS}
         for name, seconds, nbytes, working in self.options:
             if name not in OPTIONS or name == KEEP:
-                raise ProfileError(
+                raise PlanError(
                     f"options have {name!r}; accepted: {', '.join(OPTIONS[1:])}"
                 )
             numbers |= {f"seconds of {name!r}": seconds, f"bytes of {name!r}": nbytes}
             numbers[f"working bytes of {name!r}"] = working or 0
         for name, value in numbers.items():
             if not 0 <= value < math.inf:  # NaN fails too
-                raise ProfileError(f"{name} is {value}; it must be at least 0 and finite")
+                raise PlanError(f"{name} is {value}; it must be at least 0 and finite")
         for name in ("replicated_bytes", "base_bytes", "expert_bytes", "few_bytes", "tied_bytes"):
             if getattr(self, name) > self.parameter_bytes:
-                raise ProfileError(
+                raise PlanError(
                     f"{name} is {getattr(self, name)}; it must be at most "
                     f"parameter_bytes={self.parameter_bytes}"
                 )
@@ -199,7 +187,7 @@ class CostProfile:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
-            raise ProfileError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
+            raise PlanError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
 
     @property
     def element_bytes(self) -> int:
@@ -250,14 +238,14 @@ class CostProfile:
         return {}
 
     def check(self, graph: ModuleGraph) -> None:
-        """Raise ProfileError if modules or layer counts are not the graph's."""
+        """Raise PlanError if modules or layer counts are not the graph's."""
         for node in graph.nodes:
             if node.name not in self.modules:
-                raise ProfileError(
+                raise PlanError(
                     f"the profile lacks module {node.name!r}; it has {sorted(self.modules)}"
                 )
             if len(self.modules[node.name]) != node.num_layers:
-                raise ProfileError(
+                raise PlanError(
                     f"the profile of {node.name!r} has {len(self.modules[node.name])} layers, "
                     f"the module {node.num_layers}"
                 )
@@ -273,34 +261,33 @@ class CostProfile:
         """Inverse of :meth:`to_dict`.
 
         Raises:
-            ProfileError: on a missing or unknown key or a value of the wrong kind.
+            PlanError: on a missing or unknown key or a value of the wrong kind.
         """
         try:
             if data["format"] != PROFILE_FORMAT:
-                raise ProfileError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
+                raise PlanError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
             apart = "format", "modules", "links", "sharing"
             rest = {k: v for k, v in data.items() if k not in apart}
             if data.get("sharing") is not None:
                 rest["sharing"] = DeviceSharing.from_dict(data["sharing"])
             links = data.get("links")
-            rest["links"] = None if links is None else Links.from_dict(links)
+            try:
+                rest["links"] = None if links is None else Links.from_dict(links)
+            except PlanError as error:
+                raise PlanError(f"links: {error}") from None
             modules = {
                 str(name): tuple(LayerCost.from_dict(layer) for layer in layers)
                 for name, layers in data["modules"].items()
             }
             return cls(modules, **rest)
         except KeyError as error:
-            raise ProfileError(f"the profile lacks the key {error}") from None
+            raise PlanError(f"the profile lacks the key {error}") from None
         except (TypeError, AttributeError) as error:
-            raise ProfileError(f"the profile has a wrong key or value: {error}") from None
-        except DeviceError as error:
-            raise ProfileError(f"links: {error}") from None
-        except MultiplexError as error:
-            raise ProfileError(str(error)) from None
+            raise PlanError(f"the profile has a wrong key or value: {error}") from None
 
     @classmethod
     def from_json(cls, text: str) -> CostProfile:
-        return cls.from_dict(profile_data(text))
+        return cls.from_dict(json_value(text, "the profile"))
 
 
 @dataclass(frozen=True)
@@ -378,7 +365,7 @@ def layer_work(
         recompute: whether activations are computed again.
 
     Raises:
-        ProfileError: if the profile is not of this graph.
+        PlanError: if the profile is not of this graph.
     """
     profile.check(graph)
     before = trainable_before(graph)

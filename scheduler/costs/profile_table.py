@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.layer_costs import (
     NUMBERS,
     CostProfile,
     LayerBytes,
     LayerCost,
-    ProfileError,
-    profile_data,
 )
 from raymm.scheduler.costs.recomputation import LayerOption
+from raymm.scheduler.graph.strict_json import json_value
 
 TABLE_FORMAT = 1
 _INTEGER_FIELDS = (
@@ -49,9 +49,9 @@ class Measurement:
         for name in ("tokens", "samples"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ProfileError(f"{name} is {value!r}; it must be a whole number above 0")
+                raise PlanError(f"{name} is {value!r}; it must be a whole number above 0")
         if not self.layers:
-            raise ProfileError("layers is empty; a module has at least one")
+            raise PlanError("layers is empty; a module has at least one")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ProfileTable:
         date: when it was measured, ISO 8601.
 
     Raises:
-        ProfileError: naming what does not fit.
+        PlanError: naming what does not fit.
     """
 
     modules: Mapping[str, tuple[Measurement, ...]]
@@ -77,21 +77,21 @@ class ProfileTable:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
-            raise ProfileError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
+            raise PlanError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
         for name, rows in self.modules.items():
             if not rows:
-                raise ProfileError(f"modules.{name} is empty; it needs at least one measurement")
+                raise PlanError(f"modules.{name} is empty; it needs at least one measurement")
             tokens = [row.tokens for row in rows]
             if tokens != sorted(set(tokens)):
-                raise ProfileError(f"tokens of modules.{name} are {tokens}; they must increase")
+                raise PlanError(f"tokens of modules.{name} are {tokens}; they must increase")
             counts = {len(row.layers) for row in rows}
             if len(counts) > 1:
-                raise ProfileError(
+                raise PlanError(
                     f"modules.{name} has measurements of {sorted(counts)} layers; all must have "
                     "the same number"
                 )
         if set(self.default) != set(self.modules):
-            raise ProfileError(
+            raise PlanError(
                 f"default is of modules {sorted(self.default)}; it must be of "
                 f"{sorted(self.modules)}"
             )
@@ -113,12 +113,12 @@ class ProfileTable:
                 nearest measurements (through zero, if there is only one) instead of failing.
 
         Raises:
-            ProfileError: on an unknown module, a number that is no length, or a length that was
+            PlanError: on an unknown module, a number that is no length, or a length that was
                 not measured.
         """
         tokens = dict(tokens or {})
         if unknown := set(tokens) - set(self.modules):
-            raise ProfileError(
+            raise PlanError(
                 f"tokens name {sorted(unknown)}; the table has {sorted(self.modules)}"
             )
         lengths = {name: tokens.get(name, self.default[name]) for name in self.modules}
@@ -131,7 +131,7 @@ class ProfileTable:
 
     def _layers(self, name: str, tokens: int, extrapolate: bool) -> tuple[LayerCost, ...]:
         if type(tokens) is not int or tokens < 1:
-            raise ProfileError(f"tokens of {name!r} is {tokens!r}; it must be a whole number >= 1")
+            raise PlanError(f"tokens of {name!r} is {tokens!r}; it must be a whole number >= 1")
         rows = self.modules[name]
         for row in rows:
             if row.tokens == tokens:
@@ -139,7 +139,7 @@ class ProfileTable:
         low, high = rows[0].tokens, rows[-1].tokens
         if not low < tokens < high and not extrapolate:
             measured = f"{low}" if low == high else f"{low} to {high}"
-            raise ProfileError(
+            raise PlanError(
                 f"tokens of {name!r} is {tokens}, but {measured} were measured; profile more "
                 "lengths, or extrapolate"
             )
@@ -165,18 +165,18 @@ class ProfileTable:
         """Inverse of :meth:`to_dict`.
 
         Raises:
-            ProfileError: naming the field that is missing, unknown or of the wrong kind.
+            PlanError: naming the field that is missing, unknown or of the wrong kind.
         """
         _mapping(data, "the profile")
         if "format" not in data:
-            raise ProfileError("the profile lacks the key 'format'")
+            raise PlanError("the profile lacks the key 'format'")
         if data["format"] != TABLE_FORMAT:
-            raise ProfileError(f"format is {data['format']!r}; accepted: {TABLE_FORMAT}")
+            raise PlanError(f"format is {data['format']!r}; accepted: {TABLE_FORMAT}")
         names = [f.name for f in fields(cls)]
         _keys(data, "the profile", ["format", *names], required=["modules", "default"])
         for name in ("device", "dtype", "date"):
             if name in data and not isinstance(data[name], str):
-                raise ProfileError(f"{name} is {data[name]!r}; it must be a string")
+                raise PlanError(f"{name} is {data[name]!r}; it must be a string")
         for name in ("default", "versions"):
             _mapping(data.get(name, {}), name)
         modules = {}
@@ -187,12 +187,12 @@ class ProfileTable:
             )
         for name, value in data["default"].items():
             if type(value) is not int or value < 1:
-                raise ProfileError(f"default.{name} is {value!r}; it must be a whole number >= 1")
+                raise PlanError(f"default.{name} is {value!r}; it must be a whole number >= 1")
         return cls(modules, **{n: data[n] for n in names if n != "modules" and n in data})
 
     @classmethod
     def from_json(cls, text: str) -> ProfileTable:
-        return cls.from_dict(profile_data(text))
+        return cls.from_dict(json_value(text, "the profile"))
 
 
 def _nothing(cost: LayerCost) -> LayerCost:
@@ -252,8 +252,8 @@ def _measurement(data: Any, where: str) -> Measurement:
     )
     try:
         return Measurement(data["tokens"], data["samples"], layers)
-    except ProfileError as error:
-        raise ProfileError(f"{where}: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
 
 
 def _layer(data: Any, where: str) -> LayerCost:
@@ -266,12 +266,12 @@ def _layer(data: Any, where: str) -> LayerCost:
         value = data.get(name, 0)
         kinds = int if name in _INTEGER_FIELDS else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ProfileError(f"{where}.{name} is {value!r}; it must be a number")
+            raise PlanError(f"{where}.{name} is {value!r}; it must be a number")
     _check_options(data.get("options", []), where)
     try:
         return LayerCost.from_dict(data)
-    except (TypeError, ProfileError) as error:
-        raise ProfileError(f"{where}: {error}") from None
+    except (TypeError, PlanError) as error:
+        raise PlanError(f"{where}: {error}") from None
 
 
 def _check_options(data: Any, where: str) -> None:
@@ -281,7 +281,7 @@ def _check_options(data: Any, where: str) -> None:
         if types[:3] not in ([str, float, int], [str, int, int]) or types[3:] not in (
             [], [int], [type(None)],
         ):
-            raise ProfileError(
+            raise PlanError(
                 f"{where}.options[{number}] is {option!r}; it must be [name, seconds, bytes, "
                 "working bytes]"
             )
@@ -291,19 +291,19 @@ def _keys(
     data: Mapping[str, Any], where: str, accepted: Sequence[str], required: Sequence[str] = ()
 ) -> None:
     if unknown := sorted(set(data) - set(accepted)):
-        raise ProfileError(f"{where} has unknown keys {unknown}; accepted: {sorted(accepted)}")
+        raise PlanError(f"{where} has unknown keys {unknown}; accepted: {sorted(accepted)}")
     for name in required or accepted:
         if name not in data:
-            raise ProfileError(f"{where} lacks the key {name!r}")
+            raise PlanError(f"{where} lacks the key {name!r}")
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ProfileError(f"{where} is a {type(value).__name__}; it must be an object")
+        raise PlanError(f"{where} is a {type(value).__name__}; it must be an object")
     return value
 
 
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise ProfileError(f"{where} is a {type(value).__name__}; it must be a list")
+        raise PlanError(f"{where} is a {type(value).__name__}; it must be a list")
     return list(value)

@@ -100,7 +100,7 @@ class DeviceSharing:
         """Inverse of :meth:`to_dict`.
 
         Raises:
-            MultiplexError: naming the field that does not fit.
+            PlanError: naming the field that does not fit.
         """
         data = members(data, "sharing", ("surfaces", "interference"))
         surfaces = tuple(

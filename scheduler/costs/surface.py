@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from raymm.errors import PlanError
 from raymm.scheduler.graph.strict_json import (
     MOST_STEPS,
-    MultiplexError,
     items,
     members,
     number,
@@ -50,7 +50,7 @@ class ScalingSurface:
         bandwidth: (A,) B(m, a): share of a GPU's memory bandwidth in use, 0 to 1.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ScalingSurface:
             for i, value in enumerate(values):
                 whole(value, f"{name}.{field}[{i}]", 1, most)
             if not values or values != sorted(set(values)):
-                raise MultiplexError(
+                raise PlanError(
                     f"{name}.{field} is {values}; it must have at least one number, increasing"
                 )
             object.__setattr__(self, field, tuple(values))
@@ -81,7 +81,7 @@ class ScalingSurface:
             ("bandwidth", bandwidth, "quotas"),
         ):
             if len(values) != len(getattr(self, like)):
-                raise MultiplexError(
+                raise PlanError(
                     f"{name}.{field} has {len(values)} entries; it must have one for each of the "
                     f"{len(getattr(self, like))} {like}"
                 )
@@ -89,7 +89,7 @@ class ScalingSurface:
         for i, row in enumerate(rows):
             row = items(row, f"{name}.seconds[{i}]")
             if len(row) != len(self.quotas):
-                raise MultiplexError(
+                raise PlanError(
                     f"{name}.seconds[{i}] has {len(row)} entries; it must have one for each of "
                     f"the {len(self.quotas)} quotas"
                 )
@@ -115,7 +115,7 @@ class ScalingSurface:
             steps: into which a GPU is divided.
 
         Raises:
-            MultiplexError: outside what was sampled.
+            PlanError: outside what was sampled.
         """
         low, high, t = self._between_degrees(degree)
         at, along, s = self._between_quotas(quota, steps)
@@ -129,7 +129,7 @@ class ScalingSurface:
         """B(m, a), linear between samples.
 
         Raises:
-            MultiplexError: outside what was sampled.
+            PlanError: outside what was sampled.
         """
         at, along, _ = self._between_quotas(quota, steps)
         if at == along:
@@ -153,7 +153,7 @@ class ScalingSurface:
         # In units of 1 / (steps * self.steps), so that a sampled quota is met exactly.
         asked, samples = quota * self.steps, [q * steps for q in self.quotas]
         if not samples[0] <= asked <= samples[-1]:
-            raise MultiplexError(
+            raise PlanError(
                 f"quota of {self.name} is {quota}/{steps}; sampled are {self.quotas[0]} to "
                 f"{self.quotas[-1]} of {self.steps}"
             )
@@ -168,7 +168,7 @@ class ScalingSurface:
         """From plain data.
 
         Raises:
-            MultiplexError: naming the field that does not fit.
+            PlanError: naming the field that does not fit.
         """
         return cls(**members(data, where, [field.name for field in fields(cls)]))
 
@@ -194,7 +194,7 @@ class SurfaceConditions:
         tokens: per module, of a sample.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
 
     batch: int
@@ -207,7 +207,7 @@ class SurfaceConditions:
         text(self.device, "measured.device")
         text(self.precision, "measured.precision")
         if not isinstance(self.tokens, dict):
-            raise MultiplexError(f"measured.tokens is {shown(self.tokens)}; it must be an object")
+            raise PlanError(f"measured.tokens is {shown(self.tokens)}; it must be an object")
         for name, count in self.tokens.items():
             whole(count, f"measured.tokens.{name}", 1)
 
@@ -223,14 +223,14 @@ class SurfaceConditions:
             tokens: per module.
 
         Raises:
-            MultiplexError: naming what differs.
+            PlanError: naming what differs.
         """
         named = {"batch": (batch, self.batch), "precision": (precision, self.precision)}
         for module, asked in (tokens or {}).items():
             named[f"tokens.{module}"] = asked, self.tokens.get(module)
         for field, (asked, measured) in named.items():
             if asked is not None and asked != measured:
-                raise MultiplexError(
+                raise PlanError(
                     f"{field} is {asked!r:.80}, but the surfaces were measured with {measured!r} "
                     "and say nothing of others; accepted: the same, or surfaces measured anew"
                 )
@@ -249,7 +249,7 @@ def conditions_from_json(source: str) -> SurfaceConditions | None:
     """What the surfaces of such a text were measured with; None where it does not say.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
     data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",), ("measured",))
     if "measured" not in data:
@@ -262,7 +262,7 @@ def surfaces_from_json(source: str) -> tuple[ScalingSurface, ...]:
     """Surfaces from such a text.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
     data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",), ("measured",))
     surfaces = tuple(
@@ -271,5 +271,5 @@ def surfaces_from_json(source: str) -> tuple[ScalingSurface, ...]:
     )
     names = [surface.name for surface in surfaces]
     if len(set(names)) != len(names):
-        raise MultiplexError(f"surfaces[].name must differ, got {names}")
+        raise PlanError(f"surfaces[].name must differ, got {names}")
     return surfaces

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ModuleGraph:
             is read by a module's first stage.
 
     Raises:
-        MultiplexError: duplicate or unknown names, a duplicate edge, a port without an edge, a
+        PlanError: duplicate or unknown names, a duplicate edge, a port without an edge, a
             cycle, or a module that nothing reads and that computes no loss. Where no module is said
             to compute one, the only one that nothing reads does.
     """
@@ -92,30 +92,30 @@ class ModuleGraph:
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
         if len(set(names)) != len(names):
-            raise MultiplexError(f"module names must be unique, got {names}")
+            raise PlanError(f"module names must be unique, got {names}")
         for edge in self.edges:
             for end in edge:
                 if end not in names:
-                    raise MultiplexError(f"edge {edge} names module {end!r}; modules are {names}")
+                    raise PlanError(f"edge {edge} names module {end!r}; modules are {names}")
         if len(set(self.edges)) != len(self.edges):
-            raise MultiplexError(f"edges must be unique, got {self.edges}")
+            raise PlanError(f"edges must be unique, got {self.edges}")
         for edge in self.every:
             if edge not in self.edges:
-                raise MultiplexError(f"every has {edge}; accepted: edges, {self.edges}")
+                raise PlanError(f"every has {edge}; accepted: edges, {self.edges}")
         for port in self.ports:
             self._check_port(port)
         if len(self.topological) != len(names):
             circle = sorted(set(names) - set(self.topological))
-            raise MultiplexError(f"the module graph has a cycle: modules {circle}")
+            raise PlanError(f"the module graph has a cycle: modules {circle}")
         sinks = [name for name in names if not self.consumers(name)]
         if not self.losses:
-            raise MultiplexError(
+            raise PlanError(
                 f"one module must compute the loss, but {sinks} have no consumer; accepted: one "
                 "such module, or those that compute losses said"
             )
         for name in sinks:
             if name not in self.losses:
-                raise MultiplexError(
+                raise PlanError(
                     f"nothing reads module {name!r}; accepted: modules that a loss depends on"
                 )
 
@@ -123,11 +123,11 @@ class ModuleGraph:
         edges = {(producer, port.consumer) for producer in port.producers}
         several = port.output is not None and len(edges) > 1
         if not edges or several or not edges <= set(self.edges):
-            raise MultiplexError(f"port {port} is of no edge; edges are {self.edges}")
+            raise PlanError(f"port {port} is of no edge; edges are {self.edges}")
         layers = self.node(port.consumer).num_layers
         ascending = tuple(sorted({n for n in port.layers if 0 <= n < layers}))
         if not ascending or port.layers != ascending:
-            raise MultiplexError(
+            raise PlanError(
                 f"layers of port {port.name!r} are {port.layers}; accepted: layers of "
                 f"{port.consumer!r} in ascending order, 0 to {layers - 1}"
             )

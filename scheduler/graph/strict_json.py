@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raymm.errors import InputError
+from raymm.errors import PlanError
 
 # Whole numbers fit into a word of 64 bits, and products of others still are numbers.
 MOST_WHOLE = 2**63 - 1
@@ -20,22 +20,18 @@ MOST_GPUS = 2**16
 MOST_STEPS = 10_000
 
 
-class MultiplexError(InputError, ValueError):
-    """Something that cannot be planned: names the field, its value and what is accepted."""
-
-
 def read_file(path: str | Path) -> str:
     """The text of a file, which must be UTF-8; a byte order mark is left out.
 
     Raises:
-        MultiplexError: it is in another encoding, or cannot be read; names the file.
+        PlanError: it is in another encoding, or cannot be read; names the file.
     """
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise MultiplexError(f"{path} is not UTF-8: {error}") from None
+        raise PlanError(f"{path} is not UTF-8: {error}") from None
     except OSError as error:
-        raise MultiplexError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise PlanError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def json_value(source: str, what: str) -> Any:
@@ -43,16 +39,16 @@ def json_value(source: str, what: str) -> Any:
     nothing is nested deeper than :data:`MOST_DEPTH`.
 
     Raises:
-        MultiplexError: no such text.
+        PlanError: no such text.
     """
     try:
         data = json.loads(source, object_pairs_hook=lambda pairs: _once(pairs, what))
-    except MultiplexError:
+    except PlanError:
         raise
     except RecursionError:
-        raise MultiplexError(_too_deep(what)) from None
+        raise PlanError(_too_deep(what)) from None
     except ValueError as error:  # also a number of thousands of digits
-        raise MultiplexError(f"{what} is not JSON: {error}") from None
+        raise PlanError(f"{what} is not JSON: {error}") from None
     level = [data]
     for _ in range(MOST_DEPTH + 1):
         level = [
@@ -60,7 +56,7 @@ def json_value(source: str, what: str) -> Any:
             for inner in (inside.values() if isinstance(inside, dict) else inside)
         ]
     if level:
-        raise MultiplexError(_too_deep(what))
+        raise PlanError(_too_deep(what))
     return data
 
 
@@ -73,7 +69,7 @@ def _once(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise MultiplexError(f"{what} has the field {twice!r:.80} more than once in an object")
+        raise PlanError(f"{what} has the field {twice!r:.80} more than once in an object")
     return table
 
 
@@ -91,11 +87,11 @@ def parsed(
         optional: names that may be there.
 
     Raises:
-        MultiplexError: no JSON, another format, a field too few or too many.
+        PlanError: no JSON, another format, a field too few or too many.
     """
     data = members(json_value(source, what), what, ("format", *fields), optional)
     if type(data["format"]) is not int or data["format"] != version:
-        raise MultiplexError(f"{what}.format is {shown(data['format'])}; accepted: {version}")
+        raise PlanError(f"{what}.format is {shown(data['format'])}; accepted: {version}")
     return data
 
 
@@ -111,16 +107,16 @@ def members(
         optional: names that may be there.
 
     Raises:
-        MultiplexError: it is no object, or has a field too few or too many.
+        PlanError: it is no object, or has a field too few or too many.
     """
     if not isinstance(data, dict):
-        raise MultiplexError(f"{where} is {shown(data)}; it must be an object")
+        raise PlanError(f"{where} is {shown(data)}; it must be an object")
     for name in fields:
         if name not in data:
-            raise MultiplexError(f"{where} has no field {name!r}; needed: {', '.join(fields)}")
+            raise PlanError(f"{where} has no field {name!r}; needed: {', '.join(fields)}")
     if unknown := sorted(set(data) - {*fields, *optional}):
         accepted = ", ".join((*fields, *optional))
-        raise MultiplexError(f"{where} has unknown fields {unknown}; accepted: {accepted}")
+        raise PlanError(f"{where} has unknown fields {unknown}; accepted: {accepted}")
     return data
 
 
@@ -136,10 +132,10 @@ def items(value: Any, where: str) -> list[Any]:
     """The list itself.
 
     Raises:
-        MultiplexError: it is none.
+        PlanError: it is none.
     """
     if not isinstance(value, list | tuple):
-        raise MultiplexError(f"{where} is {shown(value)}; it must be a list")
+        raise PlanError(f"{where} is {shown(value)}; it must be a list")
     return list(value)
 
 
@@ -147,10 +143,10 @@ def text(value: Any, where: str) -> str:
     """The text itself.
 
     Raises:
-        MultiplexError: it is none, or empty.
+        PlanError: it is none, or empty.
     """
     if not isinstance(value, str) or not value:
-        raise MultiplexError(f"{where} is {shown(value)}; it must be a text that is not empty")
+        raise PlanError(f"{where} is {shown(value)}; it must be a text that is not empty")
     return value
 
 
@@ -164,7 +160,7 @@ def whole(value: Any, where: str, least: int = 0, most: int | None = None) -> in
         most: the largest that is accepted.
 
     Raises:
-        MultiplexError: it is none, or outside ``least`` to ``most`` (if not given,
+        PlanError: it is none, or outside ``least`` to ``most`` (if not given,
             :data:`MOST_WHOLE`).
     """
     if type(value) is not int or not least <= value <= (MOST_WHOLE if most is None else most):
@@ -172,7 +168,7 @@ def whole(value: Any, where: str, least: int = 0, most: int | None = None) -> in
         accepted = f"from {least} to {most}"
         if most is None:
             accepted = f"from {least} to {MOST_WHOLE}" if above else f"at least {least}"
-        raise MultiplexError(f"{where} is {shown(value)}; it must be a whole number {accepted}")
+        raise PlanError(f"{where} is {shown(value)}; it must be a whole number {accepted}")
     return value
 
 
@@ -189,7 +185,7 @@ def number(
         above: whether ``least`` itself is refused.
 
     Raises:
-        MultiplexError: it is none, not finite, outside ``least`` (exclusive if ``above``) to
+        PlanError: it is none, not finite, outside ``least`` (exclusive if ``above``) to
             ``most``, or further from 0 than :data:`MOST_NUMBER`.
     """
     plain = isinstance(value, int | float) and not isinstance(value, bool)
@@ -202,4 +198,4 @@ def number(
         accepted += f", {'above' if above else 'at least'} {least:g}"
     if most < math.inf or (plain and not finite and value == value and abs(value) != math.inf):
         accepted += f", at most {min(most, MOST_NUMBER):g}"
-    raise MultiplexError(f"{where} is {shown(value)}; it must be a number, {accepted}")
+    raise PlanError(f"{where} is {shown(value)}; it must be a number, {accepted}")

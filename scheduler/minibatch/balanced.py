@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.budgets import least_groups, suggest_budgets
 from raymm.scheduler.minibatch.costs import CostModel, even_costs
 from raymm.scheduler.minibatch.grouping import MANY_GROUPS, Groups, split_into_groups
 from raymm.scheduler.minibatch.levelling import exchange_steps, spread_sources
 from raymm.scheduler.minibatch.measured_costs import PARTS, MeasuredCosts
 from raymm.scheduler.minibatch.problem import (
-    MiniBatchError,
     MiniBatchPlan,
     SampleSizes,
     checked,
@@ -99,15 +99,15 @@ def plan_balanced(
         data whose samples need a group each) some groups are empty.
 
     Raises:
-        MiniBatchError: fewer samples than ranks, a sample above a budget, options out of range.
+        PlanError: fewer samples than ranks, a sample above a budget, options out of range.
     """
     checked(sizes, ranks)
     if source_weight < 0:
-        raise MiniBatchError(f"source_weight must not be negative, got {source_weight}")
+        raise PlanError(f"source_weight must not be negative, got {source_weight}")
     if alike is None:
         alike = ALIKE if sizes.sources.any() else 0.0
     if not 0 <= alike <= 1:
-        raise MiniBatchError(f"alike must be from 0 to 1, got {alike}")
+        raise PlanError(f"alike must be from 0 to 1, got {alike}")
     random = generator(seed, epoch)
     suggested = budgets is None
     if budgets is None:

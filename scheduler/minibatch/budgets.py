@@ -8,8 +8,9 @@ from fractions import Fraction
 
 import numpy as np
 
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.levelling import level
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes, checked_budgets
+from raymm.scheduler.minibatch.problem import SampleSizes, checked_budgets
 
 # Room above the mean group in the modalities that are not counted in a few large units.
 SLACK = Fraction(104, 100)
@@ -31,7 +32,7 @@ def least_groups(sizes: SampleSizes, budgets: Sequence[int]) -> int:
     at least t, those above half the budget not with each other.
 
     Raises:
-        MiniBatchError: see :func:`raymm.scheduler.minibatch.problem.checked_budgets`.
+        PlanError: see :func:`raymm.scheduler.minibatch.problem.checked_budgets`.
     """
     budgets = checked_budgets(sizes, budgets)
     return max(
@@ -63,10 +64,10 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     :data:`SLACK`, without which hardly any group would fill up in all.
 
     Raises:
-        MiniBatchError: fewer than one sample per group, or no sample.
+        PlanError: fewer than one sample per group, or no sample.
     """
     if not samples_per_group >= 1 or not len(sizes):
-        raise MiniBatchError(
+        raise PlanError(
             f"samples_per_group must be at least 1 and samples present, got {samples_per_group} "
             f"and {len(sizes)} samples"
         )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+from raymm.errors import PlanError
+from raymm.scheduler.minibatch.problem import SampleSizes
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class CostModel:
     def of_units(self, values: np.ndarray) -> np.ndarray:
         """(..., M) units to (..., M) float64 cost, each row as one sample."""
         if values.shape[-1] != len(self.modalities):
-            raise MiniBatchError(
+            raise PlanError(
                 f"the cost model has {len(self.modalities)} modalities, the sizes have "
                 f"{values.shape[-1]}"
             )

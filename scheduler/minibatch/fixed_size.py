@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from raymm.scheduler.minibatch.problem import (
-    MiniBatchError,
-    MiniBatchPlan,
-    SampleSizes,
-    checked,
-    generator,
-)
+from raymm.errors import PlanError
+from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes, checked, generator
 
 # Of transformers' LengthGroupedSampler: samples sorted together, in batches of all ranks.
 MEGABATCHES = 50
@@ -31,7 +26,7 @@ def plan_random(
         seed, epoch: as everywhere.
 
     Raises:
-        MiniBatchError: fewer samples than one step needs, or a batch below 1.
+        PlanError: fewer samples than one step needs, or a batch below 1.
     """
     random = generator(seed, epoch)
     if sharded:
@@ -59,7 +54,7 @@ def plan_length_grouped(
         seed, epoch: as everywhere.
 
     Raises:
-        MiniBatchError: fewer samples than one step needs, a batch below 1, unknown modality.
+        PlanError: fewer samples than one step needs, a batch below 1, unknown modality.
     """
     length = sizes.values[:, sizes.column(modality or sizes.names[-1])]
     step = max(ranks, 1) * max(batch, 1)
@@ -80,10 +75,10 @@ def _fixed(
 ) -> MiniBatchPlan:
     checked(sizes, ranks)
     if batch < 1:
-        raise MiniBatchError(f"batch must be at least 1, got {batch}")
+        raise PlanError(f"batch must be at least 1, got {batch}")
     steps = len(order) // (ranks * batch)
     if not steps:
-        raise MiniBatchError(
+        raise PlanError(
             f"{len(order)} samples are fewer than {ranks} ranks with {batch} each"
         )
     planned = steps * ranks * batch

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+from raymm.errors import PlanError
+from raymm.scheduler.minibatch.problem import SampleSizes
 
 # Parts of a unit that measured costs are rounded to where they take the place of units.
 PARTS = 64
@@ -63,16 +64,16 @@ class MeasuredCosts:
     def __post_init__(self) -> None:
         for name, cost in self.modules.items():
             if not all(0 <= value < math.inf for value in cost):  # NaN fails too
-                raise MiniBatchError(
+                raise PlanError(
                     f"costs of {name!r} are {tuple(cost)}; they must be at least 0 and finite"
                 )
         for name, factors in self.replicas.items():
             if not factors or not all(0 < value < math.inf for value in factors):
-                raise MiniBatchError(
+                raise PlanError(
                     f"copies of {name!r} take {factors}; each must be above 0 and finite"
                 )
         if not self.shared <= set(self.replicas):
-            raise MiniBatchError(
+            raise PlanError(
                 f"shared are {sorted(self.shared)}; accepted: among {sorted(self.replicas)}"
             )
 
@@ -184,7 +185,7 @@ class MeasuredCosts:
         """Inverse of :meth:`to_dict`.
 
         Raises:
-            MiniBatchError: if it is none.
+            PlanError: if it is none.
         """
         try:
             return cls(
@@ -193,7 +194,7 @@ class MeasuredCosts:
                 frozenset(map(str, data.get("shared", ()))),
             )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise MiniBatchError(f"{data!r} are no measured costs: {error!r}") from None
+            raise PlanError(f"{data!r} are no measured costs: {error!r}") from None
 
 
 def group_units(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.balanced import plan_balanced
 from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
-from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
+from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 
 METHODS: dict[str, Callable[..., MiniBatchPlan]] = {
     "balanced": plan_balanced,
@@ -31,8 +32,8 @@ def plan_minibatches(
         options: of the method.
 
     Raises:
-        MiniBatchError: an unknown method, or what the method raises.
+        PlanError: an unknown method, or what the method raises.
     """
     if method not in METHODS:
-        raise MiniBatchError(f"method must be one of {sorted(METHODS)}, got {method!r}")
+        raise PlanError(f"method must be one of {sorted(METHODS)}, got {method!r}")
     return METHODS[method](sizes, ranks, seed=seed, epoch=epoch, **options)

@@ -13,11 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from raymm.errors import InputError
-
-
-class MiniBatchError(InputError, ValueError):
-    """Samples or options that cannot be planned: names the field, the value, what is accepted."""
+from raymm.errors import PlanError
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +28,7 @@ class SampleSizes:
             sample. Default: the last one.
 
     Raises:
-        MiniBatchError: shapes or names that do not match, negative or fractional sizes.
+        PlanError: shapes or names that do not match, negative or fractional sizes.
     """
 
     names: tuple[str, ...]
@@ -44,31 +40,31 @@ class SampleSizes:
     def __post_init__(self) -> None:
         values = np.asarray(self.values)
         if values.ndim != 2 or values.shape[1] != len(self.names) or not self.names:
-            raise MiniBatchError(
+            raise PlanError(
                 f"values must be (N, {len(self.names)}), one column for each of {self.names}, "
                 f"got shape {values.shape}"
             )
         if len(set(self.names)) != len(self.names):
-            raise MiniBatchError(f"names must differ, got {self.names}")
+            raise PlanError(f"names must differ, got {self.names}")
         if values.dtype.kind not in "iu" and values.size:
-            raise MiniBatchError(f"values must be integers, got {values.dtype}")
+            raise PlanError(f"values must be integers, got {values.dtype}")
         values = np.ascontiguousarray(values, dtype=np.int64)
         if values.size and values.min() < 0:
             sample, column = np.argwhere(values < 0)[0]
-            raise MiniBatchError(
+            raise PlanError(
                 f"values must not be negative, got {values[sample, column]} for sample {sample}, "
                 f"{self.names[column]}"
             )
         sources = np.zeros(len(values), np.int64) if self.sources is None else self.sources
         sources = np.ascontiguousarray(sources, dtype=np.int64)
         if sources.shape != (len(values),) or (len(sources) and sources.min() < 0):
-            raise MiniBatchError(
+            raise PlanError(
                 f"sources must be {len(values)} numbers from 0, one per sample, got shape "
                 f"{sources.shape}"
             )
         padded = (self.names[-1],) if self.padded is None else tuple(self.padded)
         if not set(padded) <= set(self.names):
-            raise MiniBatchError(f"padded must be among {self.names}, got {padded}")
+            raise PlanError(f"padded must be among {self.names}, got {padded}")
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "sources", sources)
@@ -87,10 +83,10 @@ class SampleSizes:
         """Which column a modality has.
 
         Raises:
-            MiniBatchError: there is no such modality.
+            PlanError: there is no such modality.
         """
         if modality not in self.names:
-            raise MiniBatchError(f"modality must be one of {self.names}, got {modality!r}")
+            raise PlanError(f"modality must be one of {self.names}, got {modality!r}")
         return self.names.index(modality)
 
 
@@ -138,11 +134,11 @@ class MiniBatchPlan:
 
 
 def checked(sizes: SampleSizes, ranks: int) -> None:
-    """Raise MiniBatchError unless there is something to plan for at least one rank."""
+    """Raise PlanError unless there is something to plan for at least one rank."""
     if ranks < 1:
-        raise MiniBatchError(f"ranks must be at least 1, got {ranks}")
+        raise PlanError(f"ranks must be at least 1, got {ranks}")
     if len(sizes) < ranks:
-        raise MiniBatchError(
+        raise PlanError(
             f"{len(sizes)} samples are fewer than the {ranks} ranks, which each need one"
         )
 
@@ -151,20 +147,20 @@ def checked_budgets(sizes: SampleSizes, budgets: Sequence[int]) -> tuple[int, ..
     """The budgets as integers, if every sample fits them.
 
     Raises:
-        MiniBatchError: not one per modality, not above 0, or a sample is larger than its
+        PlanError: not one per modality, not above 0, or a sample is larger than its
             budget: it would have to be cut or left out, which is for the caller to decide.
     """
     if len(budgets) != len(sizes.names):
-        raise MiniBatchError(
+        raise PlanError(
             f"budgets must be {len(sizes.names)}, one for each of {sizes.names}, got {budgets}"
         )
     for column, (name, budget) in enumerate(zip(sizes.names, budgets, strict=True)):
         if budget < 1:
-            raise MiniBatchError(f"the budget of {name} must be at least 1, got {budget}")
+            raise PlanError(f"the budget of {name} must be at least 1, got {budget}")
         largest = int(sizes.values[:, column].max(initial=0))
         if largest > budget:
             sample = int(sizes.values[:, column].argmax())
-            raise MiniBatchError(
+            raise PlanError(
                 f"sample {sample} has {largest} units of {name}, above the budget of {budget}: "
                 f"raise the budget to at least {largest}, or cut or remove such samples"
             )
@@ -174,5 +170,5 @@ def checked_budgets(sizes: SampleSizes, budgets: Sequence[int]) -> tuple[int, ..
 def generator(seed: int, epoch: int) -> np.random.Generator:
     """Random numbers of one epoch."""
     if seed < 0 or epoch < 0:
-        raise MiniBatchError(f"seed and epoch must not be negative, got {seed} and {epoch}")
+        raise PlanError(f"seed and epoch must not be negative, got {seed} and {epoch}")
     return np.random.default_rng([seed, epoch])

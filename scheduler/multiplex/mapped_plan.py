@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping as ByName
 
+from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.rank_quotas import SLOTS
@@ -25,12 +25,12 @@ def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1)
         num_microbatches: of a step, which run one after another.
 
     Raises:
-        MultiplexError: slices of modules, which are to compare mappings with on paper; a mapping
+        PlanError: slices of modules, which are to compare mappings with on paper; a mapping
             that names a module that there is not, one twice, or lacks one.
         PlanError: a module that does not run after what it reads.
     """
     if mapping.slices > 1:
-        raise MultiplexError(
+        raise PlanError(
             f"slices is {mapping.slices}; accepted to run: 1, modules that are whole"
         )
     names = graph.topological
@@ -44,9 +44,9 @@ def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1)
         for p, placement in enumerate(stage.placements):
             where = f"stages[{s}].placements[{p}].module is {placement.module!r}"
             if placement.module not in names:
-                raise MultiplexError(f"{where}; accepted: {', '.join(sorted(names))}")
+                raise PlanError(f"{where}; accepted: {', '.join(sorted(names))}")
             if placement.module in places:
-                raise MultiplexError(f"{where}, which is already complete; a module runs once")
+                raise PlanError(f"{where}, which is already complete; a module runs once")
             places[placement.module] = s, placement.gpus, placement.quota
     _place_losses(graph, mapping, places)
     stages = []
@@ -68,9 +68,9 @@ def _place_losses(
     unplaced = [name for name in graph.topological if name not in places]
     for name in unplaced:
         if name not in graph.losses:
-            raise MultiplexError(f"stages do not have module {name!r}; every module must run")
+            raise PlanError(f"stages do not have module {name!r}; every module must run")
         if not graph.producers(name):
-            raise MultiplexError(
+            raise PlanError(
                 f"loss {name!r} reads no module; the mapping must say where it runs"
             )
     for first in range(0, len(unplaced), mapping.steps):

@@ -6,14 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raymm.scheduler.graph.strict_json import (
-    MOST_GPUS,
-    MOST_STEPS,
-    MultiplexError,
-    number,
-    text,
-    whole,
-)
+from raymm.errors import PlanError
+from raymm.scheduler.graph.strict_json import MOST_GPUS, MOST_STEPS, number, text, whole
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 
 # Predicted seconds that a file has may differ this much from the model's, relatively.
@@ -58,7 +52,7 @@ class Mapping:
         slices: how many slices every module's work is cut into; 1 unless a baseline slices.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
 
     gpus: int
@@ -75,16 +69,16 @@ class Mapping:
         number(self.bound, "bound", 0.0)
         text(self.method, "method")
         if not self.stages:
-            raise MultiplexError("stages is empty; a mapping has at least one")
+            raise PlanError("stages is empty; a mapping has at least one")
         for s, stage in enumerate(self.stages):
             number(stage.seconds, f"stages[{s}].seconds", 0.0)
             if not stage.placements:
-                raise MultiplexError(f"stages[{s}].placements is empty; a stage has at least one")
+                raise PlanError(f"stages[{s}].placements is empty; a stage has at least one")
             self._check_stage(s, stage)
         # Where a baseline slices, it may be faster than all mappings of whole modules.
         most = self.seconds * (1 + SECONDS_TOLERANCE)
         if self.slices == 1 and 0 < self.seconds and self.bound > most:
-            raise MultiplexError(
+            raise PlanError(
                 f"bound is {self.bound}, above the {self.seconds} that stages[].seconds add up "
                 "to; no mapping takes less than its bound"
             )
@@ -96,7 +90,7 @@ class Mapping:
             where = f"stages[{s}].placements[{p}]"
             name = text(placement.module, f"{where}.module")
             if name in seen:
-                raise MultiplexError(
+                raise PlanError(
                     f"{where}.module is {name!r} a second time; a stage has each module once"
                 )
             seen.add(name)
@@ -105,16 +99,16 @@ class Mapping:
                 whole(g, f"{where}.gpus of {name!r}", 0, self.gpus - 1)
             degree = len(placement.gpus)
             if list(placement.gpus) != sorted(set(placement.gpus)) or not degree:
-                raise MultiplexError(
+                raise PlanError(
                     f"{where}.gpus of {name!r} is {list(placement.gpus)}; it must have at least "
                     "one GPU, ascending"
                 )
             if degree & (degree - 1):
-                raise MultiplexError(
+                raise PlanError(
                     f"{where}.gpus of {name!r} has {degree} GPUs; accepted: a power of two"
                 )
             if type(placement.quota) is not int or not 1 <= placement.quota <= self.steps:
-                raise MultiplexError(
+                raise PlanError(
                     f"{where}.quota of {name!r} is {placement.quota!r}; it must be a whole number "
                     f"of steps from 1 (the granularity, 1/{self.steps} of a GPU) to {self.steps}"
                 )
@@ -122,7 +116,7 @@ class Mapping:
                 used[g] += placement.quota
         for g, total in enumerate(used):
             if total > self.steps:
-                raise MultiplexError(
+                raise PlanError(
                     f"stages[{s}].placements: quotas on GPU {g} add up to {total}; accepted: at "
                     f"most {self.steps} steps, the whole GPU"
                 )
@@ -146,12 +140,12 @@ class Mapping:
         """Whether this is a mapping of the problem, with the seconds its model predicts.
 
         Raises:
-            MultiplexError: another pool of GPUs, a module unknown or not complete, too little
+            PlanError: another pool of GPUs, a module unknown or not complete, too little
                 memory, a dependency violated, or other seconds.
         """
         for field in ("gpus", "steps"):
             if getattr(self, field) != getattr(problem, field):
-                raise MultiplexError(
+                raise PlanError(
                     f"{field} is {getattr(self, field)}; the problem has {getattr(problem, field)}"
                 )
         self._check_order(problem)
@@ -159,7 +153,7 @@ class Mapping:
             self._check_memory(problem, s, stage)
             predicted = stage_seconds(problem, stage.placements, self.slices)
             if not math.isclose(predicted, stage.seconds, rel_tol=SECONDS_TOLERANCE):
-                raise MultiplexError(
+                raise PlanError(
                     f"stages[{s}].seconds is {stage.seconds}; the model predicts {predicted}"
                 )
 
@@ -170,24 +164,24 @@ class Mapping:
             for p, placement in enumerate(stage.placements):
                 where, name = f"stages[{s}].placements[{p}]", placement.module
                 if name not in index:
-                    raise MultiplexError(
+                    raise PlanError(
                         f"{where}.module is {name!r}; modules are {list(problem.names)}"
                     )
                 for before in bits(problem.ancestors[index[name]]):
                     if left[problem.names[before]]:
-                        raise MultiplexError(
+                        raise PlanError(
                             f"{where}.module is {name!r}, which depends on "
                             f"{problem.names[before]!r}; that must be complete in an earlier stage"
                         )
             for p, placement in enumerate(stage.placements):
                 left[placement.module] -= placement.slices
                 if left[placement.module] < 0:
-                    raise MultiplexError(
+                    raise PlanError(
                         f"stages[{s}].placements[{p}].module is {placement.module!r}, which is "
                         f"already complete; a module runs once ({self.slices} slices in all)"
                     )
         if missing := [name for name, count in left.items() if count]:
-            raise MultiplexError(f"stages do not complete {missing}; every module must run")
+            raise PlanError(f"stages do not complete {missing}; every module must run")
 
     def _check_memory(self, problem: MappingProblem, s: int, stage: MultiplexStage) -> None:
         if problem.memory_bytes is None:
@@ -200,7 +194,7 @@ class Mapping:
                 used[g] += needed
         for g, total in enumerate(used):
             if total > problem.memory_bytes:
-                raise MultiplexError(
+                raise PlanError(
                     f"stages[{s}] needs {total} bytes on GPU {g}; accepted: at most memory_bytes, "
                     f"{problem.memory_bytes}"
                 )

@@ -8,16 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
-from raymm.scheduler.graph.strict_json import (
-    MOST_GPUS,
-    MOST_STEPS,
-    MultiplexError,
-    items,
-    text,
-    whole,
-)
+from raymm.scheduler.graph.strict_json import MOST_GPUS, MOST_STEPS, items, text, whole
 
 # Sets of modules are bits of an int64.
 MOST_MODULES = 60
@@ -44,7 +38,7 @@ class MappingProblem:
         allowed: per module, the degrees it may have; None: any power of two.
 
     Raises:
-        MultiplexError: names that are not unique or unknown, a cycle, a surface that was not
+        PlanError: names that are not unique or unknown, a cycle, a surface that was not
             sampled where it is needed, or a module that fits no GPU at any degree.
     """
 
@@ -66,31 +60,31 @@ class MappingProblem:
         if self.memory_bytes is not None:
             whole(self.memory_bytes, "memory_bytes", 1)
         if self.memory_over not in MEMORY_OVER:
-            raise MultiplexError(
+            raise PlanError(
                 f"memory_over is {self.memory_over!r:.80}; accepted: {', '.join(MEMORY_OVER)}"
             )
         if self.allowed is not None and len(self.allowed) != len(self.surfaces):
-            raise MultiplexError(
+            raise PlanError(
                 f"allowed has {len(self.allowed)} entries; there are {len(self.surfaces)} modules"
             )
         if not 1 <= len(self.surfaces) <= MOST_MODULES:
-            raise MultiplexError(
+            raise PlanError(
                 f"surfaces has {len(self.surfaces)} modules; accepted: 1 to {MOST_MODULES}"
             )
         if len(set(self.names)) != len(self.names):
-            raise MultiplexError(f"surfaces[].name must differ, got {list(self.names)}")
+            raise PlanError(f"surfaces[].name must differ, got {list(self.names)}")
         for i, edge in enumerate(self.edges):
             for end in edge:
                 if text(end, f"edges[{i}]") not in self.names:
-                    raise MultiplexError(
+                    raise PlanError(
                         f"edges[{i}] names module {end!r}; modules are {list(self.names)}"
                     )
         if any(self.ancestors[m] >> m & 1 for m in range(len(self.surfaces))):
-            raise MultiplexError(f"edges have a cycle: {list(self.edges)}")
+            raise PlanError(f"edges have a cycle: {list(self.edges)}")
         for m, name in enumerate(self.names):
             if not np.isfinite(self.seconds[m]).any():
                 least = int(self.memory[m][self.memory[m] >= 0].min())
-                raise MultiplexError(
+                raise PlanError(
                     f"memory_bytes is {self.memory_bytes}, but module {name!r} needs at least "
                     f"{least} bytes on every GPU, at any degree up to {self.gpus}"
                 )
@@ -98,17 +92,17 @@ class MappingProblem:
     def _check_types(self) -> None:
         for i, surface in enumerate(self.surfaces):
             if not isinstance(surface, ScalingSurface):
-                raise MultiplexError(
+                raise PlanError(
                     f"surfaces[{i}] is {surface!r:.80}; it must be a ScalingSurface"
                 )
         for i, edge in enumerate(self.edges):
             if not isinstance(edge, tuple | list) or len(edge) != 2:
-                raise MultiplexError(
+                raise PlanError(
                     f"edges[{i}] is {edge!r:.80}; it must be a pair, (producer, consumer)"
                 )
         object.__setattr__(self, "edges", tuple(map(tuple, self.edges)))
         if not isinstance(self.interference, Interference):
-            raise MultiplexError(
+            raise PlanError(
                 f"interference is {self.interference!r:.80}; it must be an Interference"
             )
 
@@ -135,7 +129,7 @@ class MappingProblem:
             ]
             measured = [d for d in self.degrees if surface.degrees[0] <= d <= surface.degrees[-1]]
             if not quotas or not measured:
-                raise MultiplexError(
+                raise PlanError(
                     f"{surface.name} was sampled at degrees {surface.degrees} and quotas "
                     f"{surface.quotas} of {surface.steps}; it needs a power of two up to "
                     f"{self.gpus} and a multiple of 1/{steps} among them"

@@ -31,7 +31,7 @@ class ModuleWork:
             activation functions) take turns.
 
     Raises:
-        MultiplexError: naming the field that does not fit.
+        PlanError: naming the field that does not fit.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.recomputation import OPTIONS
-from raymm.scheduler.plan.plan_error import PlanError
 from raymm.scheduler.plan.stage import Stage
 
 

@@ -10,12 +10,13 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.device_memory import receives_ahead
-from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
+from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.graph.strict_json import MultiplexError, json_value
+from raymm.scheduler.graph.strict_json import json_value
+from raymm.scheduler.plan.field_checks import check_number
 from raymm.scheduler.plan.layer_options import check_layer_options
-from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.policy import Policy, check_policy
 from raymm.scheduler.plan.port_routes import EdgePorts, edge_ports
@@ -74,7 +75,7 @@ class Plan:
         if self.profile is not None:
             try:
                 self.profile.check(self.graph)
-            except ProfileError as error:
+            except PlanError as error:
                 raise PlanError(f"profile: {error}") from None
         check_policy(self.policy, {n.name: len(self.replicas(n.name)[0]) for n in self.graph.nodes})
         self._check_shared_ranks()
@@ -374,21 +375,23 @@ class Plan:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")
             only(data, "plan", ("format", *(field.name for field in fields(cls))))
             profile = data.get("profile")
+            try:
+                profile = None if profile is None else CostProfile.from_dict(profile)
+            except PlanError as error:
+                raise PlanError(f"profile: {error}") from None
             limits, policy = data.get("activation_limits"), data.get("policy")
             return cls(
                 graph=graph_of(data["graph"]),
                 stages=tuple(stage_of(stage) for stage in data["stages"]),
                 num_microbatches=typed(data, "num_microbatches", int),
                 schedule=typed(data, "schedule", str),
-                profile=None if profile is None else CostProfile.from_dict(profile),
+                profile=profile,
                 memory_limit=typed(data, "memory_limit", int)
                 if data.get("memory_limit") is not None else None,
                 activation_limits=None if limits is None else integers(data, "activation_limits"),
                 policy=None if policy is None else policy_of(policy),
                 shared_ranks=integers({"shared_ranks": [], **data}, "shared_ranks"),
             )
-        except ProfileError as error:
-            raise PlanError(f"profile: {error}") from None
         except KeyError as error:
             raise PlanError(f"plan lacks the key {error}") from None
         except (TypeError, IndexError, AttributeError) as error:
@@ -396,10 +399,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        try:
-            data = json_value(text, "plan")
-        except MultiplexError as error:
-            raise PlanError(str(error)) from None
+        data = json_value(text, "plan")
         if not isinstance(data, dict):
             raise PlanError(f"plan is {data!r:.80}; it must be an object")
         return cls.from_dict(data)

@@ -1,6 +1,6 @@
 """Reading the parts of a plan file, with errors that name the field.
 
-All raise :class:`~raymm.scheduler.plan.plan_error.PlanError`, and ``KeyError`` where a key is
+All raise :class:`~raymm.scheduler.plan.field_checks.PlanError`, and ``KeyError`` where a key is
 missing. """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode, Port
-from raymm.scheduler.plan.plan_error import PlanError
 from raymm.scheduler.plan.policy import Policy
 from raymm.scheduler.plan.stage import Stage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raymm.scheduler.plan.plan_error import PlanError
+from raymm.errors import PlanError
 
 # Gradients are never farther away than this.
 ANY_DISTANCE = 1_000_000

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raymm.scheduler.plan.plan_error import PlanError
+from raymm.errors import PlanError
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
 
 SLOTS = "slots"

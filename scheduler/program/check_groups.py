@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raymm.errors import InternalError
 from raymm.scheduler.plan.rank_quotas import ROUNDING
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import BACKWARDS, COMPUTE, Instruction, Op, ProgramError
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, Instruction, Op
 
 
 def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
@@ -16,7 +17,7 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
     without the plan.
 
     Raises:
-        ProgramError: naming rank and instruction.
+        InternalError: naming rank and instruction.
     """
     if all(i.group < 0 and i.quota == 1.0 for i in instructions):
         return
@@ -27,16 +28,16 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
         if instruction.group >= 0:
             in_group = quotas.setdefault(instruction.group, {})
             if instruction.op not in COMPUTE:
-                raise ProgramError(
+                raise InternalError(
                     f"rank {rank}: {instruction}; only compute instructions have groups"
                 )
             if in_group and last != instruction.group:
-                raise ProgramError(
+                raise InternalError(
                     f"rank {rank}: {instruction} stands apart from others of its group"
                 )
             in_group[instruction.stage.module] = instruction.quota
             if sum(in_group.values()) > 1 + ROUNDING:
-                raise ProgramError(
+                raise InternalError(
                     f"rank {rank}: {instruction} brings the quotas of its group above 1"
                 )
         last = instruction.group
@@ -46,4 +47,4 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
         elif instruction.op in BACKWARDS and place in kept:
             before = kept[place]
             if (before.group >= 0, before.quota) != (instruction.group >= 0, instruction.quota):
-                raise ProgramError(f"rank {rank}: {instruction} is not on the quota of {before}")
+                raise InternalError(f"rank {rank}: {instruction} is not on the quota of {before}")

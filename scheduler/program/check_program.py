@@ -9,18 +9,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import MESSAGE_BOUND, Direction
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.check_groups import check_groups
 from raymm.scheduler.program.issue_order import Issue, SharedGradients
-from raymm.scheduler.program.program import (
-    BACKWARDS,
-    OPTIMIZER_OPS,
-    Instruction,
-    Op,
-    Program,
-    ProgramError,
-)
+from raymm.scheduler.program.program import BACKWARDS, OPTIMIZER_OPS, Instruction, Op, Program
 from raymm.scheduler.program.stage_state import (
     BACKWARD_DONE,
     FORWARD_DONE,
@@ -91,7 +85,7 @@ def check_program(
             backwards take twice as long as forwards.
 
     Raises:
-        ProgramError: naming rank and instruction.
+        InternalError: naming rank and instruction.
     """
     for rank, instructions in enumerate(program.ranks):
         check_groups(rank, instructions)
@@ -235,7 +229,7 @@ class _Play:
         if state is None:
             state = self.stages[stage] = StageState(rank, self._seconds.get(stage, _USUAL))
         elif state.rank != rank:
-            raise ProgramError(
+            raise InternalError(
                 f"rank {rank}: {instruction}, but stage {stage} is on rank {state.rank}"
             )
         return state
@@ -245,7 +239,7 @@ class _Play:
         done = self._state(rank, instruction).done.get(instruction.microbatch, 0)
         direction = instruction.direction
         if not done & (FORWARD_DONE if direction is Direction.FORWARD else BACKWARD_DONE):
-            raise ProgramError(f"rank {rank}: {instruction} before its {direction}")
+            raise InternalError(f"rank {rank}: {instruction} before its {direction}")
         edge = instruction.stage, instruction.peer
         messages = self._messages(edge)
         if len(messages.sent) == self._bound:
@@ -279,18 +273,18 @@ class _Play:
             messages.blocked = -1
         direction = instruction.direction
         if sent.microbatch != instruction.microbatch:
-            raise ProgramError(
+            raise InternalError(
                 f"rank {rank}: {instruction} would get microbatch {sent.microbatch} instead"
             )
         if sent.direction is not direction:
-            raise ProgramError(
+            raise InternalError(
                 f"rank {rank}: {instruction} is {direction}, {sent} is {sent.direction}"
             )
         done = state.done.get(instruction.microbatch, 0)
         if done & (FORWARD_DONE if direction is Direction.FORWARD else BACKWARD_DONE):
-            raise ProgramError(f"rank {rank}: {instruction} after its {direction}")
+            raise InternalError(f"rank {rank}: {instruction} after its {direction}")
         if direction is Direction.BACKWARD and not done & FORWARD_DONE:
-            raise ProgramError(f"rank {rank}: {instruction} before its forward")
+            raise InternalError(f"rank {rank}: {instruction} before its forward")
         return True
 
     def _complete(self, rank: int, number: int) -> None:
@@ -313,7 +307,7 @@ class _Play:
         )
         for rank, ops in enumerate(others, start=1):
             if ops != first:
-                raise ProgramError(f"rank {rank} runs collectives {ops}, rank 0 {first}")
+                raise InternalError(f"rank {rank} runs collectives {ops}, rank 0 {first}")
 
     def _meet(self) -> None:
         """Step over a collective if every rank has come to it."""
@@ -336,20 +330,20 @@ class _Play:
     def check_ended(self) -> None:
         """
         Raises:
-            ProgramError: a rank that waits for ever, or something that was begun and not ended.
+            InternalError: a rank that waits for ever, or something that was begun and not ended.
         """
         if any(at < len(rank) for at, rank in zip(self._position, self._program, strict=True)):
             self._check_collectives()
         for rank, instructions in enumerate(self._program.ranks):
             if self._position[rank] < len(instructions):
                 stuck = instructions[self._position[rank]]
-                raise ProgramError(f"deadlock: rank {rank} waits forever in {stuck}")
+                raise InternalError(f"deadlock: rank {rank} waits forever in {stuck}")
         for edge, messages in self._edges.items():
             if messages.sent:
                 left = [sent.microbatch for sent in messages.sent]
-                raise ProgramError(f"edge {edge[0]} -> {edge[1]}: nobody receives {left}")
+                raise InternalError(f"edge {edge[0]} -> {edge[1]}: nobody receives {left}")
         for stage, state in self.stages.items():
             if state.live:
-                raise ProgramError(
+                raise InternalError(
                     f"stage {stage}: {state.live} forward(s) never get their backward"
                 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range, overlap, union
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
-from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program, ProgramError
+from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program
 from raymm.scheduler.program.stage_samples import Samples, carried_samples, needed_samples
 
 _HANDS_BACK = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
@@ -31,7 +32,7 @@ def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> N
         samples: of each microbatch.
 
     Raises:
-        ProgramError: naming rank and instruction.
+        InternalError: naming rank and instruction.
     """
     check = _Check(plan, program, samples)
     for rank, instructions in enumerate(program.ranks):
@@ -84,19 +85,21 @@ class _Check:
     def ended(self) -> None:
         """
         Raises:
-            ProgramError: a sample that a module has not, or more than once; ends of a message that
+            InternalError: a sample that a module has not, or more than once; ends of a message that
                 differ.
         """
         for (module, index, microbatch), ranges in self._of_module.items():
             if not _tiles(ranges, has := self.of[microbatch].of(module)):
-                raise ProgramError(
+                raise InternalError(
                     f"{module}.{index} #{microbatch} runs on samples {_listed(ranges)}; it must be "
                     f"each of {_listed(has)} once"
                 )
         for edge in self._sent.keys() | self._received.keys():
             sent, received = self._sent.get(edge), self._received.get(edge)
             if sent != received:
-                raise ProgramError(f"edge {edge[0]} -> {edge[1]}: sent {sent}, received {received}")
+                raise InternalError(
+                    f"edge {edge[0]} -> {edge[1]}: sent {sent}, received {received}"
+                )
 
 
 class _Rank:
@@ -124,8 +127,8 @@ class _Rank:
                 if not forward:
                     self._hand_back(instruction)
 
-    def _error(self, instruction: Instruction, what: str) -> ProgramError:
-        return ProgramError(f"rank {self._rank}: {instruction} {what}")
+    def _error(self, instruction: Instruction, what: str) -> InternalError:
+        return InternalError(f"rank {self._rank}: {instruction} {what}")
 
     def _receive(self, instruction: Instruction) -> None:
         place = instruction.peer.module, instruction.peer.index, instruction.microbatch

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
@@ -99,7 +98,3 @@ class Program(NamedTuple):
             f"rank {index}:\n" + "\n".join(f"  {instruction}" for instruction in rank)
             for index, rank in enumerate(self.ranks)
         )
-
-
-class ProgramError(InternalError, ValueError):
-    """A program that would hang, mix up messages, or use what is not there."""

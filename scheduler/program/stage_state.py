@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from raymm.scheduler.program.program import Instruction, Op, ProgramError
+from raymm.errors import InternalError
+from raymm.scheduler.program.program import Instruction, Op
 
 # What can be done with a stage and a microbatch, each once, as bits.
 FORWARD_DONE = 1
@@ -44,14 +45,14 @@ def compute(rank: int, instruction: Instruction, state: StageState) -> None:
         state: of its stage; changed.
 
     Raises:
-        ProgramError: it comes twice, or before what it needs.
+        InternalError: it comes twice, or before what it needs.
     """
     op, microbatch = instruction.op, instruction.microbatch
     done = state.done.get(microbatch, 0)
     forward = _FORWARDS.get(op)
     if forward is not None:
         if done & FORWARD_DONE:
-            raise ProgramError(f"rank {rank}: {instruction} runs twice")
+            raise InternalError(f"rank {rank}: {instruction} runs twice")
         state.done[microbatch] = forward
         if forward != FORWARD_DONE:
             state.live += 1
@@ -59,19 +60,19 @@ def compute(rank: int, instruction: Instruction, state: StageState) -> None:
         return
     later = _LATER[op]
     if done & later:
-        raise ProgramError(f"rank {rank}: {instruction} runs twice")
+        raise InternalError(f"rank {rank}: {instruction} runs twice")
     if not done & FORWARD_DONE:
-        raise ProgramError(f"rank {rank}: {instruction} before its forward")
+        raise InternalError(f"rank {rank}: {instruction} before its forward")
     if op is Op.RECOMPUTE:
         if not done & _CHECKPOINTED:
-            raise ProgramError(f"rank {rank}: {instruction}, but its forward kept no inputs")
+            raise InternalError(f"rank {rank}: {instruction}, but its forward kept no inputs")
         state.done[microbatch] = done | _RECOMPUTED | _KEPT
         return
     if not done & _KEPT:
         missing = "was not recomputed" if done & _CHECKPOINTED else "kept nothing"
-        raise ProgramError(f"rank {rank}: {instruction}, but its forward {missing}")
+        raise InternalError(f"rank {rank}: {instruction}, but its forward {missing}")
     if op is Op.BACKWARD_WEIGHT and not done & _SPLIT:
-        raise ProgramError(f"rank {rank}: {instruction} before its backward_input")
+        raise InternalError(f"rank {rank}: {instruction} before its backward_input")
     if op is Op.BACKWARD_INPUT:
         later |= _SPLIT  # lives on until its backward_weight
     else:

@@ -21,6 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.graph.direction import MESSAGE_BOUND
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import Policy
@@ -30,7 +31,7 @@ from raymm.scheduler.schedule.compiled.arrays import RANK, RuleArrays
 from raymm.scheduler.schedule.compiled.replay import activation_peaks, replay
 from raymm.scheduler.schedule.compiled.run import run_schedule
 from raymm.scheduler.schedule.network import Transfer
-from raymm.scheduler.schedule.schedule_rules import NoRoomError, PartSchedule, Rules, Schedule
+from raymm.scheduler.schedule.schedule_rules import PartSchedule, Rules, Schedule
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
 from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES, Part, parts_of
@@ -71,7 +72,7 @@ class ListScheduler:
         """Schedule everything.
 
         Raises:
-            NoRoomError: if a rank filled up to its byte limit and can never go on.
+            NoPlanError: if a rank filled up to its byte limit and can never go on.
         """
         policy, limits = rules.policy, rules.byte_limits
         results: dict[object, PartSchedule] = {}
@@ -188,7 +189,7 @@ class ListScheduler:
     def _check_finished(self, part: Part, left: np.ndarray, rules: Rules) -> None:
         for stage, count in zip(part.stages, left.tolist(), strict=True):
             if count and rules.byte_limits is not None:
-                raise NoRoomError(
+                raise NoPlanError(
                     f"activation limits {rules.byte_limits} leave {count} task(s) of stage "
                     f"{stage.id} without room; a rank needs room for one microbatch"
                 )

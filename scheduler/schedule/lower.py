@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import Policy, policies
 from raymm.scheduler.plan.rank_quotas import SLOTS
@@ -19,7 +20,7 @@ from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.schedule_program import to_program
-from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Schedule
+from raymm.scheduler.schedule.schedule_rules import Rules, Schedule
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.slot_schedule import slot_tasks
 from raymm.scheduler.schedule.stage_costs import (
@@ -224,7 +225,7 @@ def _zero_bubble(scheduler: ListScheduler, rounds: int = 0) -> _PolicySchedule:
     for policy in tried:
         try:
             schedules.append(_with_policy(scheduler, policy, limits))
-        except NoRoomError as error:  # where stages of one rank wait for each other
+        except NoPlanError as error:  # where stages of one rank wait for each other
             stuck = error
     schedules.sort(key=_makespan)
     best = schedules[0] if schedules else None
@@ -277,7 +278,7 @@ def _tuned(
         policy = replace(chosen, ahead=tuple(map(tuple, held)))
         try:
             other = _with_policy(scheduler, policy, limits)
-        except NoRoomError:
+        except NoPlanError:
             continue
         if other.schedule.makespan <= best.schedule.makespan:
             best, ahead = other, held

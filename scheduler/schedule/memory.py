@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.device_memory import (
     communicator_groups,
     idle_share,
     system_bytes,
 )
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program
 from raymm.scheduler.schedule.schedule_rules import Task

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.errors import PlanError
+from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
@@ -47,12 +48,12 @@ class PlanDrift:
         plan: with a profile.
 
     Raises:
-        ProfileError: it has none.
+        PlanError: it has none.
     """
 
     def __init__(self, plan: Plan) -> None:
         if plan.profile is None:
-            raise ProfileError("the plan has no profile to compare measured steps with")
+            raise PlanError("the plan has no profile to compare measured steps with")
         self._plan, self._profile = plan, plan.profile
         self._expected_of, self._on_quota = op_seconds(plan), group_seconds(plan)
         self._keep = 0.5 ** (1.0 / HALF_LIFE_STEPS)
@@ -109,11 +110,11 @@ class PlanDrift:
             date: ISO 8601.
 
         Raises:
-            ProfileError: the plan's profile does not say of how many tokens it is.
+            PlanError: the plan's profile does not say of how many tokens it is.
         """
         profile = self._profile
         if lacking := sorted(set(profile.modules) - set(profile.tokens)):
-            raise ProfileError(f"the plan's profile does not say tokens of {lacking}")
+            raise PlanError(f"the plan's profile does not say tokens of {lacking}")
         modules = {}
         for name, layers in profile.modules.items():
             scaled = list(layers)

@@ -8,15 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raymm.errors import InternalError
 from raymm.scheduler.plan.policy import ONE_F_ONE_B, Policy
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.step_parts import OPS, Part
-
-
-class NoRoomError(InternalError, ValueError):
-    """Byte limits under which a schedule got stuck."""
 
 
 class Task(NamedTuple):

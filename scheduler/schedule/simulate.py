@@ -8,16 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import MESSAGE_BOUND
 from raymm.scheduler.plan.stage import Edge, StageId
-from raymm.scheduler.program.program import (
-    COMPUTE,
-    Instruction,
-    Op,
-    Program,
-    ProgramError,
-    group_end,
-)
+from raymm.scheduler.program.program import COMPUTE, Instruction, Op, Program, group_end
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.network import Transfer
 
@@ -62,7 +56,7 @@ def simulate(
         Compute spans and the waits of messages. Collective instructions take no time.
 
     Raises:
-        ProgramError: if the program deadlocks.
+        InternalError: if the program deadlocks.
     """
     seconds = _Seconds(costs, microbatch_costs or {}, group_seconds)
     arguments = seconds, Transfer(0.0, latency), transfers or {}
@@ -72,7 +66,7 @@ def simulate(
     elif delayed and posted > 1:
         timeline, waiting, _ = _simulate(program, *arguments, MESSAGE_BOUND, posted)
     if waiting is not None:
-        raise ProgramError(waiting)
+        raise InternalError(waiting)
     return timeline
 
 

@@ -25,6 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 from raymm.scheduler.costs.recomputation import savings
 from raymm.scheduler.plan.plan import Plan
@@ -41,7 +42,7 @@ from raymm.scheduler.search.module_degrees import (
     process_profile,
 )
 from raymm.scheduler.search.stage_search import SearchResult, joint_search
-from raymm.scheduler.search.stage_space import ROUNDING, StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import ROUNDING, StageSpace
 
 # Assignments that are searched where there are many plans: in all, and with the same degrees of the
 # backbone.
@@ -207,7 +208,7 @@ def search_degrees(
                 most_plans=max(LEAST_PLANS, most_stages * shared.parts // space.ranks),
                 incumbent=incumbent * (1 - WORTHWHILE), control=control,
             )
-        except StageSearchError:  # none fits, or none is faster
+        except NoPlanError:  # none fits, or none is faster
             continue
         if result.best.seconds < incumbent * (1 - WORTHWHILE):
             incumbent = result.best.seconds

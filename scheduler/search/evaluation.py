@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from raymm.errors import NoPlanError, PlanError
 from raymm.scheduler.plan.equal_part import EqualPart
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.progress.search_control import SearchControl
@@ -20,7 +21,6 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds, stage_costs
 from raymm.scheduler.search.module_degrees import rank_text
 from raymm.scheduler.search.stage_search import SearchResult
-from raymm.scheduler.search.stage_space import StageSearchError
 
 # A search for a schedule's policy goes by time, within the memory that 1F1B takes: what is so far
 # over the limit before it is over it afterwards.
@@ -305,7 +305,7 @@ class Candidates:
         """All that was added.
 
         Raises:
-            StageSearchError: if nothing fits.
+            NoPlanError: if nothing fits.
         """
         evaluated, self.options = self.options, []
         for option in evaluated:
@@ -315,7 +315,7 @@ class Candidates:
                 self.options.append(option)
         if not self.options:
             reasons = "; ".join(f"{label}: {why}" for label, why in self.refused)
-            raise StageSearchError(f"no plan fits: {reasons or 'there is none for this model'}")
+            raise NoPlanError(f"no plan fits: {reasons or 'there is none for this model'}")
         options = fastest_first(self.options)
         return Proposal(
             options, tuple(self.refused), step_bound(options[0].plan, self.network),

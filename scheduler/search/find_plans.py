@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Candidates, Option, Proposal, fastest_first
 from raymm.scheduler.search.options import LAYERS, PlanProblem
 from raymm.scheduler.search.planner import propose
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 from raymm.scheduler.search.time_shared_plans import time_shared_plans
 
 Planner = Callable[[PlanProblem], Proposal]
@@ -38,13 +39,13 @@ def find_plans(
         control: is told how far raymm's own search is, and asked whether to end it.
 
     Raises:
-        StageSearchError: if nothing fits.
+        NoPlanError: if nothing fits.
     """
     control = control or SearchControl()
     find = planner or partial(_own, control=control)
     try:
         proposal = find(problem)
-    except StageSearchError:
+    except NoPlanError:
         if problem.recompute is not None or planner is None and has_rank_each(problem):
             raise
         return find(replace(problem, recompute=True))
@@ -55,7 +56,7 @@ def find_plans(
         for again in (LAYERS, True):
             if control.should_stop():
                 break
-            with suppress(StageSearchError):
+            with suppress(NoPlanError):
                 proposal = _merged(proposal, rest(replace(problem, recompute=again)))
     return proposal
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.search.partition import Ranges, partition_matrix
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 
 def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
@@ -35,11 +36,11 @@ def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
         chunks: stages on each rank of a module.
 
     Raises:
-        StageSearchError: if no module can have so many chunks, or a module not so many stages.
+        NoPlanError: if no module can have so many chunks, or a module not so many stages.
     """
     graph = space.graph
     if chunks < 2:
-        raise StageSearchError(f"chunks is {chunks}; it must be at least 2")
+        raise NoPlanError(f"chunks is {chunks}; it must be at least 2")
     partitions: dict[str, Ranges] = {}
     any_chunked = False
     for node in graph.nodes:
@@ -52,7 +53,7 @@ def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
             space.stage_seconds(node.name), ranks * many, None
         )
     if not any_chunked:
-        raise StageSearchError(f"no module can have {chunks} chunks on each of its ranks")
+        raise NoPlanError(f"no module can have {chunks} chunks on each of its ranks")
     plan = space.made_of(partitions)
     first, stages = 0, []
     for module in graph.topological:
@@ -74,13 +75,13 @@ def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Pla
         language_ranks: how many ranks come after them.
 
     Raises:
-        StageSearchError: if the model is not encoders into one module, or that module has
+        NoPlanError: if the model is not encoders into one module, or that module has
             fewer layers than ranks.
     """
     graph = space.graph
     encoders = encoders_into_backbone(graph)
     if encoder_ranks < 1:
-        raise StageSearchError(f"encoder_ranks is {encoder_ranks}; it must be at least 1")
+        raise NoPlanError(f"encoder_ranks is {encoder_ranks}; it must be at least 1")
     _check_stages(graph, graph.backbone, language_ranks)
     counts = {name: min(encoder_ranks, graph.node(name).num_layers) for name in encoders}
     partitions = _followers_whole(graph) | {
@@ -106,7 +107,7 @@ def replicated(space: StageSpace, ranks: int) -> Plan:
     every encoder, which takes its share of the microbatches.
 
     Raises:
-        StageSearchError: if the model is not encoders into one module, or that module has
+        NoPlanError: if the model is not encoders into one module, or that module has
             fewer layers than ranks.
     """
     graph = space.graph
@@ -136,7 +137,7 @@ def _followers_whole(graph: ModuleGraph) -> dict[str, Ranges]:
 def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:
     layers = graph.node(module).num_layers
     if not 1 <= stages <= layers:
-        raise StageSearchError(
+        raise NoPlanError(
             f"module {module!r} cannot have {stages} stages; it has {layers} layers"
         )
 
@@ -145,15 +146,15 @@ def encoders_into_backbone(graph: ModuleGraph) -> list[str]:
     """The modules that feed the backbone, if all do that do not come after it.
 
     Raises:
-        StageSearchError: if there are none, or one does something else.
+        NoPlanError: if there are none, or one does something else.
     """
     after = {graph.backbone, *graph.followers}
     encoders = [node.name for node in graph.nodes if node.name not in after]
     for name in encoders:
         if graph.consumers(name) != (graph.backbone,) or graph.producers(name):
-            raise StageSearchError(
+            raise NoPlanError(
                 f"this layout is for encoders that feed {graph.backbone!r} only; {name!r} does not"
             )
     if not encoders:
-        raise StageSearchError("this layout is for models with encoders; there are none")
+        raise NoPlanError("this layout is for models with encoders; there are none")
     return encoders

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, has_backward
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.equal_part import EqualPart
-from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import Degrees
 from raymm.scheduler.schedule.process_costs import process_layers
 from raymm.scheduler.search.partition import Ranges

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.plan.plan import SCHEDULES, PlanError
-from raymm.scheduler.plan.plan_error import check_choices, check_number
+from raymm.scheduler.plan.field_checks import check_choices, check_number
+from raymm.scheduler.plan.plan import SCHEDULES
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.module_degrees import DegreeChoices
 

@@ -17,17 +17,13 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from raymm.errors import InputError
+from raymm.errors import NoPlanError
 
 Ranges = tuple[tuple[int, int], ...]
 """Layers of each stage: first, and one past the last."""
 
 Feasible = Callable[[int, int, int], bool]
 """``feasible(index, lo, hi)``: may stage ``index`` hold the layers ``[lo, hi)``?"""
-
-
-class PartitionError(InputError, ValueError):
-    """Layers that cannot be cut as asked."""
 
 
 def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
@@ -52,7 +48,7 @@ def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
         k ranges ``[lo, hi)`` that cover 0..n.
 
     Raises:
-        PartitionError: if there are fewer layers than stages, or a cost is negative or not
+        NoPlanError: if there are fewer layers than stages, or a cost is negative or not
             finite.
     """
     prefix = _prefix_sums(costs)
@@ -146,14 +142,14 @@ def cost_matrix(
         ``hi <= lo``.
 
     Raises:
-        PartitionError: if a cost is negative or not finite.
+        NoPlanError: if a cost is negative or not finite.
     """
     prefix = np.array(_prefix_sums(costs))
     num_layers = len(prefix) - 1
     matrix = prefix[None, :] - prefix[:, None]
     if cut_costs is not None:
         if len(cut_costs) != num_layers:
-            raise PartitionError(
+            raise NoPlanError(
                 f"cut_costs has {len(cut_costs)} entries; it needs one per layer ({num_layers})"
             )
         _check_costs("cut_costs", cut_costs[1:])
@@ -182,7 +178,7 @@ def partition_matrix(
         squared stage costs.
 
     Raises:
-        PartitionError: if there are fewer layers than stages, or no cut is feasible.
+        NoPlanError: if there are fewer layers than stages, or no cut is feasible.
     """
     matrix = np.asarray(matrix, dtype=float)
     num_layers = matrix.shape[-1] - 1
@@ -195,7 +191,7 @@ def partition_matrix(
         best = np.maximum(best[:, None], cost).min(axis=0)
     bottleneck = best[num_layers]
     if not np.isfinite(bottleneck):
-        raise PartitionError(
+        raise NoPlanError(
             f"no partition of {num_layers} layers into {stages} stages is feasible"
         )
 
@@ -243,7 +239,7 @@ def _allowed_costs(
     size = matrix.shape[-1]
     matrix = np.where(np.tri(size, dtype=bool), np.inf, matrix)
     if np.isnan(matrix).any() or (matrix < 0).any():
-        raise PartitionError("the cost of a stage is negative or not a number")
+        raise NoPlanError("the cost of a stage is negative or not a number")
     matrices = list(np.broadcast_to(matrix, (stages, size, size)))
     if feasible is None:
         return matrices
@@ -257,7 +253,7 @@ def _allowed_costs(
                 for hi in ends:
                     feasible[index, lo, hi] = function(index, lo, hi)
     elif np.shape(feasible) != (stages, size, size):
-        raise PartitionError(
+        raise NoPlanError(
             f"feasible has the shape {np.shape(feasible)}; it must be {(stages, size, size)}"
         )
     return [
@@ -270,7 +266,7 @@ def even_layers(num_layers: int, stages: int) -> Ranges:
     """Baseline: as many layers on every stage, one more on the first ones if it must be.
 
     Raises:
-        PartitionError: if there are fewer layers than stages.
+        NoPlanError: if there are fewer layers than stages.
     """
     _check_stages(num_layers, stages)
     size, more = divmod(num_layers, stages)
@@ -282,20 +278,20 @@ def _prefix_sums(costs: Sequence[float] | np.ndarray) -> list[float]:
     _check_costs("costs", costs)
     prefix = list(accumulate(map(float, costs), initial=0.0))
     if math.isinf(prefix[-1]):
-        raise PartitionError("costs: their sum is not finite")
+        raise NoPlanError("costs: their sum is not finite")
     return prefix
 
 
 def _check_costs(name: str, costs: Sequence[float] | np.ndarray) -> None:
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:  # written so that NaN fails too
-            raise PartitionError(
+            raise NoPlanError(
                 f"{name}: the entry for layer {layer} is {cost}; it must be finite and at least 0"
             )
 
 
 def _check_stages(num_layers: int, stages: int) -> None:
     if not 1 <= stages <= num_layers:
-        raise PartitionError(
+        raise NoPlanError(
             f"stages is {stages}; {num_layers} layers allow 1..{num_layers} (none may be empty)"
         )

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.device_memory import (
     communicator_groups,
     idle_share,
@@ -40,7 +41,7 @@ from raymm.scheduler.search.stage_memory import (
     range_maximum,
 )
 from raymm.scheduler.search.stage_search import joint_search
-from raymm.scheduler.search.stage_space import ROUNDING, StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import ROUNDING, StageSpace
 
 # Beside layouts: ranks of several processes and copies, in pipelines.
 DEGREES = "degrees"
@@ -72,8 +73,8 @@ def propose(
         searched: what is left out, as it was searched before (:attr:`Proposal.searched`).
 
     Raises:
-        StageSearchError: if nothing fits.
-        ProfileError: if the profile is not of this graph.
+        NoPlanError: if nothing fits.
+        PlanError: if the profile is not of this graph.
     """
     profile, network, degrees = problem.profile, problem.network, problem.degrees
     if degrees and profile.links is None:
@@ -176,7 +177,7 @@ class _Planner:
                 alternatives=FINALISTS - 1, gap=GAP if self._many else ROUNDING,
                 incumbent=self._incumbent, control=candidates.control,
             )
-        except StageSearchError as error:  # other layouts may need less memory
+        except NoPlanError as error:  # other layouts may need less memory
             if not candidates.control.should_stop():
                 candidates.refused.append((f"modality_parallel{self._memory_text}", str(error)))
             return
@@ -194,7 +195,7 @@ class _Planner:
                 return
             try:
                 plan = chunked(self.space, counts, many)
-            except StageSearchError:
+            except NoPlanError:
                 continue
             self.candidates.add_schedules(
                 f"modality_parallel, {many} chunks per rank",
@@ -241,7 +242,7 @@ class _Planner:
         for make in self._makers(layout):
             try:
                 plans.append(make())
-            except StageSearchError as error:  # this one does not exist for the model
+            except NoPlanError as error:  # this one does not exist for the model
                 reason = str(error)
         if not plans:
             self.candidates.refused.append((layout, reason))

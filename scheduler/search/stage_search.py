@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
-from raymm.scheduler.search.stage_space import ROUNDING, Counts, StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import ROUNDING, Counts, StageSpace
 
 DEFAULT_ALTERNATIVES = 4
 # How far a combination is bounded: by its counts, as it is cut, as a plan.
@@ -86,7 +87,7 @@ def joint_search(
         judging every combination would give.
 
     Raises:
-        StageSearchError: if no plan fits (or, of those that may be faster than the incumbent,
+        NoPlanError: if no plan fits (or, of those that may be faster than the incumbent,
             none does).
     """
     modules = space.graph.topological
@@ -166,11 +167,11 @@ def search_result(
         alternatives: how many plans besides the best the result has at most.
 
     Raises:
-        StageSearchError: nothing was.
+        NoPlanError: nothing was.
     """
     if not evaluated:
         more = "" if space.recompute else ", or turn recomputation on"
-        raise StageSearchError(
+        raise NoPlanError(
             f"no plan found with at most {space.ranks} ranks that fits in memory; "
             f"give it more ranks or memory{more}"
         )

@@ -10,14 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from raymm.errors import InputError
-from raymm.scheduler.costs.layer_costs import (
-    CostProfile,
-    LayerWork,
-    ProfileError,
-    has_backward,
-    layer_work,
-)
+from raymm.errors import NoPlanError, PlanError
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, has_backward, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage
@@ -33,7 +27,6 @@ from raymm.scheduler.search.module_degrees import (
     with_degrees,
 )
 from raymm.scheduler.search.partition import (
-    PartitionError,
     Ranges,
     cost_matrix,
     least_bottlenecks,
@@ -51,10 +44,6 @@ WHOLE_BACKWARD = ("1f1b", "gpipe")
 # Bounds and simulated times are sums of the same numbers in another order; bounds are taken
 # as this share less than they come out.
 ROUNDING = 1e-9
-
-
-class StageSearchError(InputError, ValueError):
-    """A budget under which no plan exists. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +69,8 @@ class StageSpace:
             for ``schedule``.
 
     Raises:
-        StageSearchError: if there are fewer ranks than modules need for one stage each.
-        ProfileError: if the profile, or ``expected``, is not of this graph.
+        NoPlanError: if there are fewer ranks than modules need for one stage each.
+        PlanError: if the profile, or ``expected``, is not of this graph.
     """
 
     graph: ModuleGraph
@@ -107,16 +96,16 @@ class StageSpace:
         needed = sum(self.shared(node.name).devices for node in self.graph.nodes)
         if self.ranks < needed:
             what = "at least one each" if needed == len(self.graph.nodes) else f"{needed}"
-            raise StageSearchError(
+            raise NoPlanError(
                 f"ranks is {self.ranks}; {len(self.graph.nodes)} modules need {what}"
             )
         if self.max_stages is not None and self.max_stages < 1:
-            raise StageSearchError(f"max_stages is {self.max_stages}; it must be at least 1")
+            raise NoPlanError(f"max_stages is {self.max_stages}; it must be at least 1")
         self.profile.check(self.graph)
         if self.expected is not None:
             for node in self.graph.nodes:
                 if len(self.expected.get(node.name, ())) != node.num_layers:
-                    raise ProfileError(
+                    raise PlanError(
                         f"expected has {len(self.expected.get(node.name, ()))} layers of "
                         f"{node.name!r}; the module has {node.num_layers}"
                     )
@@ -166,7 +155,7 @@ class StageSpace:
         if key not in self._partitions:
             try:
                 self._partitions[key] = self._balanced(module, stages, beyond)
-            except PartitionError:
+            except NoPlanError:
                 self._partitions[key] = None
         return self._partitions[key]
 
@@ -256,7 +245,7 @@ class StageSpace:
         """The plan for these stage counts.
 
         Raises:
-            StageSearchError: if a module cannot have so many stages.
+            NoPlanError: if a module cannot have so many stages.
         """
         partitions = {}
         for node in self.graph.nodes:
@@ -265,7 +254,7 @@ class StageSpace:
             if 1 <= count <= node.num_layers:
                 ranges = self.partition(node.name, count, self.beyond(node.name, counts))
             if ranges is None:
-                raise StageSearchError(f"module {node.name!r} cannot have {count} stages")
+                raise NoPlanError(f"module {node.name!r} cannot have {count} stages")
             partitions[node.name] = ranges
         plan = self.made_of(partitions)
         if self.memory is None:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.layouts import colocated, replicated
 from raymm.scheduler.search.partition import Ranges, partition_matrix
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 SHARED = "encoders share a rank"
 
@@ -29,12 +30,12 @@ def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan
         whole = {node.name: ((0, node.num_layers),) for node in graph.nodes}
         yield "everything on one rank", _placed(space.made_of(whole), graph)
         return
-    with suppress(StageSearchError):
+    with suppress(NoPlanError):
         yield SHARED, _colocated_with_language_model(space, ranks)
     for encoder_ranks in range(1, ranks):
-        with suppress(StageSearchError):  # not every model can be laid out like that
+        with suppress(NoPlanError):  # not every model can be laid out like that
             yield "colocated", colocated(space, encoder_ranks, ranks - encoder_ranks)
-    with suppress(StageSearchError):
+    with suppress(NoPlanError):
         yield "replicated", replicated(space, ranks)
 
 
@@ -42,7 +43,7 @@ def _colocated_with_language_model(space: StageSpace, ranks: int) -> Plan:
     graph = space.graph
     name, layers = graph.backbone, graph.node(graph.backbone).num_layers
     if ranks > layers:
-        raise StageSearchError(f"module {name!r} has only {layers} layers")
+        raise NoPlanError(f"module {name!r} has only {layers} layers")
     partitions: dict[str, Ranges] = {
         node.name: ((0, node.num_layers),) for node in graph.nodes if node.name != name
     }

@@ -31,7 +31,7 @@ def with_uncut_modules(
         modules: names of those that are not cut.
 
     Raises:
-        ProfileError: if the profile is not of this graph.
+        PlanError: if the profile is not of this graph.
     """
     work = layer_work(graph, profile)
     nodes, costs = [], dict(profile.modules)

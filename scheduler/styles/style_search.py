@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.errors import NoPlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Option, evaluate, limit_text
 from raymm.scheduler.styles.blocks import (
@@ -119,7 +120,7 @@ def search_between(
         control: is told how far the search is, and may end it.
 
     Raises:
-        PlanError: nothing fits.
+        NoPlanError: nothing fits.
     """
     candidates = _Candidates(problem, starts, control or SearchControl())
     few = list(islice(layouts(problem), FEW_LAYOUTS + 1)) if _is_small(problem) else []
@@ -138,7 +139,7 @@ def search_between(
         _descend(problem, candidates, layout)
     candidates.finish()
     if candidates.best is None:
-        raise PlanError("no plan fits, of either style or between them")
+        raise NoPlanError("no plan fits, of either style or between them")
     return StyleSearch(candidates.best, starts, candidates.ways, candidates.tried, exhaustive)
 
 

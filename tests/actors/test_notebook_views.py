@@ -13,9 +13,8 @@ import pytest
 import torch
 import transformers as hf
 
-from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.model.batch_rules import BatchError
+from raymm.errors import ClusterError, DataError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
@@ -107,7 +106,7 @@ def test_a_wrong_batch_does_not_hold_a_model(ray_cluster):
     parallel = started()
     try:
         parallel.train_step({"input_ids": IDS.float(), "labels": IDS})
-    except BatchError as error:
+    except DataError as error:
         kept = error  # as a notebook keeps the last one
     held = weakref.ref(parallel)
     del parallel

@@ -6,10 +6,9 @@ from multiplex_models import V, clip_batch, clip_model
 from torch import nn
 
 from raymm.batch.dag_check import DagCheck
-from raymm.model.batch_rules import BatchError
+from raymm.errors import DataError, ModelError
 from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.dag_module import DagLoss, DagModule, every
-from raymm.model.modality_module import ModelError
 from raymm.model.module_dag import ModuleDag
 
 
@@ -49,9 +48,9 @@ def test_wrong_entries_are_refused_by_name():
         ({"input_ids": torch.ones(4, 30).long()}, "'text' does not take"),
         ({"attention_mask": None}, "'attention_mask' of the batch, which is missing"),
     ):
-        with pytest.raises((BatchError, ModelError), match=said):
+        with pytest.raises((DataError, ModelError), match=said):
             check.check({**batch, **change})
-    with pytest.raises(BatchError, match="the batch is a list of 1"):
+    with pytest.raises(DataError, match="the batch is a list of 1"):
         check.check([batch])
     check.check(batch)
 

@@ -5,12 +5,11 @@ import torch
 import transformers as hf
 from masked_encoder import Masked
 
-from raymm.actors.probe.cut import ProbeError
 from raymm.batch.tried_inputs import TriedInputs
 from raymm.data.loading.in_memory import describe_microbatches
+from raymm.errors import DataError, ModelError, ProbeError
 from raymm.layout.stage_builders import stage_builders
-from raymm.model.batch_rules import BatchError
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, complete_microbatch
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
@@ -49,7 +48,7 @@ def test_what_was_not_tried_is_named_with_what_was():
         r"'vision' has mask \(float32, 2 dimensions\), x \(float32, 3 dimensions\), which its "
         r"encoder was not tried with \(x \(float32, 3 dimensions\)\), .*Masked cannot be cut"
     )
-    with pytest.raises(BatchError, match=named):
+    with pytest.raises(DataError, match=named):
         inputs.check(*step(x=X, mask=torch.rand(2, 3)))
     inputs.check(*step(x=X))  # it goes on
     tried(model(example_inputs={"x": X, "mask": X[..., 0]}), 2).check(*step(x=X, mask=X[..., 1]))

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from benchmarks._mapping_instances import KINDS, random_problem
 from benchmarks.baselines.mappings import distmm, megatron, spindle
-from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.errors import PlanError
 from raymm.scheduler.multiplex.solver.solve import solve
 from tests.scheduler.multiplex.mapping_problems import problems
 
@@ -50,6 +50,6 @@ def test_spindle_slices_are_whole_layers() -> None:
     for stage in made.stages:
         for one in stage.placements:
             assert one.slices % (made.slices // layers[one.module]) == 0
-    with pytest.raises(MultiplexError, match="layers of m0 is 0"):
+    with pytest.raises(PlanError, match="layers of m0 is 0"):
         spindle(problem, layers={"m0": 0})
     assert spindle(problem, 1).slices == 1

@@ -13,7 +13,8 @@ from benchmarks.baselines.omnibal_partition import (
     greedy_start,
     partition_candidates,
 )
-from raymm.scheduler.search.partition import PartitionError, partition_layers
+from raymm.errors import NoPlanError
+from raymm.scheduler.search.partition import partition_layers
 
 
 @st.composite
@@ -94,14 +95,14 @@ def test_many_stages_do_not_explode(forward):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(PartitionError, match="3 layers allow"):
+    with pytest.raises(NoPlanError, match="3 layers allow"):
         partition_candidates([1, 1, 1], [1, 1, 1], 4)
-    with pytest.raises(PartitionError, match="output_bytes has 2 entries"):
+    with pytest.raises(NoPlanError, match="output_bytes has 2 entries"):
         partition_candidates([1, 1, 1], [1, 1], 2)
-    with pytest.raises(PartitionError, match="costs: the entry for layer 1"):
+    with pytest.raises(NoPlanError, match="costs: the entry for layer 1"):
         partition_candidates([1, -1, 1], [1, 1, 1], 2)
     with pytest.raises(ValueError, match="radius is -1"):
         partition_candidates([1, 1, 1], [1, 1, 1], 2, radius=-1)
     for origin in (((0, 3),), ((0, 1), (2, 3)), ((0, 0), (0, 3)), ((0, 1), (1, 2))):
-        with pytest.raises(PartitionError, match="origin is"):
+        with pytest.raises(NoPlanError, match="origin is"):
             partition_candidates([1, 1, 1], [1, 1, 1], 2, origin=origin)

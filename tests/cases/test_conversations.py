@@ -8,7 +8,7 @@ from PIL import Image
 
 from benchmarks._row_models import TARGETS, save
 from benchmarks._templates import SHAPES
-from raymm.data import SampleError
+from raymm.errors import SampleError
 from tests.cases.built_rows import BuiltRows, case_file, with_template
 from tests.tiny_folders import tiny
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from raymm.cli.main import main
 from raymm.cli.start_settings import Options, first_settings
-from raymm.data import SampleError
 from raymm.data.readers.detect import detect
+from raymm.errors import SampleError
 from tests.cases.built_rows import BuiltRows, case_file
 from tests.tiny_folders import tiny
 

@@ -8,13 +8,11 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.model_config import model_config
 from raymm.config.sections import TrainConfig
-from raymm.files.config_error import ConfigError
+from raymm.errors import ClusterError, ConfigError, PlanError
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 
 ODD = {
     "a bool": True, "a text": "3", "infinity": float("inf"), "minus infinity": float("-inf"),

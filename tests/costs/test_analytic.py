@@ -8,10 +8,11 @@ from transformers import LlamaConfig, SiglipVisionConfig
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.costs.analytic import ATTENTION_BACKWARD, analytic_layers, analytic_profile
 from raymm.costs.layer_count import count_layers
-from raymm.costs.load import Load, LoadError
+from raymm.costs.load import Load
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.scheduler.costs.devices import DeviceError, find_device
+from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 
 LLAMA = LlamaConfig(
@@ -117,13 +118,13 @@ def test_a_group_shares_the_work(model):
 
 
 def test_bad_requests_are_refused(model):
-    with pytest.raises(LoadError, match=r"loads name \['audio'\]; the model's modules are"):
+    with pytest.raises(PlanError, match=r"loads name \['audio'\]; the model's modules are"):
         analytic_profile(model, {"llm": Load(1, 8), "audio": Load(1, 8)}, "A40")
-    with pytest.raises(LoadError, match="loads lack 'llm'"):
+    with pytest.raises(PlanError, match="loads lack 'llm'"):
         analytic_profile(model, {"vision": Load(1, 8)}, "A40")
-    with pytest.raises(LoadError, match="tp of 'vision' is 0"):
+    with pytest.raises(PlanError, match="tp of 'vision' is 0"):
         analytic_profile(model, {"llm": Load(1, 8)}, "A40", tp=0)
-    with pytest.raises(DeviceError, match="accepted: A40"):
+    with pytest.raises(PlanError, match="accepted: A40"):
         analytic_profile(model, {"llm": Load(1, 8)}, "TPU")
-    with pytest.raises(DeviceError, match="dtype is 'fp16'"):
+    with pytest.raises(PlanError, match="dtype is 'fp16'"):
         analytic_profile(model, {"llm": Load(1, 8)}, "A40", "fp16")

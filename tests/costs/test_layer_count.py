@@ -34,7 +34,8 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.weights.source import on_meta
 from raymm.costs.layer_count import LayerCount, count_layers
-from raymm.costs.load import Load, LoadError, default_tokens
+from raymm.costs.load import Load, default_tokens
+from raymm.errors import PlanError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
          "num_attention_heads": 4}
@@ -212,7 +213,7 @@ def test_a_plain_module_without_config_is_counted_too():
         cnn(torch.randn(2, 3, 32, 32))
     layers = count_layers(cnn, Load(2, 64))
     assert sum(layer.matmul_flops for layer in layers) == counter.get_total_flops()
-    with pytest.raises(LoadError, match="Sequential does not say how many tokens"):
+    with pytest.raises(PlanError, match="Sequential does not say how many tokens"):
         default_tokens(cnn)
 
 
@@ -226,5 +227,5 @@ def test_a_plain_module_without_config_is_counted_too():
     ],
 )
 def test_impossible_loads_are_refused(values, message):
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(PlanError, match=message):
         Load(*values)

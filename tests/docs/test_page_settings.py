@@ -6,7 +6,7 @@ import pytest
 
 from docs import reference
 from raymm.config.sections import TrainConfig, parse_config
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 from raymm.files.config_file import parse_yaml
 from tests.docs.pages import blocks
 

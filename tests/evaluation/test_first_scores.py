@@ -9,8 +9,8 @@ import ray
 import torch
 
 from raymm.data.samples.collate import EncodedSample, collate, describe
+from raymm.errors import ConfigError
 from raymm.evaluation.first_scores import keep_references
-from raymm.files.config_error import ConfigError
 from raymm.kernels.preference import PreferenceLoss
 from raymm.storage.resuming import have_same_rows
 

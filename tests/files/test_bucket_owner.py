@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from raymm.actors.storage.folder import LocalFolder
+from raymm.errors import ConfigError, RunError
 from raymm.files import run_owner
-from raymm.files.config_error import ConfigError
-from raymm.files.run_owner import OWNER, BucketOwner, Owner, OwnerLostError, RunOwnedError
+from raymm.files.run_owner import OWNER, BucketOwner, Owner
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def elsewhere(owner):
 def test_one_owns_and_the_other_is_told_whom(folder):
     with BucketOwner(folder) as owner:
         owner.check()
-        with pytest.raises(RunOwnedError, match="belongs to a run that goes on: process"):
+        with pytest.raises(ConfigError, match="belongs to a run that goes on: process"):
             BucketOwner(folder).__enter__()
         owner.check()
     assert folder.names() == []
@@ -42,13 +42,13 @@ def test_one_owns_and_the_other_is_told_whom(folder):
 def test_one_of_another_machine_lives_while_it_gives_signs_of_life(folder):
     said = []
     with elsewhere(BucketOwner(folder)) as owner:
-        with pytest.raises(RunOwnedError, match="on far"):
+        with pytest.raises(ConfigError, match="on far"):
             BucketOwner(folder, said.append).__enter__()
         owner._left.set()  # no more of them
         owner._beating.join()
         with BucketOwner(folder, said.append) as heir:
             heir.check()
-            with pytest.raises(OwnerLostError, match="belongs to process"):
+            with pytest.raises(RunError, match="belongs to process"):
                 owner.check()
     assert "looking for a sign of life" in said[0] and "on far, " in said[-1]
     assert said[-1].endswith("which is gone")
@@ -73,7 +73,7 @@ def test_a_file_that_names_nobody_is_followed_when_nothing_happens(folder):
     with BucketOwner(folder) as owner:
         owner.check()
         folder.unlink(OWNER)
-        with pytest.raises(OwnerLostError, match="is gone"):
+        with pytest.raises(RunError, match="is gone"):
             owner.check()
 
 
@@ -87,7 +87,7 @@ def test_of_many_at_once_one_owns(folder):
             with BucketOwner(folder) as owner:
                 owned.append(owner)
                 done.wait(30)
-        except RunOwnedError:
+        except ConfigError:
             refused.append(delay)
 
     threads = [threading.Thread(target=enter, args=(i * 0.02,)) for i in range(6)]

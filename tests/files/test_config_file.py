@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raymm.cli.trace import read_events
-from raymm.files.config_error import ConfigError
+from raymm.errors import ConfigError
 from raymm.files.config_file import apply_override, parse_yaml, read_sections
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

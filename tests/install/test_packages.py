@@ -15,7 +15,8 @@ import pytest
 
 from examples.vlm.kinds import KINDS
 from raymm import packages
-from raymm.packages import PackageError, explained_imports, require
+from raymm.errors import ConfigError
+from raymm.packages import explained_imports, require
 from tests.tiny_folders import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +128,7 @@ def test_a_package_that_is_there_is_returned():
 def test_a_package_that_lacks_another_is_broken(tmp_path, monkeypatch):
     (tmp_path / "lacking.py").write_text("import not_installed_anywhere")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PackageError, match=r"lacking, which cannot be .*'not_installed_anywhere'"):
+    with pytest.raises(ConfigError, match=r"lacking, which cannot be .*'not_installed_anywhere'"):
         require("lacking", "vlm", "a test")
 
 
@@ -139,7 +140,7 @@ def test_a_version_that_the_extra_does_not_admit_is_named(monkeypatch):
     packages._unmet_requirement.cache_clear()
     try:
         assert require("json", "parquet", "a test") is json
-        with pytest.raises(PackageError, match=(
+        with pytest.raises(ConfigError, match=(
             r"s3:// needs json>=17, version 16.1 is installed: pip install 'raymm\[storage\]'$"
         )):  # fmt: skip
             require("json", "storage", "s3://")
@@ -149,7 +150,7 @@ def test_a_version_that_the_extra_does_not_admit_is_named(monkeypatch):
 
 def test_a_library_without_an_extra_is_installed_by_name():
     with (
-        pytest.raises(PackageError, match="the model needs .* not installed: pip install nolib$"),
+        pytest.raises(ConfigError, match="the model needs .* not installed: pip install nolib$"),
         explained_imports("the model"),
     ):
         raise ImportError("\nSomeBackbone requires the nolib library but it was not found")

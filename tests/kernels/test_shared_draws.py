@@ -8,15 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.kernels.shared_draws import (
-    Cut,
-    Features,
-    Grid,
-    SharedDrawError,
-    SharedDraws,
-    current_draws,
-    set_grid,
-)
+from raymm.errors import PlanError
+from raymm.kernels.shared_draws import Cut, Features, Grid, SharedDraws, current_draws, set_grid
 
 ROWS, TOKENS, HEADS, WIDTH = Cut.from_range(1, 3, 4), Cut(4, 5, ((0, 2), (4, 6))), 4, 12
 FEATURES = Cut(6, 12, ((0, 3), (6, 9)))
@@ -105,9 +98,9 @@ def test_unknown_shapes_are_refused():
         ((2, 4, 7), None, Features(FEATURES)), ((2, 4), None, Features(None)),
         ((2, 4), Grid(Cut(2, 0, ((0, 2),))), None),
     ):
-        with pytest.raises(SharedDrawError, match=r"random numbers of shape .*; accepted: shapes"):
+        with pytest.raises(PlanError, match=r"random numbers of shape .*; accepted: shapes"):
             kept(shape, grid, features)
-    with pytest.raises(SharedDrawError), SharedDraws(Grid(ROWS)):
+    with pytest.raises(PlanError), SharedDraws(Grid(ROWS)):
         torch.bernoulli(torch.full((2, 3), 0.5))
 
 
@@ -144,7 +137,7 @@ def test_no_operator_draws_numbers_of_local_rows_unnoticed():
         try:
             if draws._draw(operator, tuple(named.values()), named, named) is None:
                 unnoticed.append(str(operator))
-        except (SharedDrawError, RuntimeError, TypeError, NotImplementedError):
+        except (PlanError, RuntimeError, TypeError, NotImplementedError):
             pass  # refused, or called with the shape of all rows and these arbitrary values
     assert not unnoticed and len(operators_that_draw()) > 50
 

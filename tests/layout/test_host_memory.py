@@ -14,13 +14,13 @@ from raymm.actors.optimizer.optimizer_config import EmaConfig, OptimizerConfig
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
+from raymm.errors import PlanError
 from raymm.layout.host_memory import GIB, HostNeed, check_hosts, host_needs
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 
 VISION = SiglipVisionConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

@@ -10,10 +10,10 @@ import transformers as hf
 from multiplex_models import ImageBind, MeanSquare, Tower, Unified, imagebind_batch, unified_batch
 from torch import nn
 
-from raymm.actors.modules.node import OutputError
+from raymm.errors import ModelError
 from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.dag_module import DagLoss, DagModule, every
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import ModuleDag
 
 
@@ -45,7 +45,7 @@ def test_contrastive_losses_of_parts_are_those_of_the_whole():
 
 def test_contrastive_losses_of_towers_of_different_lengths_are_refused():
     for first, second in ((3, 2), (2, 3)):
-        with pytest.raises(OutputError, match=f"first has {first} samples and second {second}"):
+        with pytest.raises(ModelError, match=f"first has {first} samples and second {second}"):
             ContrastiveLoss()(torch.randn(first, 3), torch.randn(second, 3))
 
 
@@ -141,7 +141,7 @@ def chain(module: nn.Module, **options) -> ModuleDag:
     ],
 )
 def test_what_modules_return_is_checked(dag, message):
-    with pytest.raises(OutputError, match=message):
+    with pytest.raises(ModelError, match=message):
         dag()({"x": torch.randn(4, 2)})
 
 

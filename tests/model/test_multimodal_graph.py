@@ -8,12 +8,11 @@ import transformers as hf
 from multiplex_models import V, mapping_of
 from torch import nn
 
+from raymm.errors import ModelError, PlanError
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.layout.stage_builders import stage_builders
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
-from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.plan.plan import PlanError
 
 WIDTH = 16
 LLAMA = hf.LlamaConfig(
@@ -56,7 +55,7 @@ def test_every_encoder_feeds_the_language_model_which_is_the_loss():
     (({"vision": ((0,), 5)}, {"llm": ((0,), 5)}, {"llm": ((1,), 5)}), "already complete"),
 ])  # fmt: skip
 def test_mappings_of_another_model_or_order_are_refused(stages, text):
-    with pytest.raises(MultiplexError, match=text):
+    with pytest.raises(PlanError, match=text):
         plan_of_mapping(model(), mapping_of(2, *stages))
 
 

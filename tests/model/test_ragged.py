@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from raymm.actors.sharding.sample_rows import shares
 from raymm.actors.sharding.whole.item_rows import items_of_share, rows_per_item
 from raymm.actors.sharding.whole.token_share import zigzag
-from raymm.model.batch_rules import BatchError
+from raymm.errors import DataError
 from raymm.model.ragged import check_rows, split_rows
 from raymm.model.whole_batch import TextShares
 
@@ -54,7 +54,7 @@ def test_each_microbatch_has_the_items_of_its_rows_and_no_other(made):
 def test_grids_that_contradict_patches_are_refused():
     grid = torch.tensor([[1, 2, 2], [1, 2, 3]])
     entries = {"pixel_values": torch.zeros(11, 4), "image_grid_thw": grid}
-    with pytest.raises(BatchError, match="11 rows for 2 items .image_grid_thw says 10"):
+    with pytest.raises(DataError, match="11 rows for 2 items .image_grid_thw says 10"):
         check_rows("vision", entries)
     rows = rows_per_item("vision", {**entries, "pixel_values": torch.zeros(10, 4)}, 2)
     assert rows["pixel_values"].tolist() == [4, 6]
@@ -91,7 +91,7 @@ def test_text_is_refused_where_a_process_would_have_no_token(data):
         fewest = min(sum(lengths[r] for r in own or [0]) for own in shares(rows, fsdp))
     check = TextShares(tokens, fsdp, packing).check
     if tokens > 1 and fewest < tokens:
-        with pytest.raises(BatchError, match="each of the . processes of cp"):
+        with pytest.raises(DataError, match="each of the . processes of cp"):
             check(batch)
     else:
         check(batch)

@@ -7,8 +7,8 @@ import transformers
 
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
-from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
-from raymm.model.modality_module import ModelError
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.errors import ModelError
 from raymm.model.whole_model import FROZEN, FULL, LANGUAGE, PROJECTOR, WholeModel, from_pretrained
 from raymm.training.phases import Phases, check_trains
 
@@ -105,7 +105,7 @@ def test_a_model_without_a_projector_has_no_part_of_that_name(name):
 @pytest.mark.parametrize("part", [PROJECTOR, LANGUAGE, "vision"])
 def test_adapters_without_layers_name_the_part_and_its_layers(part):
     train = {part: LoraConfig(r=2, targets=("no_such_layer",))}
-    with pytest.raises(AdapterError) as error:
+    with pytest.raises(ModelError) as error:
         made("Qwen3VLForConditionalGeneration", train)
     says = f"no layer of part {part!r} of Qwen3VLForConditionalGeneration is named so"
     assert says in str(error.value)

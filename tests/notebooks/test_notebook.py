@@ -131,7 +131,7 @@ def test_nothing_is_left_of_cells_and_kernels(session, live_actors):
     fitting = session.start(FIT)
     session.until_printed("a step")
     ended = session.interrupt(fitting)
-    assert ended["ename"] == "RunInterruptedError" and "step" in ended["evalue"]
+    assert ended["ename"] == "KeyboardInterrupt" and "step" in ended["evalue"]
     assert live_actors() == 0
 
     session.run("parallel = spec.apply(model)")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.batch.check import BatchCheck
-from raymm.model.batch_rules import BatchError
+from raymm.errors import DataError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 
@@ -23,7 +23,7 @@ def checked(merge: str = "prepend") -> tuple[MultimodalModule, BatchCheck]:
 
 
 def assert_refused(batch, expected: list[str], merge: str) -> None:
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(DataError) as caught:
         checked(merge)[1].microbatches(batch, 2)
     missing = [part for part in expected if part not in str(caught.value)]
     assert not missing, f"{missing} not in: {caught.value}"
@@ -67,7 +67,7 @@ def test_the_reference_in_one_process_refuses_too():
             "another argument", "images of another size", "images of one channel",
             "images of no channel", "a short sound",
         ):
-            with pytest.raises(BatchError):
+            with pytest.raises(DataError):
                 model(**batch)
 
 
@@ -86,7 +86,7 @@ def test_encoders_are_tried_once_per_signature():
     wrong = pm.batch([5, 5], 3, vision=[0, 1])
     wrong["vision"]["pixel_values"] = wrong["vision"]["pixel_values"].double()
     for _ in range(2):
-        with pytest.raises(BatchError, match=r"does not take pixel_values .* float64 .*double"):
+        with pytest.raises(DataError, match=r"does not take pixel_values .* float64 .*double"):
             check.microbatches([wrong], 1)
 
 
@@ -115,11 +115,11 @@ def test_encoders_that_look_at_values_and_ids_of_encoders():
         return [{**batch, "sound": {"codes": value}}]
 
     check.microbatches(codes(torch.full((2, 3), 9)), 1)
-    with pytest.raises(BatchError, match=r"'codes' of 'sound'\[1, 0\] is 10; accepted: 0 to 9"):
+    with pytest.raises(DataError, match=r"'codes' of 'sound'\[1, 0\] is 10; accepted: 0 to 9"):
         check.microbatches(codes(torch.tensor([[1, 1, 1], [10, 1, 1]])), 1)
-    with pytest.raises(BatchError, match="does not take codes \(2, 3\) float32"):
+    with pytest.raises(DataError, match="does not take codes \(2, 3\) float32"):
         check.microbatches(codes(torch.ones(2, 3)), 1)
-    with pytest.raises(BatchError, match="codes are below 0"):
+    with pytest.raises(DataError, match="codes are below 0"):
         check.microbatches(codes(torch.full((2, 4), -1)), 1)
 
 
@@ -136,7 +136,7 @@ def test_features_that_are_no_items_are_refused():
     ):
         vision = ModalityModule(pm.build(pm.siglip()), "linear", **callbacks)
         check = BatchCheck(MultimodalModule({"vision": vision}, ModalityModule(pm.llama())))
-        with pytest.raises(BatchError, match=said):
+        with pytest.raises(DataError, match=said):
             check.microbatches([pm.batch([5, 5], 3, vision=[0, 1])], 1)
 
 
@@ -156,13 +156,13 @@ def test_callbacks_that_a_shallow_copy_cannot_try_are_left_to_the_ranks():
     check.microbatches([pm.batch([5, 5], 3, vision=[0, 1])], 1)
     wrong = pm.batch([5, 5], 3, vision=[0, 1])
     wrong["vision"]["pixel_values"] = torch.zeros(2, 3, 32, 32)
-    with pytest.raises(BatchError, match="does not take pixel_values"):
+    with pytest.raises(DataError, match="does not take pixel_values"):
         check.microbatches([wrong], 1)
 
 
 def test_items_that_the_merge_policy_would_drop_are_refused():
     check = BatchCheck(wb.small_model(ReplaceTokens({"vision": pm.IMAGE_TOKEN})))
-    with pytest.raises(BatchError, match="'audio', which has no placeholder token"):
+    with pytest.raises(DataError, match="'audio', which has no placeholder token"):
         check.microbatches([wb.good_batch()], 1)
 
 
@@ -201,9 +201,9 @@ def test_merge_policies_without_a_check_are_tried(policy):
     good["audio"] = None
     assert len(check.microbatches([good], 1)) == 1
     crowded = pm.batch([5, 5], 3, vision=[0, 0, 0])
-    with pytest.raises(BatchError, match="IndexError: room for 8 tokens of vision, not 12"):
+    with pytest.raises(DataError, match="IndexError: room for 8 tokens of vision, not 12"):
         check.microbatches([crowded], 1)
-    with pytest.raises(BatchError, match="longest row has 68 tokens, .* up to 64"):
+    with pytest.raises(DataError, match="longest row has 68 tokens, .* up to 64"):
         check.microbatches([pm.batch([60], 3, vision=[0, 0])], 1)
 
 
@@ -216,7 +216,7 @@ def test_merge_policies_without_a_check_are_tried(policy):
 ])
 def test_what_a_merge_policy_must_not_return_is_refused(returned, said):
     check = BatchCheck(wb.small_model(lambda features, inputs: returned(inputs)))
-    with pytest.raises(BatchError, match=said):
+    with pytest.raises(DataError, match=said):
         check.microbatches([wb.good_batch()], 1)
 
 
@@ -241,7 +241,7 @@ def test_any_batch_is_refused_by_name_or_runs(merge, steps, split):
         batch = wb.changed(batch, change)
     try:
         found = checked(merge)[1].microbatches(batch if split else [batch], 2)
-    except BatchError as error:
+    except DataError as error:
         assert any(word in str(error) for word in ("accepted", "must be equal", "do not divide"))
         return
     assert len(losses(found, merge)) == (2 if split else 1)

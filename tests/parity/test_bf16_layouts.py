@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 
 STEPS = 3
 

@@ -12,10 +12,11 @@ from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from benchmarks.emulated_backend import EmulatedBackend
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.weights.source import FactorySource
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 
 BATCHES = (

@@ -7,14 +7,13 @@ import transformers as hf
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from parity_oracle import prepend, replace
 
-from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
+from raymm.actors.modules.merge import Prepend, ReplaceTokens
 from raymm.actors.modules.message import MicrobatchContext
-from raymm.actors.probe.cut import ProbeError
 from raymm.actors.stages.language import LanguageStage
+from raymm.errors import ModelError, PlanError, ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, complete_microbatch, text_inputs
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 
 TOKENS = {"vision": pm.IMAGE_TOKEN}
 
@@ -121,5 +120,5 @@ def test_a_dense_mask_from_the_merge_policy_is_refused():
     stage = LanguageStage.build(model.language_spec(), 0, 3)
     stage.share_tokens(None)
     inputs = text_inputs(complete_microbatch(pm.batch([5, 3], 1), ()))
-    with pytest.raises(MergeError, match=r"attention_mask of shape \(2, 1, 5, 5\)"):
+    with pytest.raises(ModelError, match=r"attention_mask of shape \(2, 1, 5, 5\)"):
         stage.run(inputs, {}, MicrobatchContext(4))

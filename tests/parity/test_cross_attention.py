@@ -17,11 +17,11 @@ from transformers.models.mllama.modeling_mllama import (
     _prepare_cross_attention_mask,
 )
 
-from raymm.actors.modules.merge import CrossAttend, MergeError
-from raymm.actors.probe.cut import ProbeError
+from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.sharding.visual_tokens import recomputes
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.errors import ModelError, ProbeError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
@@ -160,7 +160,7 @@ def test_stages_without_a_cross_layer_are_passed_by(ray_cluster, llm, schedule, 
 def test_what_cannot_be_is_refused():
     merge = CrossAttend(pm.IMAGE_TOKEN)
     model = model_of(merge)
-    with pytest.raises(MergeError, match="has 0 placeholder tokens"):
+    with pytest.raises(ModelError, match="has 0 placeholder tokens"):
         model(**pm.batch([9], 4, vision=[0]))
     with pytest.raises(ModelError, match="packing is True"):
         MultimodalModule({}, ModalityModule(mllama(2)), merge, packing=True)

@@ -5,10 +5,10 @@ import parity_models as pm
 import pytest
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 
 
 def model_of(frozen: bool = False) -> MultimodalModule:

@@ -9,8 +9,7 @@ from mixture_models import mixtral, step
 from test_router_loss import OPTIMIZER, SIZES, check
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec
-from raymm.actors.probe.error import ProbeError
-from raymm.runtime.specs import PlanError
+from raymm.errors import PlanError, ProbeError
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 

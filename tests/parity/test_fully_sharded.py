@@ -7,10 +7,10 @@ from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from parity_oracle import replace
 
 from raymm.actors.modules.merge import ReplaceTokens
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.plan.stage import StageId
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from raymm.actors.modules.token_layout import MASKS
+from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.generation import GenerationError, Prompt, generate
+from raymm.runtime.generation import Prompt, generate
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 PROMPTS = [[5, 17, 3], [40, 2, 9, 31, 77, 8, 1, 60], [11], [25, 26, 27, 28], [70, 3]]
@@ -78,7 +79,7 @@ def test_tokens_after_images(ray_cluster, mask):
             prompts.append(Prompt(parts[0], meta[0]))
         found = list(generate(parallel, prompts, TOKENS))
         assert parallel.evaluate(batches[1]).loss == before
-        with pytest.raises(GenerationError, match="cp"):
+        with pytest.raises(ModelError, match="cp"):
             refused = MultimodalParallelSpec({}, ParallelSpec(cp=2), 1).plan(model)
             parallel.plan = refused
             next(generate(parallel, prompts, 1))

@@ -9,12 +9,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from raymm.actors.probe.error import ProbeError
+from raymm.errors import PlanError, ProbeError
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.runtime.specs import ParallelSpec, dag_plan
-from raymm.scheduler.plan.plan import PlanError
 from tests.actors.multiplex_models import WIDTH, clip_batch
 from tests.parity.test_pipelined_graphs import (
     Compared,

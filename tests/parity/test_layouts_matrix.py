@@ -11,10 +11,10 @@ import parity_models as pm
 import pytest
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 
 MOST_PROCESSES = 4
 DEGREES = list(product((1, 2), repeat=3))

@@ -19,9 +19,8 @@ from multiplex_models import (
 )
 from torch import nn
 
-from raymm.actors.modules.node import OutputError
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.errors import RankFailedError
+from raymm.errors import ModelError, RankFailedError
 from raymm.layout.mapping_plan import plan_of_mapping
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule
@@ -188,5 +187,5 @@ def test_a_module_that_changes_what_others_read_is_named():
     with running_of(dag, mapping_of(1, {"tower": ((0,), 10)})) as running:
         with pytest.raises(RankFailedError, match="'doubling' changes its input 'x' in place"):
             running.evaluate(batch)
-    with torch.no_grad(), pytest.raises(OutputError, match="'doubling' changes its input 'x'"):
+    with torch.no_grad(), pytest.raises(ModelError, match="'doubling' changes its input 'x'"):
         dag(batch)

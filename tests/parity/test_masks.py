@@ -6,11 +6,10 @@ import transformers as hf
 from parity_check import OPTIMIZER, check_gradients, check_reference, check_training, oracle_of
 from parity_oracle import prepend, replace
 
-from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
-from raymm.actors.probe.cut import ProbeError
-from raymm.kernels.mask.mask import MaskError
+from raymm.actors.modules.merge import Prepend, ReplaceTokens
+from raymm.errors import ModelError, ProbeError
 from raymm.kernels.mask.patterns import full
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
@@ -159,7 +158,7 @@ def test_a_layout_that_does_not_fit_is_refused(change, what):
         merged = Prepend()(features, inputs)
         return {**merged, "token_layout": change(merged["token_layout"])}
 
-    with pytest.raises(MergeError, match=f"token_layout.*{what}"):
+    with pytest.raises(ModelError, match=f"token_layout.*{what}"):
         model_of("multimodal", merge)(**pm.batch([5, 3], 1, vision=[0, 0, 1]))
 
 
@@ -168,7 +167,7 @@ def test_a_mask_policy_that_returns_no_mask_of_the_row_is_refused(given):
     def wrong(length, spans, document_lengths):
         return given
 
-    with pytest.raises(MaskError, match="mask policy wrong returned .* for a row of 5 tokens"):
+    with pytest.raises(ModelError, match="mask policy wrong returned .* for a row of 5 tokens"):
         model_of(wrong)(**pm.batch([5, 3], 1))
 
 

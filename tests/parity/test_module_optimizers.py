@@ -7,10 +7,10 @@ from parity_check import oracle_of
 from parity_oracle import parameter_errors
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 
 LR = 1e-3
 CONFIG = OptimizerConfig(

@@ -19,7 +19,7 @@ from parity_models import (
 from parity_oracle import replace
 
 from raymm.actors.modules.merge import ReplaceTokens
-from raymm.data.loading.in_memory import BatchError
+from raymm.errors import DataError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.pipelined import MultimodalParallelModule
@@ -169,7 +169,7 @@ def test_items_in_any_order():
     one = batch([5, 6], 7, vision=[0, 1])
     one["vision"]["grid"] = torch.ones(5, 2)
     with running_of(model, SIDE_BY_SIDE) as running:
-        with pytest.raises(BatchError, match=r"'grid' of 'vision' has shape \(5, 2\) for 2 items"):
+        with pytest.raises(DataError, match=r"'grid' of 'vision' has shape \(5, 2\) for 2 items"):
             running.evaluate([one])
         check_gradients(running, oracle, [shuffled])
 

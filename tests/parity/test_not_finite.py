@@ -12,14 +12,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
+from raymm.errors import CheckpointError, ModelError, NotFiniteError
 from raymm.layout.mapping_plan import plan_of_mapping
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.pipelined import MultimodalParallelModule
-from raymm.runtime.skipped_step import NotFiniteError, SkippedStepWarning
+from raymm.runtime.skipped_step import SkippedStepWarning
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.storage.checkpoint import CheckpointError, CheckpointStore
+from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 
 UNCLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=None)

@@ -13,8 +13,8 @@ from parity_check import (
 )
 from parity_oracle import prepend, replace
 
-from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
-from raymm.actors.probe.cut import ProbeError
+from raymm.actors.modules.merge import Prepend, ReplaceTokens
+from raymm.errors import ModelError, ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
@@ -106,5 +106,5 @@ def test_what_belongs_to_tokens_and_is_not_known_is_refused():
         return {**merged, "token_type_ids": torch.zeros_like(merged["labels"])}
 
     model = MultimodalModule({}, ModalityModule(pm.build(pm.llama(), 3)), merge, packing=True)
-    with pytest.raises((ValueError, MergeError), match=r"token_type_ids.*with packing"):
+    with pytest.raises((ValueError, ModelError), match=r"token_type_ids.*with packing"):
         model(**pm.batch([7, 5], 1))

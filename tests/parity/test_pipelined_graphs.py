@@ -11,14 +11,12 @@ from torch import nn
 
 from raymm.actors.modules.noise import SampleSeeds
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
-from raymm.actors.probe.error import ProbeError
-from raymm.model.batch_rules import BatchError
+from raymm.errors import DataError, PlanError, ProbeError
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.module_dag import ModuleDag
 from raymm.runtime.parallel_dag import DagParallelModule
 from raymm.runtime.specs import ParallelSpec, dag_plan
-from raymm.scheduler.plan.plan import PlanError
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.loading import restore
 from tests.actors.multiplex_models import (
@@ -344,9 +342,9 @@ def test_batches_that_do_not_fit_are_refused_and_the_next_one_runs():
     plan = dag_plan(dag, {"talker": ParallelSpec(ranks=(0,)), "thinker": ParallelSpec(ranks=(0,))},
                     2)  # fmt: skip
     with DagParallelModule(dag, plan, timeout_s=120) as running:
-        with pytest.raises(BatchError, match="a batch of 3 samples does not divide into 2"):
+        with pytest.raises(DataError, match="a batch of 3 samples does not divide into 2"):
             running.execute(talk_batch(3, 0))
-        with pytest.raises(BatchError, match="a step has 3 microbatches; accepted: 1 to 2"):
+        with pytest.raises(DataError, match="a step has 3 microbatches; accepted: 1 to 2"):
             running.execute([talk_batch(2, 0)] * 3)
         batch = talk_batch(4, 0)
         whole = [{name: value[lo : lo + 2] for name, value in batch.items()} for lo in (0, 2)]

@@ -17,12 +17,11 @@ from tiny_run import save_tokenizer
 
 from raymm.actors.adapters.lora import plain_copy
 from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.errors import DataError, ModelError, PlanError
 from raymm.kernels.preference import PreferenceLoss
-from raymm.model.batch_rules import BatchError
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 from tests.trainer_groups import trainer_groups
 
 BETA = 0.3
@@ -227,7 +226,7 @@ def test_a_model_that_is_all_trained(ray_cluster):
             replace(meta, sample_ids=tuple(f"{number}.{row}" for row in meta.sample_ids))
             for number, meta in enumerate(prepared[1])
         ])
-        with pytest.raises(BatchError, match="'0.0' at first"):
+        with pytest.raises(DataError, match="'0.0' at first"):
             parallel.submit(prepared)
         first = parallel.scores(prepared)
         torch.testing.assert_close(torch.cat(first), due, rtol=1e-5, atol=1e-6)
@@ -252,7 +251,7 @@ def _score(module: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 def test_rows_that_are_no_pairs(ray_cluster):
     with MultimodalParallelSpec({}, ParallelSpec(), 1).apply(model_of()) as parallel:
-        with pytest.raises(BatchError, match="has 3 rows; accepted: pairs"):
+        with pytest.raises(DataError, match="has 3 rows; accepted: pairs"):
             parallel.train_step([{k: v[:3] for k, v in rows(STEP[0]).items()}])
 
 

@@ -21,13 +21,13 @@ from raymm.actors.adapters.lora import (
     plain_copy,
     without_adapters,
 )
-from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
+from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.adapters.quantised import SCALE, dequantised, quantise, quantised_product
+from raymm.errors import ModelError, PlanError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan_error import PlanError
 
 INT8 = LoraConfig(r=4, alpha=8.0, base="int8")
 INT4 = LoraConfig(r=4, alpha=8.0, base="int4")
@@ -160,16 +160,16 @@ def test_numbers_are_those_of_torchao(dtype):
 
 
 def test_what_is_refused():
-    with pytest.raises(AdapterError, match="base is 'int3'"):
+    with pytest.raises(ModelError, match="base is 'int3'"):
         LoraConfig(base="int3")
-    with pytest.raises(AdapterError, match="down_proj' takes 48 inputs; .* multiple of 32"):
+    with pytest.raises(ModelError, match="down_proj' takes 48 inputs; .* multiple of 32"):
         model_of(INT4)
     within = MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(tp=4), 2)
     with pytest.raises(PlanError, match="32 inputs with one scale, and a split between"):
         whole = model_of(INT4, wide(pm.llama(tied=False, layers=4)))
         stage_builders(whole, within.plan(whole))
     tied = LoraConfig(targets=("lm_head",), base="int8")
-    with pytest.raises(AdapterError, match="embed_tokens.*too"):
+    with pytest.raises(ModelError, match="embed_tokens.*too"):
         ModalityModule(pm.build(pm.llama(tied=True), 3), lora=tied)
     with pytest.raises(PlanError, match="quantised"):
         model = model_of(INT8)

@@ -6,12 +6,13 @@ import torch
 from parity_check import OPTIMIZER, check_training, oracle_of
 
 from raymm.actors.recompute.recomputed_layers import recompute_layers
+from raymm.errors import PlanError
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.recomputation import OPTIONS
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 
 
 def model_of(llm=None, mask=None) -> MultimodalModule:

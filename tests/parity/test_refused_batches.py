@@ -9,8 +9,8 @@ import wrong_batches as wb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raymm.errors import DataError
 from raymm.layout.mapping_plan import plan_of_mapping
-from raymm.model.batch_rules import BatchError
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -49,7 +49,7 @@ def test_refused_batches_change_nothing(running):
     before = parallel.gradients()
     for name, (batch, _) in wb.WRONG.items():
         for run in (parallel.execute, parallel.train_step, parallel.evaluate):
-            with pytest.raises(BatchError):
+            with pytest.raises(DataError):
                 run(batch)
                 pytest.fail(name)
     assert parallel.steps_taken == 0
@@ -126,7 +126,7 @@ def test_any_batch_is_refused_or_gives_the_references_loss(running, steps, split
         batch = wb.changed(batch, change)
     try:
         found = parallel.evaluate(batch if split else [batch]).loss
-    except BatchError:
+    except DataError:
         assert parallel.evaluate(wb.good_batch()).loss == loss
     else:
         expected = reference(model, [batch])

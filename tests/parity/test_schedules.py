@@ -9,13 +9,14 @@ import pytest
 import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, close, oracle_of
 
+from raymm.errors import PlanError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_module import StepOutput
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore

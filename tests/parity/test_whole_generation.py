@@ -10,10 +10,11 @@ import transformers
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
 from benchmarks.vlm_matrix import KIND
+from raymm.errors import ModelError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
 from raymm.model.whole_model import from_pretrained
-from raymm.runtime.generation import GenerationError, Prompt, generate
+from raymm.runtime.generation import Prompt, generate
 from raymm.runtime.specs import ParallelSpec
 from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
 
@@ -88,5 +89,5 @@ def test_layouts_that_do_not_write_are_refused(tmp_path):
     parallel = WholeParallelModule.__new__(WholeParallelModule)
     parallel.model = model
     parallel.plan = whole_plan(model, {LANGUAGE_MODEL: ParallelSpec(cp=2)})
-    with pytest.raises(GenerationError, match="not cp, sharding 'fsdp' or a mapping"):
+    with pytest.raises(ModelError, match="not cp, sharding 'fsdp' or a mapping"):
         next(generate(parallel, [], 1))

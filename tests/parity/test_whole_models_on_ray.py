@@ -15,8 +15,7 @@ from raymm.actors.experts.router_loss import RouterLoss
 from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.probe import small_model
 from raymm.actors.probe.whole.cut import cut_tower
-from raymm.model.batch_rules import BatchError
-from raymm.model.modality_module import ModelError
+from raymm.errors import DataError, ModelError
 from raymm.model.whole_model import WholeModel, from_pretrained
 from raymm.runtime.specs import ParallelSpec
 from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
@@ -143,11 +142,11 @@ def test_what_does_not_fit_is_refused_before_a_rank_sees_it():
         ("pixels", first["pixel_values"], "which the example has not"),
         ("labels", first["labels"][:, 1:], "accepted: an int64 tensor"),
     ):
-        with pytest.raises(BatchError, match=why):
+        with pytest.raises(DataError, match=why):
             model.check({**first, name: value})
     model, (first, *_) = whole("Qwen2_5_VLForConditionalGeneration")
     model.check(first)
-    with pytest.raises(BatchError, match="image_grid_thw says"):
+    with pytest.raises(DataError, match="image_grid_thw says"):
         model.check({**first, "pixel_values": first["pixel_values"][1:]})
 
 

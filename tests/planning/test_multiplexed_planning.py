@@ -13,7 +13,7 @@ import raymm
 from benchmarks.baselines.mappings import distmm, megatron
 from raymm.config.planning_options import MULTIPLEXED
 from raymm.costs.analytic import analytic_profile
-from raymm.costs.load import Load, LoadError
+from raymm.costs.load import Load
 from raymm.costs.scaling_estimates import (
     BANDWIDTH_SHARES,
     TILE,
@@ -21,13 +21,13 @@ from raymm.costs.scaling_estimates import (
     filled_profile,
     shapes_of,
 )
+from raymm.errors import NoPlanError, PlanError
 from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.dag_module import DagLoss, DagModule, every
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.planning.inputs import PlanInputs
-from raymm.planning.mapping_inputs import DoesNotFitError
 from raymm.planning.multiplexed import gpus_text
 from raymm.planning.request import PlanRequest, Workload
 from raymm.planning.styles import (
@@ -46,7 +46,6 @@ from raymm.scheduler.costs.surface import (
     conditions_from_json,
     surfaces_to_json,
 )
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.iteration_memory import iteration_memory
 from raymm.scheduler.multiplex.mapping import (
     module_seconds,
@@ -223,7 +222,7 @@ def test_without_quotas_or_bandwidth_it_says_so():
 def test_a_module_that_fits_nowhere_is_refused_with_numbers():
     dag = towers(a=64, b=64)
     given = [surface("a"), surface("b", memory=3 * 2**30)]
-    with pytest.raises(DoesNotFitError, match=r"'b' fits nowhere.* 3\.00 GiB .*2\.00 GiB"):
+    with pytest.raises(NoPlanError, match=r"'b' fits nowhere.* 3\.00 GiB .*2\.00 GiB"):
         raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=2)
 
 
@@ -244,17 +243,17 @@ def test_memory_holds_over_the_whole_iteration():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"steps": 17}, MultiplexError, r"steps is 17.* 132 multiprocessors.* 1 to 16"),
-        ({"gpus": 0}, MultiplexError, "gpus"),
-        ({"batch": None}, MultiplexError, "batch is not given"),
-        ({"tokens": {"a": 4}}, LoadError, "tokens of 'b' are not given"),
-        ({"tokens": {"z": 4}}, LoadError, "'?z'?"),
-        ({"interference": "none.json"}, MultiplexError, "accepted: bandwidth, blind, or a file"),
-        ({"surfaces": "none.json"}, MultiplexError, "no such file"),
-        ({"surfaces": [surface("a")]}, MultiplexError, r"surfaces are of \['a'\]"),
-        ({"memory_gib": 0}, MultiplexError, "memory_gib is 0"),
-        ({"memory_gib": float("inf")}, MultiplexError, "memory_gib is inf"),
-        ({"strategy": "best"}, MultiplexError, "strategy"),
+        ({"steps": 17}, PlanError, r"steps is 17.* 132 multiprocessors.* 1 to 16"),
+        ({"gpus": 0}, PlanError, "gpus"),
+        ({"batch": None}, PlanError, "batch is not given"),
+        ({"tokens": {"a": 4}}, PlanError, "tokens of 'b' are not given"),
+        ({"tokens": {"z": 4}}, PlanError, "'?z'?"),
+        ({"interference": "none.json"}, PlanError, "accepted: bandwidth, blind, or a file"),
+        ({"surfaces": "none.json"}, PlanError, "no such file"),
+        ({"surfaces": [surface("a")]}, PlanError, r"surfaces are of \['a'\]"),
+        ({"memory_gib": 0}, PlanError, "memory_gib is 0"),
+        ({"memory_gib": float("inf")}, PlanError, "memory_gib is inf"),
+        ({"strategy": "best"}, PlanError, "strategy"),
     ],
 )
 def test_refusals(arguments, error, text):
@@ -337,13 +336,13 @@ def test_surfaces_of_something_else_are_refused_by_field(tmp_path, changes, text
     found = planned(plan_step_multiplexed)
     assert found.batch == 8 and not any("not known" in note for note in found.notes)
     for plan in (plan_step_multiplexed, compare_styles):
-        with pytest.raises(MultiplexError, match=text):
+        with pytest.raises(PlanError, match=text):
             planned(plan, **changes)
 
 
 def test_lengths_and_surfaces_of_unknown_lengths_are_refused_together():
     given = [surface("a"), surface("b")]
-    with pytest.raises(MultiplexError, match="tokens are {'a': 4}, but surfaces are given"):
+    with pytest.raises(PlanError, match="tokens are {'a': 4}, but surfaces are given"):
         raymm.plan_multiplexed(towers(a=64, b=64), gpus=2, surfaces=given, tokens={"a": 4})
 
 
@@ -358,7 +357,7 @@ def test_what_surfaces_were_measured_with_is_checked(field, value, text):
     assert conditions_from_json(surfaces_to_json([surface("a")])) is None
     data = json.loads(source)
     data["measured"][field] = value
-    with pytest.raises(MultiplexError, match=text):
+    with pytest.raises(PlanError, match=text):
         conditions_from_json(json.dumps(data))
 
 
@@ -380,9 +379,9 @@ def test_a_given_plan_is_compared_on_its_devices_with_its_microbatches():
     request = with_ranks_of(given, PlanRequest(**options))
     found = compare_styles(inputs_of(model, request, 2, 4), given)
     assert found.multiplexed.mapping.gpus == ranks == 2
-    with pytest.raises(MultiplexError, match="ranks is 8, but the given plan"):
+    with pytest.raises(PlanError, match="ranks is 8, but the given plan"):
         with_ranks_of(given, PlanRequest(ranks=8, **options))
-    with pytest.raises(MultiplexError, match="microbatches is 4; the given plan has 2"):
+    with pytest.raises(PlanError, match="microbatches is 4; the given plan has 2"):
         compare_styles(inputs_of(model, request, 4, 4), given)
 
 
@@ -412,7 +411,7 @@ def test_every_style_returns_plans_within_the_limit(ranks, frozen):
     refused = 0
     for share in (1.0, 0.999, 0.9, 0.2):
         inputs = inputs_of(model, replace(request, memory_gib=share * most / GIB), 4, 8)
-        with suppress(DoesNotFitError):
+        with suppress(NoPlanError):
             mapped = plan_step_multiplexed(inputs)
             if mapped.unfit is None:
                 assert max(mapped.memory) <= inputs.memory_limit

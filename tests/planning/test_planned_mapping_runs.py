@@ -5,8 +5,8 @@ import torch
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, SiglipVisionConfig
 
 import raymm
-from raymm.costs.load import LoadError
 from raymm.costs.scaling_estimates import shapes_of
+from raymm.errors import PlanError
 from raymm.model.contrastive import clip_dag
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.modality_module import ModalityModule
@@ -25,7 +25,7 @@ def clip() -> CLIPModel:
 
 def test_a_planned_mapping_gives_the_loss_of_one_process(ray_cluster):
     dag = clip_dag(clip())
-    with pytest.raises(LoadError, match="tokens of 'text' are not given"):
+    with pytest.raises(PlanError, match="tokens of 'text' are not given"):
         raymm.plan_multiplexed(dag, gpus=2, device="H100", batch=6)
     # The image's tokens, four patches and a class token, are in its config.
     planned = raymm.plan_multiplexed(dag, gpus=2, device="H100", batch=6, tokens={"text": 9})

@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data import DataWorkerError
 from raymm.errors import (
-    ClusterLostError,
     FailureKind,
-    NodePreemptedError,
+    InternalError,
+    Loss,
     RankFailedError,
-    RankRaisedError,
+    RunFailedError,
 )
 from raymm.recovery.failure_policy import Action, Cause, FailurePolicy
 from raymm.recovery.run_controller import RunController, cause_of
-from raymm.recovery.run_state import TRANSITIONS, RunState, TransitionError, checked
+from raymm.recovery.run_state import TRANSITIONS, RunState, checked
 
 
 def test_every_state_can_be_reached_and_has_a_way_to_the_end() -> None:
@@ -35,21 +34,21 @@ def test_what_the_table_does_not_have_is_refused(before, after) -> None:
     if after is before or after in TRANSITIONS[before]:
         assert checked(before, after) is after
         return
-    with pytest.raises(TransitionError, match=f"{before.value} cannot be {after.value} next"):
+    with pytest.raises(InternalError, match=f"{before.value} cannot be {after.value} next"):
         checked(before, after)
 
 
 @pytest.mark.parametrize(("error", "cause"), [
     (RankFailedError("rank 0 died"), Cause.FAILURE),
-    (RankRaisedError("rank 0 failed: KeyError: 'a'"), Cause.ERROR),
-    (RankRaisedError("rank 0 failed: MemoryError: no memory"), Cause.ERROR),
-    (RankRaisedError("rank 0 failed", FailureKind.RESOURCE), Cause.RESOURCES),
-    (RankRaisedError("rank 0 failed", FailureKind.CONNECTION), Cause.CONNECTION),
-    (RankRaisedError("rank 0 failed", FailureKind.DEFECT), Cause.ERROR),
-    (DataWorkerError("worker 0 failed", FailureKind.RESOURCE), Cause.RESOURCES),
-    (DataWorkerError("worker 0 died"), Cause.FAILURE),
-    (ClusterLostError("gone"), Cause.CLUSTER),
-    (NodePreemptedError("gone"), Cause.PREEMPTION),
+    (RankFailedError("rank 0 failed: KeyError: 'a'", FailureKind.USER), Cause.ERROR),
+    (RankFailedError("rank 0 failed: MemoryError", FailureKind.USER), Cause.ERROR),
+    (RankFailedError("rank 0 failed", FailureKind.RESOURCE), Cause.RESOURCES),
+    (RankFailedError("rank 0 failed", FailureKind.CONNECTION), Cause.CONNECTION),
+    (RankFailedError("rank 0 failed", FailureKind.DEFECT), Cause.ERROR),
+    (RunFailedError("worker 0 failed", FailureKind.RESOURCE, Loss.DATA_WORKER), Cause.RESOURCES),
+    (RunFailedError("worker 0 died", lost=Loss.DATA_WORKER), Cause.FAILURE),
+    (RunFailedError("gone", lost=Loss.CLUSTER), Cause.CLUSTER),
+    (RunFailedError("gone", lost=Loss.PREEMPTED_NODE), Cause.PREEMPTION),
 ])
 def test_causes(error, cause) -> None:
     assert cause_of(error) is cause

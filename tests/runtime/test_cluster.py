@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raymm.actors.placement.placement import ClusterError
+from raymm.errors import ClusterError
 from raymm.runtime import cluster
 from raymm.runtime.embedded import embedded_ray
 

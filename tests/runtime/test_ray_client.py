@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from raymm.actors.placement.placement import ClusterError
+from raymm.errors import ClusterError
 from raymm.runtime.cluster import connect
 
 

@@ -16,7 +16,7 @@ from raymm.actors.optimizer.optimizer_config import OptimizerConfig
 from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.recovery.snapshots import Snapshots
-from raymm.errors import RankFailedError, RankRaisedError
+from raymm.errors import RankFailedError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
@@ -138,7 +138,7 @@ def test_what_a_stage_raises_ends_the_step_and_not_the_model(start, layout):
     first = losses(parallel, [0])
     before = pids(parallel)
     parallel.execute(batch(7))  # its gradients are dropped with those of the next one
-    with pytest.raises(RankRaisedError, match="no memory for this batch"):
+    with pytest.raises(RankFailedError, match="no memory for this batch"):
         parallel.execute(batch(1, ERROR))
     rest = losses(parallel, [1, 2])
     assert pids(parallel) == before

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig
 
-from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.errors import ClusterError, ModelError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.head_dims import check_head_dims
 from raymm.runtime.options import RuntimeOptions

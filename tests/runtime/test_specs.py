@@ -2,9 +2,9 @@
 
 import pytest
 
+from raymm.errors import PlanError
 from raymm.runtime.specs import ParallelSpec, split_layers
 from raymm.scheduler.graph.module_graph import ModuleNode
-from raymm.scheduler.plan.plan import PlanError
 
 # Seven blocks, then the projector.
 ENCODER = ModuleNode("vision", (False,) * 7 + (True,), projector=True)

@@ -4,10 +4,11 @@ import pytest
 
 from benchmarks._family_check import runnable
 from benchmarks._family_classes import LANGUAGE, named
+from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind
 from raymm.model.multimodal import MultimodalModule
-from raymm.runtime.generation import GenerationError, check_generates
+from raymm.runtime.generation import check_generates
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.runtime.writing_trial import why_not_written
 
@@ -40,5 +41,5 @@ def test_what_does_not_is_refused_before_it_writes():
 
     Parallel.model = model
     assert Parallel.plan.module_stages(LANGUAGE_MODEL)
-    with pytest.raises(GenerationError, match="must go on from what it keeps: RobertaForCausalLM"):
+    with pytest.raises(ModelError, match="must go on from what it keeps: RobertaForCausalLM"):
         check_generates(Parallel())

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from raymm.actors.adapters.lora import adapt, is_adapter, plain_copy
-from raymm.actors.adapters.lora_config import AdapterError, LoraConfig
+from raymm.actors.adapters.lora_config import LoraConfig
+from raymm.errors import ModelError
 from raymm.storage.adapter_folder import save_adapters
 
 RANKS = {"q_proj": 4, "up_proj": 6}
@@ -66,5 +67,5 @@ def test_scaling_is_that_of_peft(r):
 
 
 def test_a_value_that_is_no_boolean_is_refused():
-    with pytest.raises(AdapterError, match="use_rslora is 1; accepted: true"):
+    with pytest.raises(ModelError, match="use_rslora is 1; accepted: true"):
         LoraConfig(use_rslora=1)

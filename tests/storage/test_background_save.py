@@ -13,10 +13,7 @@ import pytest
 import torch
 from killed_saves import Running, newest_step, write_copies
 
-from raymm.actors.optimizer.checkpoint_shards import ShardError
-from raymm.errors import RankFailedError
-from raymm.files.run_files import RunFileError
-from raymm.runtime.skipped_step import NotFiniteError
+from raymm.errors import CheckpointError, NotFiniteError, RankFailedError, RunFileError
 from raymm.storage import checkpoint
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.training.run_checkpoints import RunCheckpoints
@@ -118,7 +115,9 @@ def test_what_cannot_be_written_is_said_at_the_next_look_and_nothing_is_lost(
 
     def full(group, method, folder):
         write_copies(group, method, folder)
-        raise ShardError(f"cannot write {folder}/model-rank1.safetensors: No space left on device")
+        raise CheckpointError(
+            f"cannot write {folder}/model-rank1.safetensors: No space left on device"
+        )
 
     monkeypatch.setattr(checkpoint, "call_ranks_behind", full)
     store.start(Running(2), {"data": 2})
@@ -137,7 +136,7 @@ def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path,
     def write(group, method, folder):
         parts = write_copies(group, method, folder)
         if group.steps_taken != 3:
-            raise ShardError(f"cannot write {folder}/model-rank1.safetensors: No space left")
+            raise CheckpointError(f"cannot write {folder}/model-rank1.safetensors: No space left")
         return parts
 
     class Callbacks:

@@ -5,10 +5,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from killed_saves import Running, write_copies
 
-from raymm.actors.optimizer.checkpoint_shards import ShardError
 from raymm.config.evaluate_section import EvaluateSection
+from raymm.errors import CheckpointError, RunFileError
 from raymm.evaluation.best_evaluation import BestEvaluation
-from raymm.files.run_files import RunFileError
 from raymm.storage import checkpoint
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.step_folders import step_number
@@ -35,7 +34,7 @@ def test_no_moment_is_without_the_best_checkpoint(tmp_path_factory, steps) -> No
     def write(group, method, folder):
         assert committed(store) == expected()
         if not group.succeeds:
-            raise ShardError(f"cannot write {folder}/model-rank0.safetensors: No space left")
+            raise CheckpointError(f"cannot write {folder}/model-rank0.safetensors: No space left")
         return write_copies(group, method, folder)
 
     def expected() -> list[int]:

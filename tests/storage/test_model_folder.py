@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from raymm.actors.adapters.lora import adapt, plain_copy
 from raymm.actors.adapters.lora_config import LoraConfig
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import SourceError
-from raymm.storage.manifest import CheckpointError
-from raymm.storage.model_folder import ExportError, ModelFolder
+from raymm.errors import CheckpointError, ModelError
+from raymm.storage.model_folder import ModelFolder
 
 INPUTS = {"input_ids": torch.arange(8)[None]}
 TIED = {"tie_word_embeddings": True}
@@ -102,7 +101,7 @@ def test_another_dtype_is_written_when_asked_for(tmp_path):
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
-    with pytest.raises(ExportError, match="dtype is 'fp8'; accepted: source, float32"):
+    with pytest.raises(ModelError, match="dtype is 'fp8'; accepted: source, float32"):
         ModelFolder(str(source), "fp8")
 
 
@@ -165,7 +164,7 @@ def fp8_folder(path):
 def test_an_fp8_folder_is_written_without_quantisation(tmp_path):
     plain = logits(read(folder(tmp_path / "plain", torch.float32)))
     source = fp8_folder(tmp_path / "in")
-    with pytest.raises(ExportError, match=r"quantised \(fp8\).*Set --dtype bfloat16"):
+    with pytest.raises(ModelError, match=r"quantised \(fp8\).*Set --dtype bfloat16"):
         ModelFolder(str(source), "source")
     model = read(source)
     assert float((logits(model) - plain).abs().max()) < 0.1 * float(plain.abs().max())
@@ -179,5 +178,5 @@ def test_an_fp8_folder_is_written_without_quantisation(tmp_path):
 def test_other_quantised_folders_are_refused_by_method(tmp_path, method):
     source = folder(tmp_path / "in")
     set_config(source, quantization_config={"quant_method": method})
-    with pytest.raises(SourceError, match=f"quantised with '{method}'; accepted: folders in"):
+    with pytest.raises(ModelError, match=f"quantised with '{method}'; accepted: folders in"):
         PretrainedSource(str(source))

@@ -2,8 +2,7 @@
 
 import pytest
 
-from raymm.actors.optimizer.checkpoint_shards import ShardError
-from raymm.errors import RankFailedError
+from raymm.errors import CheckpointError, RankFailedError
 from raymm.storage.rank_calls import call_ranks_behind
 
 
@@ -27,8 +26,8 @@ class Group:
 
 
 @pytest.mark.parametrize(("error", "kind", "message"), [
-    (ShardError("cannot write x: No space left"), ShardError, "^cannot write x: No space left$"),
-    (MemoryError("of 7 bytes"), ShardError, "^rank 1 has no memory to write its part$"),
+    (CheckpointError("cannot write x: full"), CheckpointError, "^cannot write x: full$"),
+    (MemoryError("of 7 bytes"), CheckpointError, "^rank 1 has no memory to write its part$"),
     (KeyError("x"), RankFailedError, "KeyError"),
 ])  # fmt: skip
 def test_a_rank_that_cannot_write_is_no_rank_that_is_lost(ray_cluster, error, kind, message):

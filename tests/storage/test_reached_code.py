@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from raymm.storage.reached_code import UnseenCodeError, reached_code
+from raymm.errors import ModelError
+from raymm.storage.reached_code import reached_code
 
 FILES = {
     "own_processor": """
@@ -81,7 +82,7 @@ def test_variables_that_follow_from_the_environment_count(key, monkeypatch) -> N
     ("import threading\nLOCK = threading.Lock()\n", "own_processor.LOCK"),
 ])
 def test_code_that_cannot_be_seen_needs_a_version(key, after, why) -> None:
-    with pytest.raises(UnseenCodeError, match=rf"cache.version is not given.*{why}"):
+    with pytest.raises(ModelError, match=rf"cache.version is not given.*{why}"):
         key(after=after)
     assert key(after, "1") != key(after, "2")
 
@@ -91,7 +92,7 @@ def test_code_without_a_file_is_refused() -> None:
     exec("def process(item):\n    return item", space)
     sys.modules["own_unwritten"] = type(sys)("own_unwritten")
     try:
-        with pytest.raises(UnseenCodeError, match="has no source file"):
+        with pytest.raises(ModelError, match="has no source file"):
             reached_code([space["process"]], None, strict=True)
     finally:
         del sys.modules["own_unwritten"]

@@ -16,10 +16,9 @@ from raymm.actors.rank.rank_group import RankPlace
 from raymm.actors.storage import bucket, seen
 from raymm.actors.storage.folder import FILE_MODE, replace_file, set_file_modes
 from raymm.actors.storage.seen import problem_seeing
+from raymm.errors import ConfigError, RunFileError
 from raymm.files import run_owner
-from raymm.files.config_error import ConfigError
-from raymm.files.run_files import RunFileError, remove_partial
-from raymm.files.run_owner import RunOwnedError
+from raymm.files.run_files import remove_partial
 from raymm.storage.run_folder import RunFolder
 
 
@@ -136,7 +135,7 @@ def test_starts_at_the_same_time_have_one_owner_and_name_it(tmp_path, depth):
                         assert file.name.endswith(".raymm-partial")
                     ended.wait()
                     return "owner"
-            except RunOwnedError as error:
+            except ConfigError as error:
                 ended.wait()
                 return str(error)
             except BaseException:
@@ -155,7 +154,7 @@ STARTS = """
 import json, os, sys
 from raymm.actors.storage.folder import replace_file
 from raymm.files.run_files import remove_partial
-from raymm.files.run_owner import RunOwnedError
+from raymm.errors import ConfigError
 from raymm.storage.run_folder import RunFolder
 
 def start(path, ready, said, ended):
@@ -168,7 +167,7 @@ def start(path, ready, said, ended):
             list(remove_partial(folder.path))
             os.write(said, json.dumps(["owner", os.getpid()]).encode() + b"\\n")
             os.read(ended, 1)
-    except RunOwnedError as error:
+    except ConfigError as error:
         os.write(said, json.dumps(["refused", str(error)]).encode() + b"\\n")
     except BaseException as error:
         os.write(said, json.dumps(["failed", repr(error)]).encode() + b"\\n")

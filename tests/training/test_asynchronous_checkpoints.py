@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec, RankResources
-from raymm.errors import RankFailedError
-from raymm.files.run_files import RunFileError
+from raymm.errors import RankFailedError, RunFileError
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.inspection import compare_checkpoints
 

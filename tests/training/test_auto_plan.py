@@ -8,8 +8,8 @@ from tiny_run import checkpoint_tensors, curve
 from transformers import LlamaConfig, SiglipVisionConfig
 
 import raymm as public
-from raymm.config.sections import ConfigError
 from raymm.costs.named_devices import device_called
+from raymm.errors import ConfigError
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
 from raymm.storage.manifest import read_manifest

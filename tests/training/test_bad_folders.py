@@ -14,9 +14,8 @@ import yaml
 from raymm.cli.main import main
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
-from raymm.data import SampleError, local_steps
-from raymm.errors import InputError
-from raymm.model.batch_rules import BatchError
+from raymm.data import local_steps
+from raymm.errors import DataError, InputError, SampleError
 from raymm.model.whole_batch import WholeBatchCheck
 from raymm.training.run_start import with_vocabulary
 from tests.tiny_folders import modalities, tiny
@@ -73,7 +72,7 @@ def test_a_sample_that_the_model_cannot_take_is_named(tmp_path):
     batch = dict(step.microbatches[0])
     check = model.batch_check
     check(batch)
-    with pytest.raises(BatchError, match="pixel_values is of dtype"):
+    with pytest.raises(DataError, match="pixel_values is of dtype"):
         check({**batch, "pixel_values": batch["pixel_values"].double()})
     with pytest.raises(SampleError, match="sample-.*embeddings for 5 ids"):
         next(iter(local_steps(data.model_copy(update={"vocabulary": 5}), steps=1)))
@@ -90,7 +89,7 @@ def test_grids_that_contradict_patches_are_refused():
         {"image_grid_thw": grid + 1}, {"pixel_values": torch.ones(23, 3)},
         {"image_grid_thw": grid[:1]},
     ):
-        with pytest.raises(BatchError, match="image_grid_thw says"):
+        with pytest.raises(DataError, match="image_grid_thw says"):
             check({**batch, **changed, "labels": ids})
 
 

@@ -12,7 +12,7 @@ from raymm.callbacks.callback import scalars
 from raymm.callbacks.named import named_callbacks
 from raymm.callbacks.ray_metrics import METRICS
 from raymm.cli.main import EXIT_REPEATS
-from raymm.config.sections import ConfigError
+from raymm.errors import ConfigError
 from raymm.monitor.metrics import read_metrics
 
 RECORDER = "watching_callbacks:Recorder"

@@ -17,19 +17,12 @@ from raymm.actors.optimizer.checkpoint_shards import write_shard
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import load_config
-from raymm.files.run_files import RunFileError, append
-from raymm.files.run_owner import OwnerLostError
+from raymm.errors import CheckpointError, RunError, RunFileError
+from raymm.files.run_files import append
 from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.plan.plan import Plan
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.storage.manifest import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    _checksum,
-    read_manifest,
-    write_manifest,
-)
+from raymm.storage.manifest import MANIFEST, Manifest, _checksum, read_manifest, write_manifest
 from raymm.training.trainer import Trainer
 
 MUTATIONS = 200
@@ -136,11 +129,11 @@ def test_what_is_not_this_runs_is_left_alone(plan, tmp_path):
     """The folder becomes another run's while the shards are written: it may be saving there."""
     def refuse():
         if any(checkpoint(tmp_path, 4).glob("*.safetensors")):
-            raise OwnerLostError("another's")
+            raise RunError("another's")
 
     store = CheckpointStore(tmp_path, check_owner=refuse)
     store.save(Writer(plan, 2), {})
-    with pytest.raises(OwnerLostError, match="another's"):
+    with pytest.raises(RunError, match="another's"):
         store.save(Writer(plan, 4), {})
     assert any(checkpoint(tmp_path, 4).glob("*.safetensors")) and names(store) == ["2"]
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from raymm.actors.placement.room import count_places
 from raymm.config.build import build_layouts
 from raymm.config.sections import load_config
+from raymm.errors import PlanError
 from raymm.monitor.metrics import read_metrics
-from raymm.scheduler.plan.plan import PlanError
 from raymm.training import elastic
 from raymm.training.trainer import Trainer
 

@@ -4,7 +4,7 @@ import pytest
 from tiny_run import STEPS, curve
 
 from raymm.data import Decision
-from raymm.files.run_files import RunFileError
+from raymm.errors import RunFileError
 from raymm.monitor.decision_log import DecisionLog
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore

@@ -5,8 +5,7 @@ import resource
 
 import pytest
 
-from raymm.files.config_error import ConfigError
-from raymm.files.run_files import RunFileError
+from raymm.errors import ConfigError, RunFileError
 from raymm.monitor.metrics import MetricsLog, SampleLog, read_metrics
 from raymm.monitor.report import COST_STEPS, RunReport
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode

@@ -11,11 +11,11 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from raymm.actors.adapters.lora_config import AdapterError
 from raymm.cli.main import main
 from raymm.config.build import build_model
-from raymm.config.sections import ConfigError, load_config
-from raymm.data import SampleError, local_steps
+from raymm.config.sections import load_config
+from raymm.data import local_steps
+from raymm.errors import ConfigError, ModelError, SampleError
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
@@ -318,7 +318,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, rows, changes, why):
         (tmp_path / "run" / "model").mkdir(parents=True)
         changes = {}
     own = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
-    with pytest.raises((ConfigError, AdapterError), match=why):
+    with pytest.raises((ConfigError, ModelError), match=why):
         build_model(load_config(file, own))
 
 

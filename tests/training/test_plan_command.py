@@ -12,11 +12,12 @@ from benchmarks import compare_planners
 from benchmarks.baselines.mappings import MAPPINGS
 from benchmarks.baselines.pipelines import PIPELINES
 from raymm.cli.option_arguments import parse_counts
+from raymm.errors import PlanError
 from raymm.profiling.measure_plans import distinct_options
 from raymm.scheduler.costs.device_memory import CONTEXT_BYTES
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.search.evaluation import Option
 from raymm.scheduler.search.module_degrees import make_plan
@@ -74,7 +75,7 @@ def test_memory_decides(raymm, tmp_path, wide, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     arguments = ["plan", EXAMPLE, "--ranks", "3", "--schedules", "1f1b", "--out", str(tmp_path)]
     code, text = raymm(*arguments, "--memory-gib", "20")
-    assert code == 2 and "StageSearchError" in text and "no plan" in text
+    assert code == 2 and "NoPlanError" in text and "no plan" in text
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -166,7 +167,7 @@ def test_measured_costs(raymm, make_config, tmp_path, wide):
     table["modules"]["llm"][0]["layers"] = table["modules"]["llm"][1]["layers"] = [layer]
     file.write_text(json.dumps(table))
     code, text = raymm(*arguments, "--out", str(tmp_path / "c"))
-    assert code == 2 and "ProfileError" in text and "'llm' has 1 layers, the module 2" in text
+    assert code == 2 and "PlanError" in text and "'llm' has 1 layers, the module 2" in text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from raymm.config.build import build_model, build_plan
-from raymm.config.sections import ConfigError, load_config
+from raymm.config.sections import load_config
+from raymm.errors import ConfigError
 from raymm.scheduler.costs.surface import ScalingSurface, surfaces_to_json
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.network import Network

@@ -9,7 +9,8 @@ import torch
 
 from raymm.actors.optimizer.checkpoint_shards import checksum
 from raymm.cli.main import EXIT_RUN_FAILED, EXIT_USER_ERROR
-from raymm.storage.manifest import CheckpointError, FileEntry, read_manifest, write_manifest
+from raymm.errors import CheckpointError
+from raymm.storage.manifest import FileEntry, read_manifest, write_manifest
 
 
 class Bomb:

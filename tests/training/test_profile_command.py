@@ -10,9 +10,10 @@ from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.costs.full_microbatch import full_microbatch
 from raymm.costs.profile_files import load_table, save_table
+from raymm.errors import PlanError
 from raymm.model.multimodal import module_graph
 from raymm.profiling.layers import profile_model
-from raymm.scheduler.costs.layer_costs import ProfileError, layer_work
+from raymm.scheduler.costs.layer_costs import layer_work
 
 
 @pytest.fixture
@@ -70,9 +71,9 @@ def test_the_saved_table_reads_back_the_same(profiled, tmp_path):
     assert again == table
     assert not list(tmp_path.glob(".copy*"))
     (tmp_path / "copy.json").write_text("{}")
-    with pytest.raises(ProfileError, match="copy.json: the profile lacks the key 'format'"):
+    with pytest.raises(PlanError, match="copy.json: the profile lacks the key 'format'"):
         load_table(tmp_path / "copy.json")
-    with pytest.raises(ProfileError, match="nothing.json'; there is no such file"):
+    with pytest.raises(PlanError, match="nothing.json'; there is no such file"):
         load_table(tmp_path / "nothing.json")
 
 
@@ -118,7 +119,7 @@ def test_a_failing_module_is_named(make_config, ray_cluster):
     microbatch = full_microbatch(config.data, model.encoder_names)
     microbatch["vision"] = {**microbatch["vision"]}
     microbatch["vision"]["pixel_values"] = microbatch["vision"]["pixel_values"][:, :2]
-    with pytest.raises(ProfileError, match="profiling 'vision' failed: RuntimeError: "):
+    with pytest.raises(PlanError, match="profiling 'vision' failed: RuntimeError: "):
         profile_model(model, microbatch, repeats=1)
 
 
@@ -127,13 +128,13 @@ def test_a_microbatch_needs_items_for_every_encoder(make_config, inputs, tmp_pat
     model = build_model(config)
     found = full_microbatch(config.data, model.encoder_names)
     assert len(found["vision"]["sample_index"]) >= 1
-    with pytest.raises(ProfileError, match="the microbatch has no items for encoder 'vision'"):
+    with pytest.raises(PlanError, match="the microbatch has no items for encoder 'vision'"):
         profile_model(model, {**found, "vision": {}})
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
     text_only = tmp_path / "text.jsonl"
     text_only.write_text("".join(json.dumps({**row, "images": []}) + "\n" for row in rows))
     config = load_config(make_config({"data.train": str(text_only)}))
-    with pytest.raises(ProfileError, match=r"no sample with \['vision'\]; nothing to run"):
+    with pytest.raises(PlanError, match=r"no sample with \['vision'\]; nothing to run"):
         full_microbatch(config.data, ("vision",))
 
 
@@ -141,5 +142,5 @@ def test_lengths_are_whole_numbers():
     assert parse_lengths("512, 1024,") == (512, 1024)
     assert parse_lengths("") == ()
     for text in ("-5", "1.5", "a"):
-        with pytest.raises(ProfileError, match="--lengths has"):
+        with pytest.raises(PlanError, match="--lengths has"):
             parse_lengths(text)

@@ -17,9 +17,9 @@ from raymm.actors.rank.surface_profiler import (
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.costs.scaling_estimates import shapes_of
+from raymm.errors import PlanError
 from raymm.profiling.surfaces import _Work, profile_surfaces, resized_microbatch
 from raymm.scheduler.costs.devices import find_device
-from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.costs.surface import conditions_from_json, surfaces_from_json
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
@@ -88,7 +88,7 @@ def test_what_is_refused(raymm, make_config, tmp_path, no_new_actors):
 def test_a_microbatch_without_a_modality_is_refused(make_config):
     model = build_model(load_config(make_config()))
     text = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
-    with pytest.raises(ProfileError, match="no items for encoder 'vision'"):
+    with pytest.raises(PlanError, match="no items for encoder 'vision'"):
         profile_surfaces(model, text, batch=2, gpus=1)
 
 

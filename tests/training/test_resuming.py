@@ -14,11 +14,12 @@ from tiny_run import change, curve, settings, write_config
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.data import open_split
+from raymm.errors import CheckpointError
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.code_digest import code_digest
 from raymm.storage.fingerprints import WHOLE_BYTES, fingerprint_of_files
 from raymm.storage.manifest import Manifest
-from raymm.storage.resuming import RULES, ResumeError, compare
+from raymm.storage.resuming import RULES, compare
 from raymm.storage.run_description import describe_run
 
 
@@ -54,7 +55,7 @@ def compared(tmp_path, was, now, allowed=()):
     """What is said; or what is refused."""
     try:
         return compare(tmp_path, manifest_of(was), now, allowed), ""
-    except ResumeError as error:
+    except CheckpointError as error:
         return [], str(error)
 
 
@@ -321,7 +322,7 @@ def test_a_model_that_lost_a_layer_is_refused_before_anything_starts(
     one = {"language_model": {"ranks": [0]}, "encoders": {"vision": {"ranks": [0]}}}
     for count, says in ((1, "is in the checkpoint, and not"), (3, "is in the model, and not in")):
         code, text = raymm("train", make_config({layers: count, "parallel": one}))
-        assert code == 2 and "ResumeError" in text and says in text and "Traceback" not in text
+        assert code == 2 and "CheckpointError" in text and says in text and "Traceback" not in text
     code, text = raymm(
         "export", make_config({layers: 1, "parallel": one}), "--out", str(tmp_path / "out")
     )

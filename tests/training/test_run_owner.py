@@ -15,10 +15,9 @@ from processes import end_group, wait_until
 from tiny_run import child_environment, curve, start
 
 from raymm.cli.main import EXIT_USER_ERROR
+from raymm.errors import ConfigError, RunError, RunFileError
 from raymm.files import run_owner
-from raymm.files.config_error import ConfigError
-from raymm.files.run_files import RunFileError
-from raymm.files.run_owner import OWNER, Owner, OwnerLostError, RunOwnedError, RunOwner
+from raymm.files.run_owner import OWNER, Owner, RunOwner
 
 RACERS, ROUNDS = 8, 25
 PATIENCE_S = 120.0
@@ -38,7 +37,8 @@ with RunOwner(Path(sys.argv[1]), print):
 RACE = """
 import json, os, signal, sys
 from pathlib import Path
-from raymm.files.run_owner import RunOwnedError, RunOwner
+from raymm.errors import ConfigError
+from raymm.files.run_owner import RunOwner
 
 folder, racers, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
@@ -49,7 +49,7 @@ def race(go, outcome, held):
             os.write(outcome, b"w")
             os.read(held, 1)
             os.kill(os.getpid(), signal.SIGKILL)
-    except RunOwnedError:
+    except ConfigError:
         os.write(outcome, b"r")
     os._exit(0)
 
@@ -95,7 +95,7 @@ def python(script, *arguments, **options):
 def test_the_owner_is_named_and_the_folder_is_free_after_it(tmp_path):
     with RunOwner(tmp_path) as owner:
         owner.check()
-        with pytest.raises(RunOwnedError) as error, RunOwner(tmp_path):
+        with pytest.raises(ConfigError) as error, RunOwner(tmp_path):
             pass
         host = os.uname().nodename
         since = json.loads((tmp_path / OWNER).read_text())["since"]
@@ -132,7 +132,7 @@ def test_of_two_commands_at_once_one_trains_and_the_other_names_it(make_config, 
     for code, text in zip(codes, texts, strict=True):
         assert "Traceback" not in text
         if code:
-            assert "RunOwnedError" in text and f"process {owner.pid} on" in text, text
+            assert "ConfigError" in text and f"process {owner.pid} on" in text, text
         assert code or "loss curve" in text or "nothing to do" in text, text
     assert [step for step, *_ in curve(tmp_path / "run")] == [1, 2, 3]
     assert not (tmp_path / "run" / OWNER).exists()
@@ -142,7 +142,7 @@ def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):
     """Nothing is waited for: a process that is gone is seen."""
     with python(HOLDER, tmp_path) as process:
         assert process.stdout.readline() == "owner\n"
-        with pytest.raises(RunOwnedError, match=f"process {process.pid} on "):
+        with pytest.raises(ConfigError, match=f"process {process.pid} on "):
             RunOwner(tmp_path).__enter__()
         process.send_signal(signal.SIGKILL)
         # Not waited for: whoever has ended and was not fetched yet is gone, too.
@@ -186,7 +186,7 @@ def test_an_owner_elsewhere_is_judged_by_its_signs_of_life(tmp_path, monkeypatch
     thread.start()
     said = []
     try:
-        with pytest.raises(RunOwnedError, match="process .* on far, since 2026-01-01"):
+        with pytest.raises(ConfigError, match="process .* on far, since 2026-01-01"):
             RunOwner(tmp_path, said.append).__enter__()
         assert "looking for a sign of life for at most" in said[0]
     finally:
@@ -230,11 +230,11 @@ def test_an_owner_is_renewed_and_one_that_was_replaced_is_told(tmp_path, monkeyp
         os.utime(tmp_path / OWNER, times=(0, 0))
         wait_until(lambda: (tmp_path / OWNER).stat().st_mtime > 1, PATIENCE_S, "a sign of life")
         (tmp_path / OWNER).unlink()
-        with pytest.raises(OwnerLostError, match="is this run's no more; .*owner.json is gone"):
+        with pytest.raises(RunError, match="is this run's no more; .*owner.json is gone"):
             owner.check()
         owned_by(tmp_path, other := elsewhere())
         os.utime(tmp_path / OWNER, times=(0, 0))
-        with pytest.raises(OwnerLostError, match=f"belongs to process {other.pid} on far"):
+        with pytest.raises(RunError, match=f"belongs to process {other.pid} on far"):
             owner.check()
         time.sleep(0.05)  # it renews what is its own only
     assert (tmp_path / OWNER).stat().st_mtime == 0
@@ -262,5 +262,5 @@ def test_a_second_run_touches_nothing(finished, raymm, make_config, tmp_path, no
     with RunOwner(run):
         before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
         code, text = raymm("train", make_config())
-        assert code == 2 and "RunOwnedError" in text and f"process {os.getpid()} on" in text
+        assert code == 2 and "ConfigError" in text and f"process {os.getpid()} on" in text
         assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before

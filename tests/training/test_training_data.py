@@ -10,7 +10,8 @@ from tiny_run import save_rows
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.costs.workload import item_tokens
-from raymm.data import DataError, EpochSampler, ItemTokens
+from raymm.data import EpochSampler, ItemTokens
+from raymm.errors import DataError
 from raymm.monitor.training_data import TrainingData, training_data
 
 

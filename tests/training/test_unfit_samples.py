@@ -10,7 +10,8 @@ from ray import cloudpickle
 from raymm.batch.check import BatchCheck
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
-from raymm.data import SampleError, StepBuilder, open_split
+from raymm.data import StepBuilder, open_split
+from raymm.errors import SampleError
 from raymm.monitor.metrics import read_metrics
 
 GPT2 = {

@@ -17,8 +17,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from raymm.cli.main import main
 from raymm.config.build import build_model
-from raymm.config.sections import ConfigError, load_config
+from raymm.config.sections import load_config
 from raymm.data import local_steps
+from raymm.errors import ConfigError
 from raymm.model.whole_model import WholeModel
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore

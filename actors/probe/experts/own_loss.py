@@ -22,12 +22,11 @@ from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.probe.cut import small_language_model
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.history import check_history
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.calls import run_model
 from raymm.actors.weights.source import ModuleSource, set_mode
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _TOKENS = 12
 _ROUNDING = 1e-5  # relative difference of two losses that are computed in different ways

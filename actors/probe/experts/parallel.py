@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from raymm.actors.experts.parallel import SplitExpertsError, check_experts
+from raymm.actors.experts.parallel import check_experts
 from raymm.actors.experts.routing import expert_count, experts
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.small_model import small_model
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import ModelError, ProbeError
 
 
 @plain_torch()
@@ -40,7 +40,7 @@ def probe_experts(source: ModuleSource, ep: int, name: str) -> tuple[str, ...]:
     for where, module in experts(small_model(source)).items():
         try:
             check_experts(module)
-        except SplitExpertsError as error:
+        except ModelError as error:
             raise ProbeError(
                 f"ep of {name!r} is {ep}, but the experts {where!r} of {type(skeleton).__name__} "
                 f"cannot be dealt out: {error}; accepted: 1"

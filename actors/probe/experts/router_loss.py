@@ -23,12 +23,11 @@ from raymm.actors.experts.routing import SWITCH, configs_of, experts, routers, s
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs, small_language_model
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.experts.own_loss import check_own_loss, cross_entropy
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.towers import as_copied
 from raymm.actors.weights.source import ModuleSource
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _TOKENS, _PADDING = 12, 5
 _TOLERANCE = 1e-4  # of a loss that is computed in another order, relative

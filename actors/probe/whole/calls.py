@@ -17,10 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import because
-from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.example_inputs import in_words
 from raymm.actors.weights.model_part import Call, is_within
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError
 
 _FEATURES = re.compile(r"^get_(\w+)_features$")
 _CONFIG = re.compile(r"(_encoder|_model|_tower)?_config$")

@@ -21,7 +21,6 @@ from raymm.actors.modules.brief_error import because
 from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.probe.cut import ghost_inputs, of_one_that_runs
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.stage_comparison import Run, compare_stages, uncut_forward
 from raymm.actors.probe.whole.relays import output_shapes, read_outputs
 from raymm.actors.probe.whole.towers import Tower, as_copied
@@ -30,7 +29,7 @@ from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import TowerPort, WholeLanguageSpec
 from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.source import ModuleSource, initialize_by_name, set_mode, set_tensor
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _ONE_STAGE = "give it one stage (pp 1)"
 Inputs = Mapping[str, Any]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from raymm.actors.probe.cut import of_one_that_runs
-from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.history import check_history, other_values
 from raymm.actors.probe.whole.doubled_example import twice, twice_along
 from raymm.actors.probe.whole.towers import Tower
@@ -20,6 +19,7 @@ from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
 from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.source import set_mode
+from raymm.errors import NotRunError
 
 Inputs = Mapping[str, Any]
 Run = Callable[[nn.Module], torch.Tensor]

@@ -16,18 +16,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from raymm.actors.features.root_features import RootCall, RootForm, RootFormError, RootReached
+from raymm.actors.features.root_features import RootCall, RootForm
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.whole.cut import run_without_values
 from raymm.actors.probe.whole.doubled_example import twice_along
 from raymm.actors.probe.whole.trials import TowerTrial
 from raymm.actors.probe.whole.zero_items import leaves_out_zeros
-from raymm.actors.sharding.sample_rows import SplitSamplesError
 from raymm.actors.stages.tower import TowerSpec, features_of_items, of_outlines, outlines
 from raymm.actors.weights.model_part import PartSource
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ForwardLeft, ModelError, NotRunError, ProbeError
 
 # Relative to all that is compared. Not exactly zero: matrix products are of other sizes.
 _NOISE = 1e-5
@@ -89,7 +87,7 @@ class _Trial:
                 self._of(form)[0], form, self._spec.name, inputs, self._constants
             )
             expected = form.features(whole)
-        except (RootFormError, SplitSamplesError) as error:
+        except ModelError as error:
             raise ProbeError(str(error)) from error
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise ProbeError(f"{name} does not run on one item{because(error)}") from error
@@ -112,7 +110,7 @@ class _Trial:
     ) -> bool:  # fmt: skip
         try:
             together = form.together(items)
-        except (RootFormError, IndexError):
+        except (ModelError, IndexError):
             return False
         return all(_alike(a, b) for a, b in zip(together, expected, strict=True))
 
@@ -159,8 +157,8 @@ def _root_output(model: nn.Module, spec: TowerSpec, place: str, inputs: Inputs) 
     try:
         with torch.no_grad():
             model(**inputs, **dict(spec.constants))
-    except RootReached as reached:
-        return reached.output
+    except ForwardLeft as reached:
+        return reached.value
     raise ProbeError(f"{place} is not called")
 
 

@@ -18,11 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from raymm.actors.modules.blocks import block_list, find_blocks
-from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.whole.calls import Called, Inputs, run_model
 from raymm.actors.stages.features import Form
 from raymm.actors.weights.model_part import is_within
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.attention import mixing_layers
 from raymm.actors.probe.cut import of_one_that_runs
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.stage_comparison import TrainingDraws, training_draws
 from raymm.actors.probe.tensor import Trial, probe_tensor
@@ -30,7 +29,7 @@ from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
 from raymm.actors.weights.model_part import PartSource
 from raymm.actors.weights.source import set_mode
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.document_rows import Lengths, SharedRows

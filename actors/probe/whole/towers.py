@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.small_model import small_ids
 from raymm.actors.probe.whole.calls import (
     Called,
@@ -38,7 +37,7 @@ from raymm.actors.probe.whole.projectors import (
 from raymm.actors.stages.features import Form, beside_fields
 from raymm.actors.weights.model_part import Call, UpToCall, is_within
 from raymm.actors.weights.source import ModuleSource
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError, ProbeError
 
 _NAMES = {"image": "vision", "img": "vision", "video": "vision"}
 _PLAIN = (bool, int, float, str, type(None))

@@ -12,13 +12,12 @@ from torch import nn
 
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import ghost_inputs
-from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.whole.towers import Tower, as_copied
 from raymm.actors.stages.features import Form, ReceivedFeatures
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.stages.whole_language import WholeLanguageSpec
 from raymm.actors.weights.model_part import PartSource
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError
 
 Inputs = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]

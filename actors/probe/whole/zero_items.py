@@ -11,10 +11,9 @@ from torch import nn
 
 from raymm.actors.modules.brief_error import because
 from raymm.actors.probe.cut import of_one_that_runs
-from raymm.actors.probe.error import NotRunError
 from raymm.actors.probe.whole.trials import TowerTrial
 from raymm.actors.stages.tower import TowerSpec
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, NotRunError
 
 Inputs = Mapping[str, Any]
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from raymm.actors.sharding.sample_rows import SplitSamplesError, shares
+from raymm.actors.sharding.sample_rows import shares
+from raymm.errors import ModelError
 from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import on_host
@@ -31,7 +32,7 @@ def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Te
         By name, (N,) int64.
 
     Raises:
-        SplitSamplesError: rows that do not add up.
+        ModelError: rows that do not add up.
     """
     sizes = {
         key: value.reshape(items, -1).prod(dim=1) for key, value in entries.items()
@@ -46,7 +47,7 @@ def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Te
         fits = [size for size in sizes.values() if int(size.sum()) == len(value)]
         if not fits:
             said = ", ".join(f"{size} says {int(n.sum())}" for size, n in sizes.items())
-            raise SplitSamplesError(
+            raise ModelError(
                 f"{key!r} of {name!r} has {len(value)} rows for {items} items "
                 f"({said or 'no sizes'}); accepted: a row per item, or as many as the items' sizes "
                 "multiply to"
@@ -64,7 +65,7 @@ def take_items(name: str, entries: Entries, own: torch.Tensor) -> dict[str, torc
         own: (N,) bool, which.
 
     Raises:
-        SplitSamplesError: rows that do not add up.
+        ModelError: rows that do not add up.
     """
     rows = rows_per_item(name, entries, len(own))
     return {
@@ -86,7 +87,7 @@ def items_of_share(
         zeros_left_out: whether items of nothing but zeros are padding, of which nothing comes.
 
     Raises:
-        SplitSamplesError: rows that do not add up.
+        ModelError: rows that do not add up.
     """
     count = min(map(len, entries.values()))
     items = _not_zero(entries, count) if zeros_left_out else list(range(count))
@@ -103,7 +104,7 @@ def each_item(
         name, entries, zeros_left_out: as of :func:`items_of_share`.
 
     Raises:
-        SplitSamplesError: rows that do not add up.
+        ModelError: rows that do not add up.
     """
     count = min(map(len, entries.values()))
     items = _not_zero(entries, count) if zeros_left_out else range(count)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.rotary import RotaryState
-from raymm.actors.sharding.whole.token_share import TokenShare, TokenShareError
+from raymm.actors.sharding.whole.token_share import TokenShare
+from raymm.errors import ModelError
 from raymm.kernels.hf.document_rows import (
     DOCUMENTS_ARGUMENT,
     Lengths,
@@ -103,7 +104,7 @@ class TextEntry:
         if share is None:
             return None
         if self._entered:
-            raise TokenShareError(f"its {type(text).__name__} is called twice in a forward")
+            raise ModelError(f"its {type(text).__name__} is called twice in a forward")
         self._entered = True
         set_grid(self._grid)
         bound = self._signature.bind(*args, **kwargs)
@@ -115,7 +116,7 @@ class TextEntry:
         start = arguments.get("input_ids") if start is None else start
         if not isinstance(start, torch.Tensor) or tuple(start.shape[:2]) != share.shape:
             shape = tuple(start.shape) if isinstance(start, torch.Tensor) else type(start).__name__
-            raise TokenShareError(
+            raise ModelError(
                 f"its {type(text).__name__} is called with embeddings {shape}, not "
                 f"{(*share.shape, 'width')}"
             )

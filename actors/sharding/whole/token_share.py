@@ -16,16 +16,12 @@ from typing import Any
 
 import torch
 
-from raymm.errors import InputError
+from raymm.errors import ModelError
 from raymm.kernels.context_parallel.layout import ContextLayout, join_ranges
 from raymm.kernels.hf.self_attention import ModelMask
 from raymm.kernels.hf.text_masks import AllTokens, put_together
 from raymm.kernels.host_copies import to_device
 from raymm.kernels.mask.mask import AttentionMask
-
-
-class TokenShareError(InputError, ValueError):
-    """A text model of whose arguments a part of the tokens cannot be taken."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class TokenShare:
             arguments: by name, what it is called with of all of them.
 
         Raises:
-            TokenShareError: something of which tokens cannot be taken.
+            ModelError: something of which tokens cannot be taken.
         """
         marks = [value for value in arguments.values() if self._is_mark(value)]
         return {name: self._of(name, value, marks) for name, value in arguments.items()}
@@ -155,7 +151,7 @@ class TokenShare:
                 value = value.index_select(second, to_device(self.columns, value.device))
             return value
         if second != first + 1:
-            raise TokenShareError(
+            raise ModelError(
                 f"it is called with a tensor {tuple(value.shape)} for {rows} rows of {length} "
                 "tokens, of which one row cannot be made"
             )
@@ -180,7 +176,7 @@ class TokenShare:
             return value
         if len(value) == rows and value.dim() > 1:
             if self.packed is not None:
-                raise TokenShareError(
+                raise ModelError(
                     f"it is called with {name!r} {tuple(value.shape)}, of which every row has its "
                     "own"
                 )
@@ -217,10 +213,10 @@ def zigzag(length: int, processes: int) -> ContextLayout:
         processes: n.
 
     Raises:
-        TokenShareError: there are fewer tokens.
+        ModelError: there are fewer tokens.
     """
     if length < processes:
-        raise TokenShareError(f"a batch of {length} tokens a row cannot be shared by {processes}")
+        raise ModelError(f"a batch of {length} tokens a row cannot be shared by {processes}")
     parts = 2 * processes if length >= 2 * processes else processes
     edges = [length * n // parts for n in range(parts + 1)]
     ranges = list(pairwise(edges))

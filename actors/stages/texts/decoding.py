@@ -26,11 +26,11 @@ from raymm.actors.modules.message import Decode
 from raymm.actors.stages.texts.joined_texts import (
     CACHE,
     JoinedCache,
-    TextsApart,
     check_joins,
     joined_arguments,
     seen_tokens,
 )
+from raymm.errors import ModelError
 from raymm.kernels.collectives.tensor_group import TensorGroup
 
 
@@ -58,7 +58,7 @@ class KeyValueCaches:
             tokens: of the forward, in each row.
 
         Raises:
-            TextsApart: the model cannot go on with several texts at once.
+            ModelError: the model cannot go on with several texts at once.
         """
         first = decode is not None and decode.first
         if torch.is_grad_enabled() or decode is not None and first and decode.texts == (0,):
@@ -81,7 +81,7 @@ class KeyValueCaches:
         ran = True
         try:
             yield {"use_cache": True, **arguments}
-        except TextsApart:
+        except ModelError:
             ran = False
             raise
         finally:
@@ -125,7 +125,7 @@ class PreparedInputs:
             caching: of :meth:`KeyValueCaches.arguments`.
 
         Raises:
-            TextsApart: the model is not to be given several texts at once.
+            ModelError: the model is not to be given several texts at once.
         """
         cache = caching[CACHE]
         if len(decode.texts) == 1:
@@ -137,7 +137,7 @@ class PreparedInputs:
         ]
         try:
             return {**joined_arguments(rows), CACHE: cache}
-        except TextsApart:
+        except ModelError:
             self._of_text.update(before)
             raise
 

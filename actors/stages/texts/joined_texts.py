@@ -20,13 +20,11 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from raymm.actors.modules.message import Decode, Message, MicrobatchContext
+from raymm.errors import ModelError
 
 CACHE, SEEN, POSITIONS = "past_key_values", "attention_mask", "position_ids"
 IDS = "input_ids"
-
-
-class TextsApart(Exception):  # noqa: N818  not an error: texts take their turns
-    """A model cannot go on with several texts at once."""
+_APART = "the model cannot continue several texts at once"
 
 
 class JoinedLayer(DynamicLayer):
@@ -112,7 +110,7 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
         module: the model, or a part of it.
 
     Raises:
-        TextsApart: what blocks keep of a text is something else than keys and values of its
+        ModelError: what blocks keep of a text is something else than keys and values of its
             tokens, or the model cannot be told which positions these have: where they are not
             rotary, each model counts them in its own way. Or the longest text decides how positions
             of all are rotated.
@@ -120,15 +118,15 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
     for cache in caches:
         # Of exactly these: what inherits from them keeps more, and others have no length.
         if any(type(own) not in (DynamicLayer, DynamicSlidingWindowLayer) for own in cache.layers):
-            raise TextsApart
+            raise ModelError(_APART)
         if len({cast(DynamicLayer, own).get_seq_length() for own in cache.layers}) != 1:
-            raise TextsApart
+            raise ModelError(_APART)
     takes_both = {SEEN, POSITIONS} <= set(inspect.signature(module.forward).parameters)
     if not takes_both or not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
-        raise TextsApart
+        raise ModelError(_APART)
     lengths = {cache.get_seq_length() for cache in caches}
     if len(lengths) > 1 and max(lengths) >= _rotated_alike(module):
-        raise TextsApart
+        raise ModelError(_APART)
 
 
 def _rotated_alike(module: nn.Module) -> float:
@@ -177,13 +175,13 @@ def joined_arguments(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows: of each text alone, as its model prepares them; caches are left out.
 
     Raises:
-        TextsApart: there are some of which nobody knows what they would be of all, or the model
+        ModelError: there are some of which nobody knows what they would be of all, or the model
             counts positions from its cache.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     joined = {name: _joined(name, rows) for name in names if name != CACHE}
     if joined.get(SEEN) is None or joined.get(POSITIONS) is None:
-        raise TextsApart
+        raise ModelError(_APART)
     return joined
 
 
@@ -196,16 +194,16 @@ def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     if not all(isinstance(value, torch.Tensor) for value in values):
         if len(values) == len(rows) and isinstance(first, int) and set(values) == {first}:
             return first
-        raise TextsApart
+        raise ModelError(_APART)
     if name == POSITIONS and all(value.shape[1:] == (1, 1) for value in values):
         return torch.cat(values, 1)  # positions in several dimensions
     widths = [row[SEEN].shape for row in rows if row.get(SEEN) is not None]
     if [value.shape for value in values] == widths:
         return _behind_padding(values, 1)
     if any(value.shape[1:] != first.shape[1:] for value in values):
-        raise TextsApart
+        raise ModelError(_APART)
     if len(having) < len(rows) and first.shape == having[0][IDS].shape:
-        raise TextsApart  # of the tokens of some texts
+        raise ModelError(_APART)  # of the tokens of some texts
     return torch.cat(values)
 
 
@@ -227,7 +225,7 @@ def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
     """A stage that runs texts one after the other where they cannot be joined.
 
     Args:
-        run: of the stage, which raises :class:`TextsApart` before any block has run.
+        run: of the stage, which raises :class:`ModelError` before any block has run.
     """
 
     @wraps(run)
@@ -237,9 +235,10 @@ def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
     ) -> Message:
         try:
             return run(stage, inputs, received, context)
-        except TextsApart:
+        except ModelError as error:
             decode = context.decode
-        assert decode is not None  # there are texts
+            if decode is None or error.args != (_APART,):
+                raise
         messages = []
         for row, text in enumerate(decode.texts):
             own = {

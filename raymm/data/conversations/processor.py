@@ -17,10 +17,9 @@ from raymm.actors.weights.custom_code import custom_code, why_not_loaded
 from raymm.data.conversations.template import ChatTemplate
 from raymm.data.conversations.text import processor_folder
 from raymm.data.samples.config import KINDS
-from raymm.data.samples.errors import DataError
 from raymm.data.video.frames import Clip
-from raymm.errors import USER_CODE_RAISES
-from raymm.packages import PackageError, explained_imports
+from raymm.errors import USER_CODE_RAISES, ConfigError, DataError
+from raymm.packages import explained_imports
 
 FIELD = "data.processor"
 # Tensors that every processor returns.
@@ -204,7 +203,7 @@ def _load(folder: str, trust_remote_code: bool) -> Any:
             return AutoProcessor.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-    except PackageError:
+    except ConfigError:
         raise
     except USER_CODE_RAISES as error:  # a folder may hold anything
         if custom_code(folder) and not trust_remote_code:

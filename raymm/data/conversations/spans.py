@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raymm.data.samples.rows import LEARNED_ROLE
-from raymm.errors import USER_CODE_RAISES, InternalError
+from raymm.errors import USER_CODE_RAISES, SampleError
 
 Message = Mapping[str, Any]
 Render = Callable[..., str]
@@ -23,10 +23,6 @@ Render = Callable[..., str]
 _REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 # Characters of a private area, which no conversation has.
 _MARK = "\ue4f3mark\ue4f4"
-
-
-class AmbiguousError(InternalError, ValueError):
-    """Error for a rendering in which the turns cannot be located."""
 
 
 def aligned(first: str, second: str) -> str:
@@ -49,7 +45,7 @@ def learned_spans(
         special: matches one special token or one character of white space.
 
     Raises:
-        AmbiguousError: a turn cannot be located.
+        SampleError: a turn cannot be located.
     """
     finder = _Finder(render, messages, text, offsets, headers, special)
     spans: list[tuple[int, int]] = []
@@ -58,7 +54,7 @@ def learned_spans(
             continue
         start, stop = finder.start(number), finder.stop(number)
         if start > stop or spans and start < spans[-1][1]:
-            raise AmbiguousError(f"messages[{number}] has no separate place in the rendering")
+            raise SampleError(f"messages[{number}] has no separate place in the rendering")
         # A space after the end of a turn is part of the first token of the next one.
         stop = start + len(text[start:stop].rstrip(" "))
         spans.append((start, finder.ending(stop)))
@@ -103,24 +99,24 @@ class _Finder:
         content = self._content_start(number)
         if number == 0:
             if content is None:
-                raise AmbiguousError("the chat template does not write messages[0]")
+                raise SampleError("the chat template does not write messages[0]")
             places = range(content, -1, -1)
             starts = (i for i in places if self._text[i : i + 1] == self._header[:1])
             ends = (self._after_header(i, self._header, content) for i in starts)
             start = next((end for end in ends if end is not None and end <= content), None)
             if self._header and start is None:
-                raise AmbiguousError("messages[0] does not begin with the generation prompt")
+                raise SampleError("messages[0] does not begin with the generation prompt")
             before = content if self._text[:content].strip() else 0
             return before if start is None else start
         own = self._content_end(self._messages, number - 1, self._text)
         if prompt is None or own is None:
-            raise AmbiguousError(f"the chat template cannot render a prompt for messages[{number}]")
+            raise SampleError(f"the chat template cannot render a prompt for messages[{number}]")
         there = self._content_end(self._messages[:number], number - 1, prompt, prompt=True)
         if there is None:
-            raise AmbiguousError(f"the chat template does not write messages[{number - 1}]")
+            raise SampleError(f"the chat template does not write messages[{number - 1}]")
         start = self._after_header(own, prompt[there:], content)
         if start is None:
-            raise AmbiguousError(
+            raise SampleError(
                 f"the text before messages[{number}] is not that of a prompt for it"
             )
         return start
@@ -147,17 +143,17 @@ class _Finder:
         own = self._content_end(self._messages, number, self._text)
         there = None if so_far is None else self._content_end(messages, place, so_far)
         if own is None or there is None or so_far is None:
-            raise AmbiguousError(f"the chat template does not write messages[{number}]")
+            raise SampleError(f"the chat template does not write messages[{number}]")
         closing = so_far[there:]
         length = self._common(own, closing)
         if self._special.sub("", closing[length:]):
-            raise AmbiguousError(f"messages[{number}] ends otherwise when messages follow")
+            raise SampleError(f"messages[{number}] ends otherwise when messages follow")
         return own + length
 
     def _check_end(self, number: int) -> None:
         """
         Raises:
-            AmbiguousError: the text goes on after the last turn. Some templates append the
+            SampleError: the text goes on after the last turn. Some templates append the
                 generation prompt always.
         """
         if self._header:
@@ -169,7 +165,7 @@ class _Finder:
         if own is None or there is None or followed is None:
             return
         if self._special.sub("", self._text[own + self._common(own, followed[there:]) :]):
-            raise AmbiguousError(f"messages[{number}] ends otherwise when messages follow")
+            raise SampleError(f"messages[{number}] ends otherwise when messages follow")
 
     def ending(self, stop: int) -> int:
         """Return the end of a turn with the token that ends it. Where the template writes none, or

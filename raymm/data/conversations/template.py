@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from raymm.data.conversations.spans import AmbiguousError, aligned, learned_spans
+from raymm.data.conversations.spans import aligned, learned_spans
 from raymm.data.conversations.template_limits import limited_rendering
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.rows import LEARNED_ROLE
 from raymm.data.samples.sample import Sample
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, DataError, SampleError
 
 Message = Mapping[str, Any]
 # Key of a message that masks its labels; see ``Sample.messages``.
@@ -293,7 +292,9 @@ class ChatTemplate:
                     render, messages, text, offsets, self._turn_headers(options, sample.tools),
                     self._special_text,
                 )
-            except AmbiguousError as error:
+            except SampleError as error:
+                if error.sample_id is not None:
+                    raise
                 raise text_error(
                     sample, f"the labels of its messages are ambiguous: {error}. Use a chat "
                     "template with {% generation %} blocks around what the assistant writes"

@@ -14,15 +14,11 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, cast
 
-from raymm.errors import InternalError
+from raymm.errors import SampleError
 
 # Passes through loops in one rendering. A thousand messages of a hundred parts need a tenth.
 MOST_PASSES = 1_000_000
 _passes_left: ContextVar[list[int] | None] = ContextVar("passes_left", default=None)
-
-
-class TemplateLimitError(InternalError, ValueError):
-    """Error for a rendering that takes more than :data:`MOST_PASSES` passes."""
 
 
 @contextmanager
@@ -41,7 +37,7 @@ def _take_pass() -> str:
     if left is not None:
         left[0] -= 1
         if left[0] < 0:
-            raise TemplateLimitError(
+            raise SampleError(
                 f"the chat template goes through its loops more than {MOST_PASSES:,} times for one "
                 "sample"
             )

@@ -12,10 +12,9 @@ from typing import Any
 
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
-from raymm.actors.weights.hub_folder import HubError, local_folder
+from raymm.actors.weights.hub_folder import local_folder
 from raymm.data.conversations.template import LOSS, ChatTemplate, RenderedChat
 from raymm.data.samples.config import DataConfig, ModalityDataConfig
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import (
     check_counts,
     check_parts,
@@ -28,7 +27,7 @@ from raymm.data.samples.placeholders import (
 )
 from raymm.data.samples.rows import LEARNED_ROLE
 from raymm.data.samples.sample import Sample
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, ConfigError, DataError
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
@@ -69,7 +68,7 @@ def processor_folder(path: str, field: str) -> str:
     """
     try:
         folder = local_folder(path, weights=False)
-    except HubError as error:
+    except ConfigError as error:
         raise DataError(f"{field}: {error}") from None
     if not Path(folder).is_dir():
         raise DataError(f"{field}: {path!r} is not a local folder")

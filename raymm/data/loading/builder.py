@@ -32,7 +32,6 @@ from raymm.data.samples.collate import (
     split_parts,
 )
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError, NoneUsableError, RowError, SampleError
 from raymm.data.samples.headers import VIDEO, check_media, pillow_limit
 from raymm.data.samples.media import Media, media_name
 from raymm.data.samples.processors import (
@@ -43,9 +42,8 @@ from raymm.data.samples.processors import (
 )
 from raymm.data.samples.sample import Sample
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
-from raymm.data.video.container import VideoError, decoder
-from raymm.errors import USER_CODE_RAISES, FailureKind
-from raymm.packages import PackageError
+from raymm.data.video.container import decoder
+from raymm.errors import USER_CODE_RAISES, ConfigError, DataError, FailureKind, SampleError
 
 _REASONS_SHOWN = 3
 T = TypeVar("T")
@@ -76,14 +74,16 @@ class Skipped:
         """
         if failure_kind(error) is FailureKind.RESOURCE:
             raise error
-        return cls(error.sample_id, error.path, error.reason, error.column, source)
+        return cls(str(error.sample_id), error.path, error.reason, error.column, source)
 
 
-def none_usable(skipped: Sequence[Skipped], of: str = "the step's") -> NoneUsableError:
+def none_usable(skipped: Sequence[Skipped], of: str = "the step's") -> DataError:
     """Return the error for a step, or another set of samples (``of``), without a usable sample."""
     reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
     what = f"none of {of} {len(skipped)} samples is usable: {reasons}"
-    return NoneUsableError(what, skipped)
+    error = DataError(what)
+    error.skipped = list(skipped)
+    return error
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,8 @@ class StepBuilder:
         if (sample.preference is not None) != bool(self.config.preferences):
             accepted = "messages or text" if sample.preference else "prompt, chosen and rejected"
             raise SampleError(
-                sample.id, None, f"data.preferences is {self.config.preferences}; accepted: rows "
-                f"with {accepted}", None, sample.place or None,
+                f"data.preferences is {self.config.preferences}; accepted: rows with {accepted}",
+                None, None, sample.id, sample.place or None,
             )
 
     def _check_sample(
@@ -357,7 +357,7 @@ class StepBuilder:
             path = media_name(items[0]) if len(items) == 1 else None
             column = sample.columns.get(name, self.config.columns.get(name)) if name else None
             raise SampleError(
-                sample.id, path, str(error), column, sample.place or None
+                str(error), column, path, sample.id, sample.place or None
             ) from error
 
     def _item(self, name: str, sample: Sample, item: Media) -> dict[str, torch.Tensor]:
@@ -388,18 +388,16 @@ class StepBuilder:
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
                 return make(inputs if isinstance(item, tuple) else inputs[0])
-        except (DataError, PackageError, MemoryError):  # not caused by the sample
-            raise
+        except (DataError, ConfigError, MemoryError) as error:
+            if not isinstance(error, SampleError) or error.sample_id is not None:
+                raise  # not caused by the item
+            cause, reason = error, error.reason
         except USER_CODE_RAISES as error:  # a decoder raises whatever its format library raises
-            reason = f"cannot be read ({type(error).__name__}: {error})"
-            if isinstance(error, RowError):
-                reason = error.reason
-            elif isinstance(error, VideoError):
-                reason = str(error)
-            column = sample.columns.get(name, modality.column)
-            raise SampleError(
-                sample.id, media_name(item), reason, column, sample.place or None
-            ) from error
+            cause, reason = error, f"cannot be read ({type(error).__name__}: {error})"
+        column = sample.columns.get(name, modality.column)
+        raise SampleError(
+            reason, column, media_name(item), sample.id, sample.place or None
+        ) from cause
 
 
 def _keys_of(

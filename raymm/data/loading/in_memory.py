@@ -9,7 +9,8 @@ import torch
 
 from raymm.data.loading.object_store import StoredTensors
 from raymm.data.samples.collate import MicrobatchMeta, describe
-from raymm.model.batch_rules import IDS, INDEX, BatchError, text_inputs
+from raymm.errors import DataError
+from raymm.model.batch_rules import IDS, INDEX, text_inputs
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -20,11 +21,11 @@ def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
         count: of microbatches.
 
     Raises:
-        BatchError: rows do not divide, or tensors have not the items along their first dimension.
+        DataError: rows do not divide, or tensors have not the items along their first dimension.
     """
     rows = len(batch[IDS])
     if rows % count:
-        raise BatchError(
+        raise DataError(
             f"the batch has {rows} rows, which do not divide into num_microbatches={count}"
         )
     size = rows // count
@@ -54,12 +55,12 @@ def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> N
         purpose: why items are to be split.
 
     Raises:
-        BatchError: a tensor has not its items along the first dimension.
+        DataError: a tensor has not its items along the first dimension.
     """
     count = len(items[INDEX])
     for key, tensor in items.items():
         if len(tensor) != count:
-            raise BatchError(
+            raise DataError(
                 f"{key!r} of {name!r} has shape {tuple(tensor.shape)} for {count} items; accepted "
                 f"{purpose}: items along the first dimension of every tensor"
             )

@@ -10,10 +10,10 @@ import torch
 
 from raymm.data.conversations.conversation import Conversation
 from raymm.data.conversations.processor import ModelProcessor
-from raymm.data.samples.errors import RowError, SampleError
 from raymm.data.samples.media import media_name
 from raymm.data.samples.whole_sounds import WholeSounds, equal_tensors
 from raymm.data.video.frames import Clip
+from raymm.errors import SampleError
 
 # Rates of frames that are tried, in frames per second.
 _RATES = (1.0, 4.0)
@@ -53,7 +53,7 @@ class ItemCheck:
             self._sounds = WholeSounds(self._processor.sampling_rate)
         try:
             self._sounds.check(sound, lambda other: self._with(encoded, "audio", number, other))
-        except RowError as error:
+        except SampleError as error:
             raise _item_error(encoded, "audio", number, error.reason) from None
 
     def _check_frames(self, encoded: Conversation, number: int, frames: Sequence[Any]) -> None:
@@ -89,7 +89,7 @@ def clip_of_images(frames: Sequence[Any], fps: float) -> Clip:
         fps: frames per second.
 
     Raises:
-        VideoError: the images are of several sizes.
+        SampleError: the images are of several sizes.
     """
     times = [number / fps for number in range(len(frames))]
     return Clip.from_frames([np.asarray(frame) for frame in frames], times)
@@ -98,4 +98,4 @@ def clip_of_images(frames: Sequence[Any], fps: float) -> Clip:
 def _item_error(encoded: Conversation, kind: str, number: int, reason: str) -> SampleError:
     sample = encoded.sample
     file = media_name(sample.media[kind][number])
-    return SampleError(sample.id, file, reason, sample.columns.get(kind), sample.place or None)
+    return SampleError(reason, sample.columns.get(kind), file, sample.id, sample.place or None)

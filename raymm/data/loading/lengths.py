@@ -12,10 +12,10 @@ import numpy as np
 from raymm.data.loading.processed import ProcessedBuilder
 from raymm.data.readers import Dataset
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import SampleError
 from raymm.data.samples.sample import Sample
 from raymm.data.sampling.scan_cache import default_cache, load_scan, scan_key
 from raymm.data.sampling.scanner import HeaderSizes, Progress, Sizes, scan
+from raymm.errors import SampleError
 from raymm.files.section import MOST_COUNT
 
 # A worker process needs seconds to start. Rows that one scans in the meantime: of text, and with

@@ -39,9 +39,9 @@ from raymm.data.loading.worker import StoredStep, part_names, start_worker
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError, DataWorkerError, NoneUsableError, SampleError
 from raymm.data.sampling.batching import Sampler, training_sampler
 from raymm.data.sampling.sampler import EpochSampler, State, flat
+from raymm.errors import DataError, FailureKind, Loss, RunFailedError, SampleError
 
 # Steps, by data file and samples, of which a worker has died in this process.
 _died: set[tuple[str, tuple[int, ...]]] = set()
@@ -98,7 +98,9 @@ def local_steps(
         for indices, state_after in _plan(config, dataset, split, start_state, sampler):
             try:
                 built = builder.build(indices, shuffled)
-            except NoneUsableError as error:
+            except DataError as error:
+                if error.skipped is None:
+                    raise
                 if split == "train":
                     left_out.add(error.skipped)
                     continue
@@ -146,7 +148,7 @@ class StepLoader:
             (``SampleError``), or a worker that is not started within ``worker_timeout``.
             Also from ``next()`` for a sample that ended two workers, and if no sample was usable
             among as many as the data have.
-        DataWorkerError: from ``next()``: a worker died, or did not load a step in that time.
+        RunFailedError: from ``next()``: a worker died, or did not load a step in that time.
     """
 
     def __init__(
@@ -278,10 +280,10 @@ class StepLoader:
             failure = _load_failure(who, what, error)
             failure.add_note(str(error))  # Ray's account: process, node, likely causes
             raise failure from None
-        if isinstance(result, NoneUsableError):
-            return StoredStep([], list(result.skipped))
         if isinstance(result, DataError):
-            raise result
+            if result.skipped is None:
+                raise result
+            return StoredStep([], list(result.skipped))
         return result
 
     def _end_workers(self) -> None:
@@ -317,9 +319,9 @@ class StepLoader:
                     return
                 sample = self._dataset[index]
                 raise SampleError(
-                    sample.id, None, "every data worker that loads it dies, also when it is the "
-                    f"only sample ({first_line(error)}). Remove it, or find out what its items do "
-                    "to the library that decodes them", None, sample.place or None,
+                    "every data worker that loads it dies, also when it is the only sample "
+                    f"({first_line(error)}). Remove it, or find out what its items do to the "
+                    "library that decodes them", None, None, sample.id, sample.place or None,
                 ) from None
             except (RayError, GetTimeoutError):
                 continue
@@ -376,13 +378,13 @@ class StepLoader:
             )
         place = self._place(number, ANSWER_TIMEOUT_S)
         if place is None:
-            return DataWorkerError(f"{who} {late}: it has never answered")
+            return _worker_error(f"{who} {late}: it has never answered")
         inquiry = inquire({number: self._workers[number]}, BEAT_S)
         looks = look_from_outside({number: place["address"]})
         kill_from_outside({number: place["address"]})  # it would not obey Ray
         look = looks.get(number, Look("out of reach", ""))
         doing = inquiry.reports.get(number) or f"does not answer; it is {look.state}"
-        return DataWorkerError(
+        return _worker_error(
             f"{who} (process {place['pid']} on {place['host']}) {late}: it {doing}\n"
             f"stacks: {keep({f'data-worker-{number}.txt': look.stacks})}"
         )
@@ -402,7 +404,7 @@ class _LeftOut:
     def add(self, skipped: Sequence[Skipped]) -> None:
         """
         Raises:
-            NoneUsableError: there are as many as the data have.
+            DataError: there are as many as the data have.
         """
         self._skipped += skipped
         if len(self._skipped) >= self._most:
@@ -414,7 +416,11 @@ class _LeftOut:
         return taken
 
 
-def _load_failure(worker: str, step: str, error: RayError) -> DataWorkerError:
+def _worker_error(text: str, kind: FailureKind | None = None) -> RunFailedError:
+    return RunFailedError(text, kind, Loss.DATA_WORKER)
+
+
+def _load_failure(worker: str, step: str, error: RayError) -> RunFailedError:
     """Return the error of a worker that did not load a step.
 
     Args:
@@ -424,13 +430,13 @@ def _load_failure(worker: str, step: str, error: RayError) -> DataWorkerError:
     if isinstance(error, RayActorError):
         if error.actor_init_failed:
             kind = constructor_kind(str(error))
-            return DataWorkerError(f"{worker}: {first_line(error)}; it was to load {step}", kind)
-        return DataWorkerError(f"{worker} died while loading {step}")
+            return _worker_error(f"{worker}: {first_line(error)}; it was to load {step}", kind)
+        return _worker_error(f"{worker} died while loading {step}")
     if not isinstance(error, RayTaskError):
-        return DataWorkerError(f"{worker} failed to load {step}")
+        return _worker_error(f"{worker} failed to load {step}")
     cause = cause_of(error)
     reason = f"{type(cause).__name__}: {cause}"
-    return DataWorkerError(f"{worker} failed to load {step}: {reason}", failure_kind(cause))
+    return _worker_error(f"{worker} failed to load {step}: {reason}", failure_kind(cause))
 
 
 def _plan(

@@ -31,14 +31,13 @@ from raymm.data.loading.tower_lookup import TowerLookup
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import Microbatch, MicrobatchMeta, Stack
 from raymm.data.samples.config import TOWER_OF, DataConfig
-from raymm.data.samples.errors import DataError, RowError, SampleError
 from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.processors import frames_of, read_audio, read_image
 from raymm.data.samples.sample import Sample
 from raymm.data.sampling.sampler import flat
 from raymm.data.sampling.scanner import Measure
 from raymm.data.video.frames import Clip
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, DataError, SampleError
 from raymm.model.whole_batch import text_parts
 
 
@@ -208,7 +207,7 @@ class ProcessedBuilder(StepBuilder):
         if isinstance(video, Clip):
             return video
         if not isinstance(video, list):
-            raise RowError(
+            raise SampleError(
                 "it is a picture, and not a video file; accepted in a column of videos: video "
                 "files, or with data.modalities.video.frames: true lists of pictures, of which "
                 "each list is a video"
@@ -227,7 +226,7 @@ class ProcessedBuilder(StepBuilder):
         try:
             return self._microbatch(group), list(group), []
         except SampleError as error:
-            if self.config.on_error == "raise":
+            if self.config.on_error == "raise" and error.sample_id is not None:
                 raise
             first: BaseException = error
         except MemoryError:  # that is the process's, whatever the samples
@@ -256,7 +255,7 @@ class ProcessedBuilder(StepBuilder):
         return self._microbatch(usable) if usable else None, usable, skipped
 
     def _named(self, sample: Conversation, error: BaseException) -> SampleError:
-        if isinstance(error, SampleError):
+        if isinstance(error, SampleError) and error.sample_id is not None:
             return error
         explained = isinstance(error, DataError) or type(error).__module__.startswith("raymm.")
         reason = str(error) if explained else (

@@ -11,9 +11,9 @@ from raymm.data.readers import (
     open_source,
 )
 from raymm.data.samples.config import DataConfig, SourceConfig
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.placeholders import part_types
 from raymm.data.samples.rows import TEXT_ROLES
+from raymm.errors import DataError
 
 
 def open_split(config: DataConfig, split: str) -> Dataset:

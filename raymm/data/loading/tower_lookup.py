@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raymm.actors.features.root_features import RootForm, RootFormError
+from raymm.actors.features.root_features import RootForm
 from raymm.actors.sharding.whole.item_rows import each_item
 from raymm.actors.stages.tower import featured_inputs
 from raymm.data.loading.feature_lookup import FeatureLookup
+from raymm.errors import ModelError
 
 _KEY_BYTES = 20
 
@@ -52,7 +53,7 @@ class TowerLookup(FeatureLookup):
             inputs: of it.
 
         Raises:
-            SplitSamplesError: rows of items that do not add up.
+            ModelError: rows of items that do not add up.
         """
         items = each_item(name, inputs, self.forms[name].zeros_left_out)
         return tuple(map(_key, items))
@@ -72,7 +73,7 @@ class TowerLookup(FeatureLookup):
             items.append([own[str(number)] for number in range(len(form.kept))])
         try:
             return form.together(items)
-        except RootFormError:
+        except ModelError:
             return None  # the tower says it of what it computes
 
 

@@ -27,8 +27,7 @@ from raymm.data.loading.processed import step_builder
 from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError
-from raymm.errors import USER_CODE_RAISES, FailureKind
+from raymm.errors import USER_CODE_RAISES, DataError, FailureKind
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from raymm.data.readers.repeated import Repeated
 from raymm.data.readers.row_index import Progress
 from raymm.data.readers.tar_shards import TarDataset
 from raymm.data.remote.path import DataPath, RemotePath, located, open_data, size_of
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.source_config import HUB
-from raymm.packages import PackageError
+from raymm.errors import ConfigError, DataError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -114,6 +113,8 @@ def _is_description(file: DataPath) -> bool:
     try:
         with open_data(file) as opened:
             return isinstance(json.loads(opened.read()), dict)
+    except DataError:  # of a server
+        raise
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -137,7 +138,7 @@ def open_source(
         raise DataError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
     try:
         return FORMATS[format or format_of(path)](path, None, options, progress)
-    except (DataError, PackageError):
+    except (DataError, ConfigError):
         raise
     except ValueError as error:  # a URL of another kind
         raise DataError(f"data source {str(path)!r}: {error}") from None

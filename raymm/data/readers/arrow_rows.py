@@ -9,10 +9,10 @@ import numpy as np
 
 from raymm.data.readers.options import ReaderOptions
 from raymm.data.readers.row_index import MEDIA_COLUMNS, RowIndex
-from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.row_forms import FORMS, RENAME, accepted_columns
+from raymm.errors import DataError, SampleError
 
 # Roles whose value may be messages; as a string, JSON.
 _MESSAGES = (
@@ -188,7 +188,7 @@ def row_of(table: Any, at: int, limits: Limits) -> dict:
         limits: of sizes.
 
     Raises:
-        RowError: a value above ``max_item_bytes``; nothing is copied then.
+        SampleError: a value above ``max_item_bytes``; nothing is copied then.
     """
     row = table.slice(at, 1)
     for name, values in zip(row.column_names, row.columns, strict=True):
@@ -214,7 +214,7 @@ def _check_lengths(values, column: str, limit: int) -> None:
     elif _is_binary(values.type) or _is_string(values.type):
         longest = pc.max(pc.binary_length(values)).as_py() or 0
         if longest > limit:
-            raise RowError(
+            raise SampleError(
                 f"it has {longest:,} bytes, above data.max_item_bytes ({limit:,})", column
             )
 

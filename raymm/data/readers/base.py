@@ -23,10 +23,10 @@ from raymm.data.readers.row_index import (
     stored_index,
 )
 from raymm.data.remote.path import DataPath, RemotePath, located
-from raymm.data.samples.errors import DataError, RowError, SampleError
-from raymm.data.samples.folders import MediaFolders, OutsideError
+from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.rows import ID, TEXT_ROLES, parse_row
 from raymm.data.samples.sample import Sample
+from raymm.errors import DataError, SampleError
 
 
 class Reader(ABC):
@@ -72,7 +72,7 @@ class Reader(ABC):
         self.counts: dict[str, np.ndarray] = {}
         self.files: Sequence[DataPath] = (self.path,)
         self.survey = Survey()
-        self._bad: dict[int, RowError] = {}
+        self._bad: dict[int, SampleError] = {}
         self._open(ProgressReport(self.path, progress))
         if not len(self):
             raise DataError(f"data file {self.path} has no samples")
@@ -91,7 +91,7 @@ class Reader(ABC):
         """Column -> value of a row (media as ``items_of`` takes them).
 
         Raises:
-            RowError: the row cannot be read, or is too large to.
+            SampleError: the row cannot be read, or is too large to.
             OSError, ValueError: the file is not what it was when it was opened.
         """
 
@@ -133,16 +133,19 @@ class Reader(ABC):
         try:
             row = self._row(index)
             if not isinstance(row, dict):
-                raise RowError(f"a sample is a JSON object, got {type(row).__name__}")
+                raise SampleError(f"a sample is a JSON object, got {type(row).__name__}")
             value = row.get(self.options.text_columns.get(ID, ID))
             sample_id = place if value is None else str(value)
             folders = self._media_folders(index)
             parsed = parse_row(row, self.options, folders, place)
             self._check_links(parsed.media, folders, parsed.column)
-        except (RowError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
+            if isinstance(error, DataError) and not isinstance(error, SampleError):
+                raise
             # Links are looked at when they are read.
-            of_row = isinstance(error, OutsideError) or not self.checked_when_opened
-            if isinstance(error, RowError) and of_row:
+            if isinstance(error, SampleError) and (
+                error.outside or not self.checked_when_opened
+            ):
                 raise self._sample_error(sample_id, place, error) from None
             from raymm.actors.faults.failure_kind import failure_kind  # imports torch
 
@@ -174,8 +177,8 @@ class Reader(ABC):
         """Folders of the media of a row."""
         return MediaFolders(self.folder, self.options.media_folders)
 
-    def _sample_error(self, sample_id: str, place: str, error: RowError) -> SampleError:
-        return SampleError(sample_id, error.file, error.reason, error.column, place)
+    def _sample_error(self, sample_id: str, place: str, error: SampleError) -> SampleError:
+        return SampleError(error.reason, error.column, error.path, sample_id, place)
 
     def _stored(self, build: Callable[[], RowIndex]) -> RowIndex:
         """The stored index of a large source, or a new one."""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from raymm.data.readers.cache import cache_folder, written_file
 from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, size_of, version_of
-from raymm.data.samples.errors import DataError
+from raymm.errors import DataError
 from raymm.packages import require
 
 COMPRESSED = (".gz", ".zst")
@@ -40,7 +40,7 @@ def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) 
 
     Raises:
         DataError: the file is broken, or there is no space.
-        PackageError: the package ``zstandard`` is missing.
+        ConfigError: the package ``zstandard`` is missing.
     """
     with open_data(path) as file:
         head = file.read(4)

@@ -14,7 +14,7 @@ from raymm.data.readers.arrow_rows import (
 from raymm.data.readers.base import Reader
 from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import DataPath, RemotePath
-from raymm.data.samples.errors import DataError
+from raymm.errors import DataError
 from raymm.packages import require
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
@@ -129,7 +129,7 @@ def datasets_package() -> Any:
     """Return the package ``datasets``.
 
     Raises:
-        PackageError: the package is not installed.
+        ConfigError: the package is not installed.
     """
     return require("datasets", "datasets", "a folder of save_to_disk, or a data set of the hub,")
 

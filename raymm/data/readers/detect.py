@@ -11,7 +11,7 @@ from typing import Any
 from raymm.data.readers import format_of, open_source
 from raymm.data.readers.base import Reader, ReaderOptions
 from raymm.data.readers.row_index import MEDIA_COLUMNS, MEDIA_SUFFIXES, Progress
-from raymm.data.samples.errors import DataError
+from raymm.errors import DataError
 
 # Kinds of media, and the types of message parts that hold them.
 _PARTS = {"image": "image", "video": "video", "audio": "audio"}

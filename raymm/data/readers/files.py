@@ -6,8 +6,8 @@ from pathlib import Path
 
 from raymm.data.readers.compressed import data_suffix
 from raymm.data.remote.path import DataPath, RemotePath, located
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.source_config import HUB
+from raymm.errors import DataError
 
 # Files of a folder that describe its data, as ``datasets`` and LLaMA-Factory write them.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
@@ -71,7 +71,7 @@ def is_there(path: str | Path) -> bool:
     """Return True if a path or URL exists, or a glob matches a file.
 
     Raises:
-        RemoteError: a server does not answer.
+        DataError: a server does not answer.
     """
     if str(path).startswith(HUB):
         return True  # an error comes when it is opened

@@ -9,8 +9,8 @@ from raymm.data.readers.base import ReaderOptions
 from raymm.data.readers.datasets_folder import DatasetsFolder, datasets_package
 from raymm.data.readers.row_index import Progress, ProgressReport
 from raymm.data.remote.path import DataPath
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.source_config import HUB
+from raymm.errors import DataError
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 

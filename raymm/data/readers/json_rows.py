@@ -17,8 +17,8 @@ from raymm.data.readers.compressed import plain_file
 from raymm.data.readers.files import DESCRIPTIONS, find_files
 from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import SCAN_BLOCK, DataPath, open_data, read_range, size_of
-from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
+from raymm.errors import DataError, SampleError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson")
 _BOM = b"\xef\xbb\xbf"
@@ -121,7 +121,7 @@ def _is_array(path: DataPath) -> bool:
 
 def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, object]]:
     """Yield (first byte, end byte, line number from 1, parsed line) of every line that is not
-    blank, with a ``RowError`` in place of a line that is not JSON."""
+    blank, with a ``SampleError`` in place of a line that is not JSON."""
     offset = number = 0
     with open_data(path, SCAN_BLOCK) as file:
         while line := file.readline(MAX_LINE_BYTES):
@@ -133,7 +133,7 @@ def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, 
                     stop += len(line)
                 offset = stop
                 reason = f"a line of {stop - start:,} bytes, above {MAX_LINE_BYTES:,}"
-                yield start, stop, number, RowError(reason)
+                yield start, stop, number, SampleError(reason)
                 continue
             offset = stop
             while line.startswith(_BOM):
@@ -143,7 +143,7 @@ def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, 
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                row = RowError(f"is not a JSON value: {error}{_advice(line, number)}")
+                row = SampleError(f"is not a JSON value: {error}{_advice(line, number)}")
             yield start, stop, number, row
 
 
@@ -227,7 +227,7 @@ def _elements(
         try:
             row, stop = window.value(decoder)
         except (ValueError, RecursionError) as error:
-            if isinstance(error, UnicodeDecodeError):
+            if isinstance(error, UnicodeDecodeError | DataError):
                 raise
             raise DataError(
                 f"{name}:{window.line}: element {index} of the array is not a JSON value: {error}"

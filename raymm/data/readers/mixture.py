@@ -7,8 +7,8 @@ import numpy as np
 
 from raymm.data.readers.base import Reader
 from raymm.data.readers.repeated import Repeated
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.sample import Sample
+from raymm.errors import DataError
 
 
 class Mixture:

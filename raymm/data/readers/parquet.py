@@ -19,7 +19,7 @@ from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
 from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import DataPath
-from raymm.data.samples.errors import DataError, RowError
+from raymm.errors import DataError, SampleError
 from raymm.packages import require
 
 # Row groups that stay in memory, if together they keep ``max_row_group_bytes``.
@@ -159,11 +159,11 @@ class ParquetDataset(Reader):
     def _row(self, index: int) -> dict:
         group, at = self._locate(index)
         if group in self._refused:
-            raise RowError(self._refused[group])
+            raise SampleError(self._refused[group])
         if group not in self._kept:
             try:
                 self._keep(group)
-            except RowError as error:
+            except SampleError as error:
                 self._refused[group] = error.reason
                 raise
         self._kept.move_to_end(group)
@@ -188,7 +188,7 @@ class ParquetDataset(Reader):
             for batch in file.iter_batches(rows, [row_group], self._used[number]):
                 size += batch.nbytes
                 if size > limit:
-                    raise RowError(
+                    raise SampleError(
                         f"row group {row_group} has more than {limit:,} bytes when decoded "
                         "(data.max_row_group_bytes)"
                     )

@@ -9,8 +9,8 @@ import numpy as np
 
 from raymm.data.readers.base import Reader, ReaderOptions
 from raymm.data.remote.path import DataPath
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.sample import Sample
+from raymm.errors import DataError
 
 
 class Repeated:

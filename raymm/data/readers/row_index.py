@@ -19,11 +19,11 @@ import numpy as np
 from raymm.data.readers.cache import cache_folder, written_file
 from raymm.data.readers.options import ReaderOptions
 from raymm.data.remote.path import DataPath, size_of, version_of
-from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import MediaRange
 from raymm.data.samples.row_media import LONGEST_PATH, MediaRules, items_of
 from raymm.data.samples.rows import ParsedRow, RowRules, parse_row
+from raymm.errors import DataError, SampleError
 
 # Columns in which rows have media, by kind.
 MEDIA_COLUMNS = {
@@ -160,7 +160,7 @@ class RowIndex:
     def __init__(self, options: ReaderOptions) -> None:
         self._rules = options
         self.counts: dict[str, Any] = {name: array("i") for name in options.modalities}
-        self.bad: dict[int, RowError] = {}
+        self.bad: dict[int, SampleError] = {}
         self.survey = Survey()
         self.arrays: dict[str, np.ndarray] = {}
         self._rows = 0
@@ -175,7 +175,7 @@ class RowIndex:
         """Parse the next row and count its items.
 
         Args:
-            row: column -> value, or the ``RowError`` of a row that cannot be read.
+            row: column -> value, or the ``SampleError`` of a row that cannot be read.
             place: of the row.
             folders: of its media.
             counted: items of media columns by modality, where ``row`` has the other columns only.
@@ -186,9 +186,9 @@ class RowIndex:
         counts = dict.fromkeys(self.counts, 0)
         try:
             counts |= self._counted(row, place, folders, counted)
-        except RowError as error:
+        except SampleError as error:
             if not self._rules.skip:
-                where = f", file {error.file}" if error.file else ""
+                where = f", file {error.path}" if error.path else ""
                 raise DataError(f"{place}{where}: {error.reason}") from None
             self.bad[self._rows] = error
         for modality, count in counts.items():
@@ -198,7 +198,7 @@ class RowIndex:
     def _counted(
         self, row: Any, place: str, folders: MediaFolders, counted: Mapping[str, int] | None
     ) -> dict[str, int]:
-        if isinstance(row, RowError):
+        if isinstance(row, SampleError):
             raise row
         rules = self._rules if counted is None else replace(self._rules, columns={})
         parsed = parse_row(row, rules, folders, place)
@@ -209,7 +209,7 @@ class RowIndex:
         counts = {modality: len(items) for modality, items in parsed.media.items()}
         for modality, count in (counted or {}).items():
             if count and counts.get(modality):
-                raise RowError(
+                raise SampleError(
                     f"the row has {modality} items in column {self._rules.columns[modality]!r} and "
                     "in parts of its messages; accepted: one of them"
                 )
@@ -331,7 +331,7 @@ def stored_index(
 
 def _to_arrays(index: RowIndex) -> dict[str, Any]:
     survey = vars(index.survey)
-    bad = [[row, e.reason, e.column, e.file] for row, e in index.bad.items()]
+    bad = [[row, e.reason, e.column, e.path] for row, e in index.bad.items()]
     return {
         "summary": np.array(json.dumps({"survey": survey, "bad": bad, "rows": len(index)})),
         **{_COUNTS + name: values for name, values in index.counts.items()},
@@ -352,7 +352,7 @@ def _load(path: Any, options: ReaderOptions) -> RowIndex | None:
             if name.startswith(_ARRAYS)
         }
         index.bad = {
-            row: RowError(reason, column, file) for row, reason, column, file in summary["bad"]
+            row: SampleError(reason, column, file) for row, reason, column, file in summary["bad"]
         }
         survey = summary["survey"]
         for name in ("forms", "media", "inline"):

@@ -17,9 +17,9 @@ from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
 from raymm.data.readers.row_index import ProgressReport, RowIndex
 from raymm.data.remote.path import DataPath, RemotePath, open_data, size_of
-from raymm.data.samples.errors import DataError, RowError
 from raymm.data.samples.media import MediaRange
 from raymm.data.samples.rows import TEXT
+from raymm.errors import DataError, SampleError
 
 JSON, TXT = "json", "txt"
 # ``json`` and ``txt`` are read while a shard is scanned.
@@ -83,15 +83,15 @@ class TarDataset(Reader):
         path = self.files[shard]
         with open_data(path) as file:
             row = self._described(file, path, self._keys[index].decode(), members)
-        if isinstance(row, RowError):
+        if isinstance(row, SampleError):
             raise row
         return row
 
-    def _described(self, file, path: DataPath, key: str, members: list) -> dict | RowError:
+    def _described(self, file, path: DataPath, key: str, members: list) -> dict | SampleError:
         """Return the row of a sample: text is read from ``file``, media are byte ranges."""
         try:
             return self._described_or_raise(file, path, key, members)
-        except RowError as error:
+        except SampleError as error:
             return error
 
     def _described_or_raise(self, file, path: DataPath, key: str, members: list) -> dict:
@@ -99,19 +99,20 @@ class TarDataset(Reader):
         version = path.version if isinstance(path, RemotePath) else None
         for extension, start, size in members:
             if extension in media:
-                raise RowError("has two members of this extension", extension)
+                raise SampleError("has two members of this extension", extension)
             media[extension] = MediaRange(f"{key}.{extension}", str(path), start, size, version)
             if extension not in (JSON, TXT):
                 continue
             if size > MAX_TEXT_BYTES:
-                raise RowError(f"it has {size:,} bytes, above {MAX_TEXT_BYTES:,}", extension)
+                raise SampleError(f"it has {size:,} bytes, above {MAX_TEXT_BYTES:,}", extension)
             file.seek(start)
             content = file.read(size)
             if len(content) < size:
-                raise RowError(f"the shard ends {size - len(content)} bytes before it", extension)
+                missing = size - len(content)
+                raise SampleError(f"the shard ends {missing} bytes before it", extension)
             row |= _text_columns(extension, content)
         if clash := sorted(set(row) & set(media) - {JSON, TXT}):
-            raise RowError(f"is a member of the shard and a field of {JSON!r}", clash[0])
+            raise SampleError(f"is a member of the shard and a field of {JSON!r}", clash[0])
         row = {**media, **row}
         named: set[str] = {JSON, TXT}
         for column in self.columns.values():
@@ -134,9 +135,9 @@ def _text_columns(extension: str, content: bytes) -> dict:
             return {TEXT: content.decode()}
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"is not {extension}: {error}", extension) from None
+        raise SampleError(f"is not {extension}: {error}", extension) from None
     if not isinstance(value, dict):
-        raise RowError(f"must be a JSON object, got {type(value).__name__}", extension)
+        raise SampleError(f"must be a JSON object, got {type(value).__name__}", extension)
     return value
 
 

@@ -9,7 +9,6 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from raymm.actors.storage.bucket import connect, tried
-from raymm.data.remote.errors import RemoteError
 from raymm.data.remote.store import (
     OPEN_RETRY_FOR_S,
     READ_RETRY_FOR_S,
@@ -18,6 +17,7 @@ from raymm.data.remote.store import (
     changed,
 )
 from raymm.data.remote.urls import DataUrl
+from raymm.errors import DataError
 
 # Files that a process keeps open: a size and a tag each, no connection.
 MOST_OPEN = 256
@@ -62,7 +62,7 @@ class BucketStore(Store):
                 url, lambda: self._client().get_file_info(self._bucket), retry_for_s
             )
             if bucket.type == FileType.NotFound:
-                raise RemoteError(f"{url}: there is no bucket {self._bucket!r}") from None
+                raise DataError(f"{url}: there is no bucket {self._bucket!r}") from None
             raise
 
     def read(self, url: DataUrl, start: int, size: int, version: FileVersion | None) -> bytes:
@@ -128,7 +128,7 @@ class BucketStore(Store):
         except FileNotFoundError:
             raise FileNotFoundError(2, "there is no such file", str(url)) from None
         except OSError as error:
-            raise RemoteError(f"{url}: {_reason(error, self._bucket, retry_for_s)}") from None
+            raise DataError(f"{url}: {_reason(error, self._bucket, retry_for_s)}") from None
 
 
 def _reason(error: OSError, bucket: str, retry_for_s: float) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 from typing import BinaryIO, cast
 
-from raymm.data.remote.errors import RemoteError
 from raymm.data.remote.store import FileVersion
 from raymm.data.remote.stores import store_of
 from raymm.data.remote.urls import DataUrl
+from raymm.errors import DataError
 
 
 class RemoteFile(io.RawIOBase):
@@ -31,7 +31,7 @@ class RemoteFile(io.RawIOBase):
         self._url, self._version, self._start, self._head = url, version, start, head
         self._size = version.size - start if size is None else size
         self._at = 0
-        self._failure: RemoteError | None = None
+        self._failure: DataError | None = None
 
     def readable(self) -> bool:
         return True
@@ -68,9 +68,9 @@ class RemoteFile(io.RawIOBase):
                     self._url, start, size - len(data), self._version
                 )
             except FileNotFoundError:
-                self._failure = RemoteError(f"{self._url} was removed while the run reads it")
+                self._failure = DataError(f"{self._url} was removed while the run reads it")
                 raise self._failure from None
-            except RemoteError as error:
+            except DataError as error:
                 self._failure = error
                 raise
             data += more

@@ -52,7 +52,7 @@ def item_size(url: str) -> int:
 
     Raises:
         FileNotFoundError: there is no such file.
-        RemoteError: the server does not say.
+        DataError: the server does not say.
     """
     return _head((url, 0, None), None)[1]
 
@@ -68,7 +68,7 @@ def open_item(
         version: which the file was when the part was found.
 
     Raises:
-        FileNotFoundError, RemoteError: as of :func:`item_size`.
+        FileNotFoundError, DataError: as of :func:`item_size`.
     """
     current, whole, head = _head((url, start, size), version)
     if len(head) >= whole:

@@ -64,7 +64,7 @@ class RemotePath:
 
         Raises:
             FileNotFoundError: there is no such file.
-            RemoteError: the server does not say.
+            DataError: the server does not say.
         """
         return store_of(self.url).version(self.url)
 
@@ -72,7 +72,7 @@ class RemotePath:
         """Whether there is such a file.
 
         Raises:
-            RemoteError: the server does not say.
+            DataError: the server does not say.
         """
         try:
             return self.version is not None
@@ -83,7 +83,7 @@ class RemotePath:
         """Whether there is a folder that can be listed, with a file in it.
 
         Raises:
-            RemoteError: the bucket does not say.
+            DataError: the bucket does not say.
         """
         return self.url.in_bucket and bool(self.files())
 
@@ -154,7 +154,7 @@ def open_data(path: DataPath, block: int = ROW_BLOCK) -> BinaryIO:
 
     Raises:
         OSError: it is not there, or cannot be read.
-        RemoteError: the server does not give it.
+        DataError: the server does not give it.
     """
     return path.open("rb") if isinstance(path, Path) else path.open(block)
 
@@ -167,7 +167,7 @@ def read_range(path: DataPath, start: int, size: int) -> bytes:
         start, size: of the range, in bytes.
 
     Raises:
-        OSError, RemoteError: as of :func:`open_data`.
+        OSError, DataError: as of :func:`open_data`.
     """
     if isinstance(path, RemotePath):
         return store_of(path.url).read(path.url, start, size, path.version)
@@ -183,7 +183,7 @@ def size_of(path: DataPath) -> int:
         path: where it is.
 
     Raises:
-        OSError, RemoteError: as of :func:`open_data`.
+        OSError, DataError: as of :func:`open_data`.
     """
     return path.version.size if isinstance(path, RemotePath) else path.stat().st_size
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-from raymm.data.remote.errors import RemoteError
 from raymm.data.remote.urls import DataUrl
+from raymm.errors import DataError
 
 # How long a request that fails is tried again: while a run is started, where a person waits, and
 # while it goes on. Below ``data.worker_timeout``, after which a worker is taken for stuck.
@@ -30,7 +30,7 @@ class FileVersion(NamedTuple):
 class Store(ABC):
     """A bucket, or a web server. Methods may be called by several threads.
 
-    All of them raise ``FileNotFoundError`` for a file that is not there, and :class:`RemoteError`
+    All of them raise ``FileNotFoundError`` for a file that is not there, and :class:`DataError`
     for a server that refuses, or does not answer for as long as it is tried again.
     """
 
@@ -46,7 +46,7 @@ class Store(ABC):
             url: of the file.
             start, size: the range, above 0 bytes.
             version: which it was when its size was asked for; another one is a
-                :class:`RemoteError`.
+                :class:`DataError`.
         """
 
     @abstractmethod
@@ -58,14 +58,14 @@ class Store(ABC):
         """Keys of all files below a folder, sorted."""
 
 
-def changed(url: DataUrl, before: FileVersion, now: FileVersion) -> RemoteError:
+def changed(url: DataUrl, before: FileVersion, now: FileVersion) -> DataError:
     """What to say of a file that is another one now.
 
     Args:
         url: of the file.
         before, now: its versions.
     """
-    return RemoteError(
+    return DataError(
         f"{url} was changed while the run reads it: it had {before.size:,} bytes and tag "
         f"{before.tag or 'none'}, now {now.size:,} and {now.tag or 'none'}. Start the run again"
     )

@@ -65,7 +65,7 @@ def parse(text: str) -> DataUrl:
 
     Raises:
         ValueError: the URL is of another kind, incomplete, or has credentials.
-        PackageError: pyarrow, which reads buckets, is not installed.
+        ConfigError: pyarrow, which reads buckets, is not installed.
     """
     match = _SCHEME.match(text)
     scheme = match[1].lower() if match else ""

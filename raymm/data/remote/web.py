@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from urllib.parse import urljoin
 
 from raymm.actors.storage.bucket import CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S, tried
-from raymm.data.remote.errors import RemoteError
 from raymm.data.remote.store import (
     OPEN_RETRY_FOR_S,
     READ_RETRY_FOR_S,
@@ -20,6 +19,7 @@ from raymm.data.remote.store import (
     changed,
 )
 from raymm.data.remote.urls import DataUrl
+from raymm.errors import DataError
 
 # Servers that hand on to another one, which hands on.
 MOST_REDIRECTS = 5
@@ -63,7 +63,7 @@ class WebStore(Store):
         return self._tried(url, lambda: self._get(url, 0, size), READ_RETRY_FOR_S)
 
     def keys(self, folder: DataUrl) -> list[str]:
-        raise RemoteError(
+        raise DataError(
             f"{folder}: web servers have no folders that can be listed, and no patterns; accepted: "
             "a list of files, or s3:// or gs://"
         )
@@ -85,17 +85,17 @@ class WebStore(Store):
             if status == 416 and described:  # an empty file, or one that is shorter now
                 return FileVersion(int(described[3]), tag), b""
             if status in (401, 403):
-                raise RemoteError(
+                raise DataError(
                     f"{url}: access is denied (status {status}); credentials are read from "
                     "~/.netrc of every node"
                 )
             if status != 206 or not described or described[1] != str(start):
-                raise RemoteError(
+                raise DataError(
                     f"{url}: the server answers a request for a range of bytes with status "
                     f"{status} {answer.reason}; accepted: servers that answer with 206"
                 )
             if headers.get("Content-Encoding", "identity") != "identity":
-                raise RemoteError(
+                raise DataError(
                     f"{url}: the server sends it as {headers['Content-Encoding']}; accepted: as "
                     "it is"
                 )
@@ -117,7 +117,7 @@ class WebStore(Store):
             except OSError as error:
                 if (untrusted := _certificate_error(error)) is None:
                     raise
-                raise RemoteError(
+                raise DataError(
                     f"{url}: the server's certificate is not trusted: {untrusted.verify_message}; "
                     f"of an authority of one's own, {CERTIFICATES} names the certificates' file, "
                     "on every node"
@@ -127,9 +127,9 @@ class WebStore(Store):
             target = urljoin(place, answer.headers.get("Location", ""))
             answer.close()
             if not target.startswith(("https://", named)):
-                raise RemoteError(f"{url}: it redirects to {target[:80]!r}; accepted: https://")
+                raise DataError(f"{url}: it redirects to {target[:80]!r}; accepted: https://")
             place = target
-        raise RemoteError(f"{url}: it redirects more than {MOST_REDIRECTS} times")
+        raise DataError(f"{url}: it redirects more than {MOST_REDIRECTS} times")
 
     def _session(self) -> Any:
         """Of this thread: connections stay open for the next request."""
@@ -147,7 +147,7 @@ class WebStore(Store):
         except FileNotFoundError:
             raise
         except OSError as error:  # requests' errors are, too
-            raise RemoteError(f"{url}: {error} (tried for {retry_for_s:g} s)") from None
+            raise DataError(f"{url}: {error} (tried for {retry_for_s:g} s)") from None
 
 
 def _no_credentials(request: Any) -> Any:

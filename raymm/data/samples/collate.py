@@ -11,7 +11,7 @@ import torch
 
 from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.merge import IGNORE_INDEX
-from raymm.data.samples.errors import DataError
+from raymm.errors import DataError
 
 # From the tensors of a microbatch's items to one of a further first dimension: ``torch.stack``,
 # or what leaves that to a later copy (``raymm.data.loading.object_store.ItemStack``).

@@ -15,14 +15,16 @@ from functools import lru_cache
 
 from raymm.data.remote.path import DataPath, RemotePath
 from raymm.data.remote.urls import DataUrl, is_url, parse
-from raymm.data.samples.errors import RowError
+from raymm.errors import SampleError
 
 # Folders whose links are looked up once: a source's files are in few.
 _FOLDERS_KEPT = 10_000
 
 
-class OutsideError(RowError):
-    """A row that names a file outside of the folders that it may."""
+def _outside(reason: str, column: str) -> SampleError:
+    error = SampleError(reason, column)
+    error.outside = True
+    return error
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class MediaFolders:
             A path without links of folders, or a URL.
 
         Raises:
-            OutsideError: it is in none of the folders.
+            SampleError: it is in none of the folders.
         """
         if is_url(name):
             return self._allowed_url(name, column)
@@ -67,7 +69,7 @@ class MediaFolders:
     def check(self, path: str, column: str) -> None:
         """
         Raises:
-            OutsideError: a file that is a link to one in none of the folders.
+            SampleError: a file that is a link to one in none of the folders.
         """
         if not is_url(path) and os.path.islink(path):
             self._within(path, os.path.realpath(path), column)
@@ -89,15 +91,15 @@ class MediaFolders:
             url = parse(name)
         except ValueError as error:
             reason = f"column {column!r} has the URL {name[:80]!r}: {error}"
-            raise OutsideError(reason, column) from None
+            raise _outside(reason, column) from None
         folders = [self.own.url] if isinstance(self.own, RemotePath) else []
         for folder in (*folders, *map(_url, filter(is_url, self.others))):
             if url.within(folder) and url.query in ("", folder.query):
                 return str(folder.with_key(url.key))
         raise self._outside(name[:80], posixpath.dirname(name[:80]), column)
 
-    def _outside(self, where: str, folder: str, column: str) -> OutsideError:
-        return OutsideError(
+    def _outside(self, where: str, folder: str, column: str) -> SampleError:
+        return _outside(
             f"column {column!r} names {where}, outside of the source's folder {self.own}. If its "
             f"rows may, say so: data.media_folders: [{folder}]",
             column,

@@ -13,18 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raymm.data.remote.errors import RemoteError
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.limits import MAX_SAMPLE_RATE, REFERENCE_RATE, Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, media_size, open_media
-from raymm.data.video.container import (
-    HEAD,
-    VideoError,
-    check_pictures,
-    format_of,
-    read_header,
-)
-from raymm.packages import PackageError, is_installed
+from raymm.data.video.container import HEAD, check_pictures, format_of, read_header
+from raymm.errors import ConfigError, DataError, SampleError
+from raymm.packages import is_installed
 
 IMAGE, AUDIO, VIDEO, OTHER = "image", "audio", "video", "other"
 
@@ -75,31 +68,29 @@ def check_media(
         pictures: of a video file, whether its pictures are wanted, and not its sound track.
 
     Raises:
-        RowError: the item does not exist, is empty, cannot be one of its format, or is above a
+        SampleError: the item does not exist, is empty, cannot be one of its format, or is above a
             limit, which is named.
-        RemoteError: a server does not give it.
+        DataError: a server does not give it.
     """
     try:
         size = media_size(media)
     except FileNotFoundError:
-        raise RowError("the file does not exist") from None
+        raise SampleError("the file does not exist") from None
     except OSError as error:
-        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from error
+        raise SampleError(f"cannot be read ({type(error).__name__}: {error})") from error
     if not size:
-        raise RowError("the file is empty")
+        raise SampleError("the file is empty")
     if size > limits.max_item_bytes:
-        raise RowError(
+        raise SampleError(
             f"it has {size:,} bytes, above data.max_item_bytes ({limits.max_item_bytes:,})"
         )
     try:
         with open_media(media) as file:
             header = _read(file, limits, pictures)
-    except (RowError, RemoteError, PackageError):
+    except (DataError, ConfigError):
         raise
-    except VideoError as error:
-        raise RowError(str(error)) from error
     except Exception as error:  # a decoder raises whatever its format library raises
-        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from error
+        raise SampleError(f"cannot be read ({type(error).__name__}: {error})") from error
     _check(header, limits)
     return header
 
@@ -192,13 +183,13 @@ def check_whole(sound: Any) -> None:
     libsndfile reads what is there and says the rest in its log.
 
     Raises:
-        RowError: it ends before.
+        SampleError: it ends before.
     """
     for pattern in _CUT_OFF:
         if match := pattern.search(sound.extra_info):
             announced, actual = int(match["said"]), int(match["found"])
             if actual < announced < _UNKNOWN_SIZE:
-                raise RowError(
+                raise SampleError(
                     f"the file is cut off: its header announces {announced:,} "
                     f"{'frames' if 'ds64' in match[0] else 'bytes'}, it has {actual:,}"
                 )
@@ -208,20 +199,20 @@ def _check(header: Header, limits: Limits) -> None:
     if header.kind == IMAGE:
         pixels = header.width * header.height
         if not pixels:
-            raise RowError(f"the image has no pixels ({header.width} x {header.height})")
+            raise SampleError(f"the image has no pixels ({header.width} x {header.height})")
         if pixels > limits.max_image_pixels:
-            raise RowError(
+            raise SampleError(
                 f"{header.width} x {header.height} = {pixels:,} pixels, above "
                 f"data.max_image_pixels ({limits.max_image_pixels:,})"
             )
     if header.kind == AUDIO:
         if header.frames <= 0:
-            raise RowError("the file holds no sound")
+            raise SampleError("the file holds no sound")
         if not 0 < header.rate <= MAX_SAMPLE_RATE:
-            raise RowError(f"its sample rate is {header.rate:,} Hz, above {MAX_SAMPLE_RATE:,}")
+            raise SampleError(f"its sample rate is {header.rate:,} Hz, above {MAX_SAMPLE_RATE:,}")
         samples = header.frames * max(header.channels, -(-REFERENCE_RATE // header.rate))
         if samples > limits.max_audio_samples:
-            raise RowError(
+            raise SampleError(
                 f"{header.frames:,} frames of {header.channels} channels at {header.rate:,} Hz "
                 f"are {samples:,} samples, above data.max_audio_samples "
                 f"({limits.max_audio_samples:,})"

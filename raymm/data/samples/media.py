@@ -79,7 +79,7 @@ def media_size(media: str | MediaBytes | MediaRange) -> int:
 
     Raises:
         OSError: there is no such file.
-        RemoteError: a server does not say.
+        DataError: a server does not say.
     """
     if isinstance(media, str):
         return item_size(media) if is_url(media) else os.stat(media).st_size
@@ -91,7 +91,7 @@ def open_media(media: str | MediaBytes | MediaRange) -> BinaryIO:
 
     Raises:
         OSError: there is no such file.
-        RemoteError: a server does not give it; also when it is closed, of what a library read.
+        DataError: a server does not give it; also when it is closed, of what a library read.
     """
     if isinstance(media, str):
         return open_item(media) if is_url(media) else open(media, "rb")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raymm.data.samples.errors import RowError
+from raymm.errors import SampleError
 
 # The role whose messages are labels.
 LEARNED_ROLE = "assistant"
@@ -36,13 +36,13 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
             ``human``. Those of ``from`` are always renamed.
 
     Raises:
-        RowError: anything else.
+        SampleError: anything else.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(
+            raise SampleError(
                 f"{column!r} is a text that is not JSON ({error}); accepted: a list of messages, "
                 "or that as a string of JSON", column,
             ) from None
@@ -50,13 +50,13 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
         names, lists = list(value), list(value.values())
         if len(set(map(len, lists))) > 1:
             lengths = {name: len(items) for name, items in value.items()}
-            raise RowError(
+            raise SampleError(
                 f"{column!r} has lists of different lengths {lengths}; accepted: equal ones, with "
                 "an element for each message", column,
             )
         value = [dict(zip(names, row, strict=True)) for row in zip(*lists, strict=True)]
     if not isinstance(value, list) or not value:
-        raise RowError(f"{column!r} must be a list with at least one message", column)
+        raise SampleError(f"{column!r} must be a list with at least one message", column)
     return [
         _message(message, f"{column}[{number}]", column, rename)
         for number, message in enumerate(value)
@@ -67,7 +67,7 @@ def one_or_more_messages(value: object, column: str) -> list[dict]:
     """Return :func:`read_messages` of a list, or of one message.
 
     Raises:
-        RowError: neither.
+        SampleError: neither.
     """
     is_one = isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str)
     return read_messages([value] if is_one else value, column, True)
@@ -75,13 +75,13 @@ def one_or_more_messages(value: object, column: str) -> list[dict]:
 
 def _message(message: object, where: str, column: str, rename: bool) -> dict:
     if not isinstance(message, dict):
-        raise RowError(f"{where} must be a message, got {type(message).__name__}", column)
+        raise SampleError(f"{where} must be a message, got {type(message).__name__}", column)
     names = ("from", "value") if "from" in message and "role" not in message else (
         "role", "content"
     )
     role, content = message.get(names[0]), message.get(names[1])
     if not isinstance(role, str):
-        raise RowError(
+        raise SampleError(
             f"{where} needs a string 'role' (or 'from'); it has {sorted(map(str, message))}", column
         )
     rest = {
@@ -96,9 +96,9 @@ def _message(message: object, where: str, column: str, rename: bool) -> dict:
         role = _ROLE_OF.get(role, role)
         if names[0] == "from" and role not in _ROLES:
             accepted = sorted({*_ROLE_OF, *_CALLS})
-            raise RowError(f"{where} is from {role!r}; accepted: {', '.join(accepted)}", column)
+            raise SampleError(f"{where} is from {role!r}; accepted: {', '.join(accepted)}", column)
     elif role != LEARNED_ROLE and _ROLE_OF.get(role) == LEARNED_ROLE:
-        raise RowError(
+        raise SampleError(
             f"{where} has the role {role!r}, which is not learned; accepted: {LEARNED_ROLE!r} (and "
             "'user' for the one that asks). Rename the roles, or rename the column to "
             "'conversations', whose roles are converted", column,
@@ -106,7 +106,7 @@ def _message(message: object, where: str, column: str, rename: bool) -> dict:
     _check_content(content, rest, where, names[1], column)
     loss = _loss(message, where, column)
     if loss and role != LEARNED_ROLE:
-        raise RowError(
+        raise SampleError(
             f"{where} is of the role {role!r} and has a flag to be learned; only messages of the "
             f"role {LEARNED_ROLE!r} are. Remove the flag", column,
         )
@@ -120,7 +120,7 @@ def _check_content(content: object, rest: dict, where: str, name: str, column: s
     elif content is None and (rest.get("tool_calls") or rest.get("function_call")):
         return
     elif not isinstance(content, str):
-        raise RowError(
+        raise SampleError(
             f"{where} needs a string {name!r}, or a list of parts (null only next to 'tool_calls')",
             column,
         )
@@ -128,9 +128,9 @@ def _check_content(content: object, rest: dict, where: str, name: str, column: s
 
 def _check_part(part: object, where: str, column: str) -> None:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise RowError(f"{where} must be a part with a string 'type'", column)
+        raise SampleError(f"{where} must be a part with a string 'type'", column)
     if part["type"] == "text" and not isinstance(part.get("text"), str):
-        raise RowError(f"{where} has type 'text' and needs a string 'text'", column)
+        raise SampleError(f"{where} has type 'text' and needs a string 'text'", column)
 
 
 def _tool_calls(content: object, where: str, column: str) -> list[dict]:
@@ -148,7 +148,7 @@ def _tool_calls(content: object, where: str, column: str) -> list[dict]:
         for call in calls
     )
     if not good:
-        raise RowError(
+        raise SampleError(
             f"{where} calls a function; its text must be JSON with 'name' and 'arguments'", column
         )
     return [
@@ -165,10 +165,10 @@ def _loss(message: dict, where: str, column: str) -> bool | None:
         if value is None:
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise RowError(
+            raise SampleError(
                 f"{where} has {name!r}: {value!r}; accepted: true and false, or 1 and 0", column
             )
         flags[name] = bool(value)
     if len(set(flags.values())) > 1:
-        raise RowError(f"{where} has {flags}, which contradict each other", column)
+        raise SampleError(f"{where} has {flags}, which contradict each other", column)
     return next(iter(flags.values()), None)

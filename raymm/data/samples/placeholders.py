@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raymm.data.samples.config import ModalityDataConfig
-from raymm.data.samples.errors import DataError, SampleError
 from raymm.data.samples.sample import Sample
+from raymm.errors import DataError, SampleError
 
 _PROBE = "raymmprobe"
 
@@ -198,4 +198,4 @@ def text_error(sample: Sample, reason: str) -> SampleError:
     """Return the error for the text of a sample."""
     role = "messages" if sample.text is None else "text"
     column = sample.columns.get(role, role)
-    return SampleError(sample.id, None, reason, column, sample.place or None)
+    return SampleError(reason, column, None, sample.id, sample.place or None)

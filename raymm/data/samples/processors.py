@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from raymm.actors.weights.custom_code import custom_code, why_not_loaded
-from raymm.actors.weights.hub_folder import HubError, local_folder
+from raymm.actors.weights.hub_folder import local_folder
 from raymm.data.remote.urls import is_url
-from raymm.data.samples.errors import DataError
 from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, check_whole, kind_of
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes, MediaRange, open_media, read_media
@@ -23,8 +22,8 @@ from raymm.data.samples.pixels import to_rgb
 from raymm.data.samples.whole_sounds import WholeSounds
 from raymm.data.video.frames import Clip, FrameLimits, FrameSampling, read_clip
 from raymm.data.video.sound import read_track
-from raymm.errors import USER_CODE_RAISES
-from raymm.packages import PackageError, explained_imports
+from raymm.errors import USER_CODE_RAISES, ConfigError, DataError
+from raymm.packages import explained_imports
 
 # From one item (or a list of its frames) to its tensors.
 Processor = Callable[[Any], dict[str, torch.Tensor]]
@@ -53,7 +52,7 @@ def read_video(
         limits: of items.
 
     Raises:
-        VideoError: see :func:`raymm.data.video.frames.read_clip`.
+        SampleError: see :func:`raymm.data.video.frames.read_clip`.
         OSError: it cannot be read.
     """
     own = FrameLimits(limits.max_image_pixels, limits.max_video_seconds, limits.max_video_frames)
@@ -75,7 +74,7 @@ def load_processor(
         trust_remote_code: run Python files that a folder brings, if it names some.
 
     Returns:
-        The function; that of a folder raises a RowError for a sound of which the extractor would
+        The function; that of a folder raises a SampleError for a sound of which the extractor would
         drop a part.
 
     Raises:
@@ -83,7 +82,7 @@ def load_processor(
     """
     try:
         folder = Path(local_folder(name, weights=False))
-    except HubError as error:
+    except ConfigError as error:
         raise DataError(f"{field}: {error}") from None
     if folder.is_dir():
         return _folder_processor(folder, field, trust_remote_code)
@@ -175,7 +174,7 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
         with explained_imports(f"{field}: the processor of {str(folder)!r}"):
             images: Any = IMAGE in kinds and AutoImageProcessor.from_pretrained(folder, **options)
             sounds: Any = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(folder, **options)
-    except PackageError:
+    except ConfigError:
         raise
     except USER_CODE_RAISES as error:  # a folder may hold anything
         kinds_of_code = set(custom_code(folder)) & {"AutoImageProcessor", "AutoFeatureExtractor"}

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.messages import one_or_more_messages, read_messages
 from raymm.data.samples.sample import Preference
+from raymm.errors import SampleError
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
@@ -74,19 +74,19 @@ class RoleValues:
         """Value of a role that must be a string.
 
         Raises:
-            RowError: the value is no string.
+            SampleError: the value is no string.
         """
         value = self._values.get(role, default)
         if not isinstance(value, str):
             column = self.column(role)
-            raise RowError(f"{column!r} must be a string, got {type(value).__name__}", column)
+            raise SampleError(f"{column!r} must be a string, got {type(value).__name__}", column)
         return value
 
     def parsed(self, role: str) -> Any:
         """Value of a role, parsed if it is a string of JSON.
 
         Raises:
-            RowError: the string is not JSON.
+            SampleError: the string is not JSON.
         """
         return _parsed(self._values.get(role), self.column(role))
 
@@ -116,19 +116,19 @@ def find_form(values: RoleValues, name: str | None, present: list[str]) -> str:
         present: columns of the row, for the error.
 
     Raises:
-        RowError: the row lacks columns of the named form, or fits none.
+        SampleError: the row lacks columns of the named form, or fits none.
     """
     if name is not None:
         missing = [values.column(role) for role in FORMS[name].required if role not in values]
         if not missing:
             return name
-        raise RowError(
+        raise SampleError(
             f"a row of form {name!r} needs {' and '.join(map(repr, missing))}; it has {present}"
         )
     for form, (required, *_) in FORMS.items():
         if all(role in values for role in required):
             return form
-    raise RowError(f"a sample needs {accepted_columns(values.column)}; it has {present}{RENAME}")
+    raise SampleError(f"a sample needs {accepted_columns(values.column)}; it has {present}{RENAME}")
 
 
 def accepted_columns(column: Callable[[str], str], names: Sequence[str] = ()) -> str:
@@ -148,7 +148,7 @@ def convert_row(values: RoleValues, form: str) -> RowText:
     """Convert a row of a form.
 
     Raises:
-        RowError: a value is not of the form.
+        SampleError: a value is not of the form.
     """
     text = FORMS[form].convert(values)
     if "tools" not in FORMS[form].optional:
@@ -157,7 +157,7 @@ def convert_row(values: RoleValues, form: str) -> RowText:
     if text.text is not None and (tools or template):
         role = "tools" if tools else "chat_template_kwargs"
         column = values.column(role)
-        raise RowError(f"{column!r} needs messages, and the row has text", column)
+        raise SampleError(f"{column!r} needs messages, and the row has text", column)
     return RowText(
         text.messages, text.text, text.preference, tools, template, text.prompt_characters
     )
@@ -199,7 +199,7 @@ def _from_preference(values: RoleValues) -> RowText:
     if PROMPT in values and strings == roles:
         if "system" in values:
             column = values.column("system")
-            raise RowError(f"{column!r} needs messages, and the row has text", column)
+            raise SampleError(f"{column!r} needs messages, and the row has text", column)
         prompt, chosen, rejected = (values.string(role) for role in roles)
         preference = Preference(prompt, chosen, rejected)
         return RowText(None, preference.answers[0], preference)
@@ -211,7 +211,7 @@ def _from_preference(values: RoleValues) -> RowText:
     if strings:
         what = "messages too" if PROMPT in values else "given with a prompt, or messages"
         column = values.column(strings[0])
-        raise RowError(f"{column!r} is a text; accepted: {what}, in all of {names}", column)
+        raise SampleError(f"{column!r} is a text; accepted: {what}, in all of {names}", column)
     if PROMPT not in values:
         return _common_prompt(values)
     prompt, chosen, rejected = (
@@ -239,7 +239,7 @@ def _split_prompt(
     while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
         count += 1
     if not (count and chosen[count:] and rejected[count:]):
-        raise RowError(
+        raise SampleError(
             f"{column!r} and {other!r} must begin with the same messages and then differ, as "
             "there is no 'prompt'", column,
         )
@@ -250,7 +250,7 @@ def _pair(
     prompt: list[dict], chosen: list[dict], rejected: list[dict], column: str
 ) -> RowText:
     if not prompt or not chosen or not rejected:
-        raise RowError(f"{column!r} has no prompt, or no answer to it", column)
+        raise SampleError(f"{column!r} has no prompt, or no answer to it", column)
     preference = Preference(prompt, chosen, rejected)
     return RowText(preference.answers[0], None, preference)
 
@@ -267,7 +267,7 @@ def _from_prompt_completion(values: RoleValues) -> RowText:
     prompt, completion = values.get(PROMPT), values.get("completion")
     column = values.column(PROMPT)
     if "label" in values:
-        raise RowError(
+        raise SampleError(
             f"{values.column('label')!r} rates the answer; rows with one rated answer are not "
             "supported. Accepted: prompt and completion, or prompt, chosen and rejected. To learn "
             "all answers, list the column in data.ignore_columns", values.column("label"),
@@ -275,11 +275,11 @@ def _from_prompt_completion(values: RoleValues) -> RowText:
     if isinstance(prompt, str) and isinstance(completion, str):
         if "system" in values:
             system = values.column("system")
-            raise RowError(f"{system!r} needs messages, and the row has text", system)
+            raise SampleError(f"{system!r} needs messages, and the row has text", system)
         return RowText(None, prompt + completion, prompt_characters=len(prompt))
     if isinstance(prompt, str) or isinstance(completion, str):
         other = values.column("completion")
-        raise RowError(
+        raise SampleError(
             f"one of {column!r} and {other!r} is a text and the other is not; accepted: both "
             "texts, or both messages", column,
         )
@@ -318,7 +318,7 @@ def _history(values: RoleValues) -> list[dict]:
         for pair in history
     )
     if not is_pairs:
-        raise RowError(f"{column!r} must be a list of [question, answer], both texts", column)
+        raise SampleError(f"{column!r} must be a list of [question, answer], both texts", column)
     return [
         {"role": role, "content": text}
         for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)
@@ -332,7 +332,7 @@ def _with_system(values: RoleValues, messages: list[dict]) -> list[dict]:
         return messages
     if messages[0]["role"] == "system":
         column = values.column("system")
-        raise RowError(f"{column!r} is given, and the messages have a system message", column)
+        raise SampleError(f"{column!r} is given, and the messages have a system message", column)
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -344,7 +344,7 @@ def _tools(values: RoleValues) -> list[dict] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(
+        raise SampleError(
             f"{column!r} must be a list of function definitions (JSON objects), or that as a "
             f"string of JSON", column,
         )
@@ -357,7 +357,7 @@ def _template(values: RoleValues) -> dict[str, Any]:
     if template is None:
         return {}
     if not isinstance(template, dict):
-        raise RowError(
+        raise SampleError(
             f"{column!r} must be an object of arguments, got {type(template).__name__}", column
         )
     return template
@@ -369,7 +369,7 @@ def _parsed(value: Any, column: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{column!r} is a text that is not JSON: {error}", column) from None
+        raise SampleError(f"{column!r} is a text that is not JSON: {error}", column) from None
 
 
 # In the order in which they are tried.

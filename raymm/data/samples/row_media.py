@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from raymm.data.remote.urls import is_url
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.headers import OTHER, kind_of
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import Media, MediaBytes, MediaRange, TimedFrames
+from raymm.errors import SampleError
 
 # Longest path that Linux accepts.
 LONGEST_PATH = 4096
@@ -67,8 +67,8 @@ def items_of(
         frames: every item is made of frames: a list is one item, a list of lists several.
 
     Raises:
-        RowError: anything else, or an item above a limit.
-        OutsideError: a path that leaves the folders.
+        SampleError: anything else, or an item above a limit.
+        SampleError: a path that leaves the folders.
     """
     if value is None or (isinstance(value, str | list | tuple) and not value):
         return ()
@@ -76,7 +76,7 @@ def items_of(
     if frames:
         groups: list[Any] = values if all(isinstance(v, list) for v in values) else [values]
         if not all(groups):
-            raise RowError(f"column {column!r} has an item without frames", column)
+            raise SampleError(f"column {column!r} has an item without frames", column)
         return tuple(
             _frames(group, column, rules, f"{rules.place}.{column}[{number}]")
             for number, group in enumerate(groups)
@@ -109,7 +109,7 @@ class PartMedia:
         """Return the messages with places instead of items: ``{"type": "image"}``.
 
         Raises:
-            RowError: an item that cannot be used, or whose modality is not configured.
+            SampleError: an item that cannot be used, or whose modality is not configured.
         """
         return [
             {
@@ -128,7 +128,7 @@ class PartMedia:
         if part["type"] == "text":
             kinds = {*_KINDS, *_KINDS.values(), *(self._rules.parts or ())}
             if media := sorted(set(fields) & kinds):
-                raise RowError(
+                raise SampleError(
                     f"{where} has type 'text' and {media[0]!r}; accepted: a part of its own for "
                     f"each item, {{'type': {media[0]!r}, {media[0]!r}: ...}}", self._column,
                 )
@@ -151,7 +151,7 @@ class PartMedia:
         if not sources:
             return {"type": place}
         if place not in parts:
-            raise RowError(
+            raise SampleError(
                 f"{where} has an item of type {type_name!r}, and no modality takes it; accepted "
                 f"types: {sorted(parts) or 'none'}. Name the modality in data.modalities",
                 self._column,
@@ -170,7 +170,7 @@ class PartMedia:
         number = self._places.get(place, 0)
         self._places[place] = number + 1
         if index is not None and index != number:
-            raise RowError(
+            raise SampleError(
                 f"{where} is the place of item {index!r} of its column, and it is place {number} "
                 "of the row; accepted: places in the order of the items", self._column,
             )
@@ -181,7 +181,7 @@ class PartMedia:
         if len(sources) == 1 and value is None:
             (value,) = sources.values()
         if value is None:
-            raise RowError(
+            raise SampleError(
                 f"{where} has {sorted(names)}; accepted: one of them", self._column
             )
         if isinstance(value, dict):
@@ -203,17 +203,19 @@ def _timed(
     if times is None:
         fps = part["fps"]
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
-            raise RowError(f"{where} has fps {fps!r}; accepted: frames per second, above 0", column)
+            raise SampleError(
+                f"{where} has fps {fps!r}; accepted: frames per second, above 0", column
+            )
         return TimedFrames(frames, [number / fps for number in range(len(frames))])
     if not isinstance(times, list) or len(times) != len(frames) or not all(
         isinstance(time, int | float) and not isinstance(time, bool) for time in times
     ):
-        raise RowError(
+        raise SampleError(
             f"{where} has times that are not a number of seconds for each of its {len(frames)} "
             "frames", column,
         )
     if "fps" in part:
-        raise RowError(f"{where} has fps and times; accepted: one of them", column)
+        raise SampleError(f"{where} has fps and times; accepted: one of them", column)
     return TimedFrames(frames, times)
 
 
@@ -236,7 +238,7 @@ def _item(value: object, column: str, rules: MediaRules, name: str) -> Media:
             fields = {"bytes": fields["data"]}
         if set(fields) <= set(_ITEM_KEYS) and isinstance(value, dict):
             return _from_dict(fields, column, rules, name)
-    raise RowError(
+    raise SampleError(
         f"column {column!r} must be a path or a list of paths (or bytes, or {{'path', 'bytes'}}), "
         f"got {_short(value)}",
         column,
@@ -253,8 +255,8 @@ def _from_dict(fields: Mapping[str, Any], column: str, rules: MediaRules, name: 
     if data is None and isinstance(source, str) and source:
         return _from_text(source, column, rules, name)
     if data is None and not source:
-        raise RowError(f"column {column!r} has an item with neither 'bytes' nor 'path'", column)
-    raise RowError(
+        raise SampleError(f"column {column!r} has an item with neither 'bytes' nor 'path'", column)
+    raise SampleError(
         f"column {column!r} has an item whose 'bytes' are {type(data).__name__} and whose path is "
         f"{type(source).__name__}; accepted: bytes or base64, or a path", column,
     )
@@ -289,24 +291,24 @@ def _decoded(text: str, column: str, limits: Limits) -> bytes:
     """Decode base64, with or without padding and line ends.
 
     Raises:
-        RowError: the text is not base64, or its bytes are above the limit.
+        SampleError: the text is not base64, or its bytes are above the limit.
     """
     size = len(text) * 3 // 4
     if size > limits.max_item_bytes + 4:
-        raise RowError(
+        raise SampleError(
             f"it has {size:,} bytes, above data.max_item_bytes ({limits.max_item_bytes:,})", column
         )
     text = "".join(text.split()).rstrip("=")
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError as error:
-        raise RowError(f"column {column!r} has base64 that is broken: {error}", column) from None
+        raise SampleError(f"column {column!r} has base64 that is broken: {error}", column) from None
 
 
 def _check_path(value: str, column: str) -> None:
     """
     Raises:
-        RowError: a text that cannot be the path of a file.
+        SampleError: a text that cannot be the path of a file.
     """
     if value.startswith("data:"):
         what, cure = "a data: URI without base64", "accepted: data:TYPE;base64,..."
@@ -321,7 +323,7 @@ def _check_path(value: str, column: str) -> None:
         what, cure = "an empty path", "give the path of a file"
     else:
         return
-    raise RowError(f"column {column!r} has {what} ({value[:60]!r}); {cure}", column)
+    raise SampleError(f"column {column!r} has {what} ({value[:60]!r}); {cure}", column)
 
 
 def _short(value: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import Media
@@ -21,6 +20,7 @@ from raymm.data.samples.row_forms import (
     find_form,
 )
 from raymm.data.samples.row_media import MediaRules, PartMedia, items_of
+from raymm.errors import SampleError
 
 __all__ = ["ID", "TEXT", "TEXT_ROLES", "LEARNED_ROLE", "ParsedRow", "RowRules", "parse_row"]
 
@@ -94,11 +94,11 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
         place: place of the row, part of the name of items without a path.
 
     Raises:
-        RowError: the row cannot be used.
-        OutsideError: a path that leaves the folders.
+        SampleError: the row cannot be used.
+        SampleError: a path that leaves the folders.
     """
     if not isinstance(row, dict):
-        raise RowError(f"a sample is a JSON object, got {type(row).__name__}")
+        raise SampleError(f"a sample is a JSON object, got {type(row).__name__}")
     ignored = rules.ignore_columns or frozenset()
     values = RoleValues(row, rules.text_columns, ignored | set(rules.columns.values()))
     present = sorted(str(key) for key, value in row.items() if value is not None)
@@ -112,7 +112,7 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
     for modality, name in rules.columns.items():
         items = items_of(row.get(name), name, media_rules, modality in rules.frames)
         if items and modality in media:
-            raise RowError(
+            raise SampleError(
                 f"the row has {modality} items in column {name!r} and in parts of its messages; "
                 "accepted: one of them", name,
             )
@@ -140,19 +140,19 @@ def _without_media(text: RowText, parts: PartMedia, column: str) -> RowText:
         pair, prompt=prompt, chosen=parts.take(pair.chosen), rejected=parts.take(pair.rejected)
     )
     if before != {modality: len(items) for modality, items in parts.items.items()}:
-        raise RowError("an answer has media; accepted: media in the prompt", column)
+        raise SampleError("an answer has media; accepted: media in the prompt", column)
     return replace(text, messages=pair.answers[0], preference=pair)
 
 
 def _check_characters(text: RowText, most: int, column: str) -> None:
     """
     Raises:
-        RowError: the texts of the row are too long to be tokenized.
+        SampleError: the texts of the row are too long to be tokenized.
     """
     pair = text.preference
     parts = text.text, text.messages, text.tools, pair and pair.rejected
     if (characters := _characters(parts)) > most:
-        raise RowError(
+        raise SampleError(
             f"its text has {characters:,} characters, above data.max_text_characters ({most:,})",
             column,
         )

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raymm.data.samples.errors import RowError
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, SampleError
 
 # Seconds of noise that take the place of a beginning, or follow a sound.
 _NOISE_S = 0.1
@@ -45,7 +44,7 @@ class WholeSounds:
             extract: makes all tensors that come of a sound.
 
         Raises:
-            RowError: names the lengths of the sound and of what is taken of it.
+            SampleError: names the lengths of the sound and of what is taken of it.
         """
         if len(sound) <= self._longest:
             return
@@ -55,7 +54,7 @@ class WholeSounds:
         if len(sound) > len(noise) and equal_tensors(
             features, _extracted(np.concatenate([noise, sound[len(noise) :]]), extract)
         ):
-            raise RowError(
+            raise SampleError(
                 f"the sound is {length} long, of which the processor crops the beginning; split "
                 "the sound into several items or rows"
             )
@@ -64,7 +63,7 @@ class WholeSounds:
         )
         if len(sound) - taken > _FRAME_S * self._rate:
             most = f"{taken / self._rate:.2f} s"
-            raise RowError(
+            raise SampleError(
                 f"the sound is {length} long, of which the processor takes {most} and drops the "
                 f"rest; accepted: sounds of up to {most}. Split the sound into several items or "
                 "rows"

@@ -8,7 +8,6 @@ import numpy as np
 
 from raymm.data.readers import Dataset
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import DataError
 from raymm.data.sampling.group_sampler import GroupSampler
 from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampling.sampler import EpochSampler
@@ -16,9 +15,9 @@ from raymm.data.sampling.scan_cache import default_cache
 from raymm.data.sampling.scan_result import SampleScan, Units
 from raymm.data.sampling.scanner import Measure, Progress, scan
 from raymm.data.sampling.weighted_sampler import WeightedSampler
-from raymm.errors import USER_CODE_RAISES
+from raymm.errors import USER_CODE_RAISES, DataError, PlanError
 from raymm.scheduler.minibatch.budgets import suggest_budgets
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes, checked_budgets
+from raymm.scheduler.minibatch.problem import SampleSizes, checked_budgets
 
 Sampler = EpochSampler | GroupSampler | WeightedSampler
 
@@ -88,7 +87,7 @@ def training_sampler(
             sizes, config.microbatches, samples, batching.method, config.seed, **options
         )
         sampler.open()  # plans an epoch: now is the time for errors
-    except MiniBatchError as error:
+    except PlanError as error:
         raise DataError(f"data.batching: {error}") from error
     return sampler
 

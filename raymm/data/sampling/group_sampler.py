@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from raymm.data.samples.errors import DataError
 from raymm.data.sampling.sampler import flat
+from raymm.errors import DataError, PlanError
 from raymm.scheduler.minibatch.measured_costs import MeasuredCosts
 from raymm.scheduler.minibatch.methods import plan_minibatches
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+from raymm.scheduler.minibatch.problem import SampleSizes
 
 # Planners, what they call the number of samples in a group, and their further options.
 METHODS = {"balanced": "samples_per_group", "random": "batch", "length_grouped": "batch"}
@@ -103,7 +103,7 @@ class GroupSampler:
 
         Raises:
             DataError: a state that does not fit this dataset.
-            MiniBatchError: sizes that cannot be planned.
+            PlanError: sizes that cannot be planned.
         """
         for groups, position in self.walk(self.open(state)):
             yield groups, self.state(position)
@@ -121,7 +121,7 @@ class GroupSampler:
 
         Raises:
             DataError: a state that does not fit this dataset.
-            MiniBatchError: sizes that cannot be planned.
+            PlanError: sizes that cannot be planned.
         """
         epoch, taken = self.check(state)
         *before, last = taken or [{**self.planner, "steps": 0}]
@@ -261,7 +261,7 @@ def _is_taken(entry: Mapping[str, Any]) -> bool:
     if "costs" in entry:
         try:
             MeasuredCosts.from_dict(entry["costs"])
-        except MiniBatchError:
+        except PlanError:
             return False
     return (
         set(entry) - {"costs"} == {"method", "groups", "samples", "seed", "options", "steps"}

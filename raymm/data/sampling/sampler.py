@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from raymm.data.samples.errors import DataError
+from raymm.errors import DataError
 
 # {"epoch": e, "position": samples of that epoch already taken}; planned steps have another
 # (``raymm.data.sampling.group_sampler``). Plain JSON.

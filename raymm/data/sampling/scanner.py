@@ -18,14 +18,13 @@ import numpy as np
 from raymm.data.conversations.text import TextEncoder
 from raymm.data.readers import Dataset
 from raymm.data.samples.config import DataConfig
-from raymm.data.samples.errors import RowError, SampleError
 from raymm.data.samples.headers import AUDIO, IMAGE, VIDEO, Header, check_media
 from raymm.data.samples.media import media_name
 from raymm.data.samples.sample import Sample
 from raymm.data.sampling.scan_cache import load_scan, save_scan, scan_key
 from raymm.data.sampling.scan_result import SampleScan
 from raymm.data.video.frames import FrameSampling
-from raymm.errors import FailureKind
+from raymm.errors import FailureKind, SampleError
 
 # Samples a worker takes at a time, and so the granularity of progress.
 _CHUNK = 256
@@ -155,10 +154,10 @@ class HeaderSizes:
                     check_media(frame, self.config.limits, sampling is not None)
                     for frame in frames
                 ]
-            except RowError as error:
+            except SampleError as error:
                 column = sample.columns[name]
                 raise SampleError(
-                    sample.id, media_name(item), error.reason, column, sample.place or None
+                    error.reason, column, media_name(item), sample.id, sample.place or None
                 ) from None
             items.append(_numbers(headers, sampling))
         return items

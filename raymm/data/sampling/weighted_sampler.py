@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from raymm.data.samples.errors import DataError
 from raymm.data.sampling.sampler import State
+from raymm.errors import DataError
 
 # First step -> weight from it on.
 Schedule = Mapping[int, float]

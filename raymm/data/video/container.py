@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, BinaryIO
 
-from raymm.errors import InternalError
+from raymm.errors import SampleError
 from raymm.packages import require
 
 # First bytes that tell the format.
@@ -33,10 +33,6 @@ _CODECS = (
 _CONTAINER_BASE = Fraction(1, 1_000_000)
 _PACKET = 188  # of a transport stream
 _SEEK_END = 2
-
-
-class VideoError(InternalError, ValueError):
-    """What is wrong with a video file."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def decoder(purpose: str) -> Any:
         purpose: setting or file that needs the package.
 
     Raises:
-        PackageError: the package is not installed.
+        ConfigError: the package is not installed.
     """
     return require("av", "video", purpose)
 
@@ -107,15 +103,15 @@ def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
         max_pixels: of a frame; no decoder makes room for more.
 
     Raises:
-        VideoError: the file is no video, or cannot be read.
-        PackageError: the package ``av`` is not installed.
+        SampleError: the file is no video, or cannot be read.
+        ConfigError: the package ``av`` is not installed.
     """
     av = decoder("a video file")
     head = file.read(HEAD)
     file.seek(0)
     kind = format_of(head)
     if kind is None:
-        raise VideoError("it is no MP4, MOV, WebM, Matroska, AVI or MPEG-TS file")
+        raise SampleError("it is no MP4, MOV, WebM, Matroska, AVI or MPEG-TS file")
     options = {"codec_whitelist": ",".join(_CODECS), "max_pixels": str(max_pixels)}
     with _explained(), av.open(file, format=kind, options=options) as container:
         for stream in container.streams:
@@ -136,21 +132,21 @@ def _explained() -> Iterator[None]:
         what = "it is cut off, or damaged" if isinstance(
             error, errors.EOFError | errors.InvalidDataError
         ) else "FFmpeg cannot read it"
-        raise VideoError(f"{what} ({error.strerror or type(error).__name__})") from error
+        raise SampleError(f"{what} ({error.strerror or type(error).__name__})") from error
 
 
 def pictures_of(container: Any) -> Any:
     """The stream of pictures; of several FFmpeg's choice. A cover is none.
 
     Raises:
-        VideoError: there is none.
+        SampleError: there is none.
     """
     from av.stream import Disposition
 
     covers = Disposition.attached_pic
     streams = [s for s in container.streams.video if not s.disposition & covers]
     if not streams:
-        raise VideoError("the file has no pictures: it has no video stream")
+        raise SampleError("the file has no pictures: it has no video stream")
     best = container.streams.best("video")
     stream = best if any(best is stream for stream in streams) else streams[0]
     _check_codec(stream)
@@ -161,7 +157,7 @@ def sound_of(container: Any) -> Any | None:
     """The sound track; of several FFmpeg's choice. None if there is none.
 
     Raises:
-        VideoError: it is of a codec that is not read.
+        SampleError: it is of a codec that is not read.
     """
     stream = container.streams.best("audio") if container.streams.audio else None
     if stream is not None:
@@ -172,7 +168,7 @@ def sound_of(container: Any) -> Any | None:
 def _check_codec(stream: Any) -> None:
     name = None if stream.codec_context is None else stream.codec_context.name
     if name not in _CODECS:
-        raise VideoError(
+        raise SampleError(
             f"its {stream.type} is of the codec {name!r}, which is not read, or it is damaged; "
             f"accepted: {', '.join(_CODECS)}"
         )
@@ -187,7 +183,7 @@ def read_header(file: BinaryIO, max_pixels: int) -> VideoHeader:
         max_pixels: of a frame.
 
     Raises:
-        VideoError: it is no video, or cannot be read.
+        SampleError: it is no video, or cannot be read.
     """
     with opened(file, max_pixels) as container:
         return header_of(container)
@@ -197,7 +193,7 @@ def header_of(container: Any) -> VideoHeader:
     """What an open file announces."""
     values: dict[str, Any] = {}
     sound = None
-    with contextlib.suppress(VideoError):
+    with contextlib.suppress(SampleError):
         stream = pictures_of(container)
         rate = stream.average_rate or stream.guessed_rate or 0
         values = {
@@ -205,7 +201,7 @@ def header_of(container: Any) -> VideoHeader:
             "seconds": float(seconds_of(container, stream)), "rate": float(rate),
             "start": float((stream.start_time or 0) * (stream.time_base or 0)),
         }
-    with contextlib.suppress(VideoError):
+    with contextlib.suppress(SampleError):
         sound = sound_of(container)
     if sound is not None:
         values |= {
@@ -239,39 +235,39 @@ def check_pictures(
         max_frames: ``data.max_video_frames``.
 
     Raises:
-        VideoError: names what is not.
+        SampleError: names what is not.
     """
     width, height, rate = header.width, header.height, header.rate
     if not width or not height:
-        raise VideoError(
+        raise SampleError(
             "the file has no pictures that can be read, or they are above data.max_image_pixels "
             f"({max_pixels:,})"
         )
     if width * height > max_pixels:
-        raise VideoError(
+        raise SampleError(
             f"{width} x {height} = {width * height:,} pixels in a frame, above "
             f"data.max_image_pixels ({max_pixels:,})"
         )
     if not 0 < rate <= MAX_RATE:
-        raise VideoError(
+        raise SampleError(
             f"its header says {rate:g} frames per second; accepted: above 0, to {MAX_RATE}"
         )
     if not header.seconds > 0:
-        raise VideoError(
+        raise SampleError(
             "its header does not say how long it is, as of a recording that has not ended; "
             "copying it into a file again (ffmpeg -i IN -c copy OUT) writes that"
         )
     if header.seconds * rate < _LEAST_FRAMES:
-        raise VideoError(
+        raise SampleError(
             f"its header contradicts itself: {rate:g} frames per second are none in "
             f"{header.seconds:g} s"
         )
     if header.seconds > max_seconds:
-        raise VideoError(
+        raise SampleError(
             f"it is {header.seconds:,.0f} s long, above data.max_video_seconds ({max_seconds:,})"
         )
     if header.frames > max_frames:
-        raise VideoError(
+        raise SampleError(
             f"{header.frames:,} frames ({header.seconds:,.1f} s at {rate:g} per second), above "
             f"data.max_video_frames ({max_frames:,})"
         )

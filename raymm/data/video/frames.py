@@ -15,14 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from raymm.data.video.container import (
-    VideoError,
-    VideoHeader,
-    check_pictures,
-    header_of,
-    opened,
-    pictures_of,
-)
+from raymm.data.video.container import VideoHeader, check_pictures, header_of, opened, pictures_of
+from raymm.errors import SampleError
 
 # Formats whose files say where their key frames are.
 _SEEKABLE = ("mov", "matroska", "avi")
@@ -101,24 +95,24 @@ class Clip:
             times: of each, in seconds, ascending.
 
         Raises:
-            VideoError: another number of times than of frames, times that do not ascend, or frames
+            SampleError: another number of times than of frames, times that do not ascend, or frames
                 of several sizes.
         """
         shown = np.asarray(times, np.float64)
         if len(shown) != len(frames):
-            raise VideoError(
+            raise SampleError(
                 f"the video has {len(frames)} frames and {len(shown)} times; accepted: a time for "
                 "each frame"
             )
         steps = np.diff(shown)
         if not np.isfinite(shown).all() or (shown < 0).any() or (steps <= 0).any():
-            raise VideoError(
+            raise SampleError(
                 f"the times of the frames are {shown.tolist()}; accepted: seconds from the "
                 "beginning, each later than the one before"
             )
         if len(sizes := {frame.shape[:2] for frame in frames}) > 1:
             named = " and ".join(f"{width} x {height}" for height, width in sorted(sizes)[:2])
-            raise VideoError(f"the frames of the video are of several sizes, {named} pixels")
+            raise SampleError(f"the frames of the video are of several sizes, {named} pixels")
         step = float(np.median(steps)) if len(steps) else 1.0
         positions = shown / step
         even = np.allclose(positions, np.rint(positions), atol=1e-3)
@@ -146,7 +140,7 @@ def read_clip(file: BinaryIO, sampling: FrameSampling, limits: FrameLimits) -> C
         limits: of the file.
 
     Raises:
-        VideoError: no video, one above a limit, one that ends before its header says, or one that
+        SampleError: no video, one above a limit, one that ends before its header says, or one that
             cannot be decoded.
     """
     with opened(file, limits.max_pixels) as container:
@@ -160,20 +154,21 @@ def read_clip(file: BinaryIO, sampling: FrameSampling, limits: FrameLimits) -> C
     file.seek(0)
     try:
         frames, shown = _decoded(file, times, keys, sampling, limits)
-    except _NoKeyFrameError:
+    except SampleError as error:
+        if error.reason != _NO_KEY_FRAME:
+            raise
         file.seek(0)
         frames, shown = _decoded(file, times, [], sampling, limits)
     return Clip(frames, np.asarray(shown) - header.start, header.rate, header.seconds)
 
 
-class _NoKeyFrameError(VideoError):
-    """A file whose key frames are not where it says."""
+_NO_KEY_FRAME = "its key frames are not where it says"
 
 
 def _check_end(container: Any, header: VideoHeader) -> None:
     """
     Raises:
-        VideoError: the file ends before its header says.
+        SampleError: the file ends before its header says.
     """
     stream = pictures_of(container)
     due = header.start + header.seconds
@@ -185,9 +180,9 @@ def _check_end(container: Any, header: VideoHeader) -> None:
         if at is not None and packet.size and not packet.is_corrupt:
             end = max(end or 0.0, float((at + (packet.duration or 0)) * packet.time_base))
     if end is None:
-        raise VideoError("it has no frames, or is cut off before the first")
+        raise SampleError("it has no frames, or is cut off before the first")
     if end < due - max(_SHORT_S, _SHORT_FRAMES / header.rate):
-        raise VideoError(
+        raise SampleError(
             f"it is cut off: its header announces {header.seconds:.2f} s, it has "
             f"{max(end - header.start, 0.0):.2f}"
         )
@@ -241,31 +236,31 @@ def _chosen(
     decoder = _frames(container, stream, most)
     frame, following = None, next(decoder, None)
     if following is None:
-        raise VideoError("it has no frames")
+        raise SampleError("it has no frames")
     for time, key in itertools.zip_longest(times, keys, fillvalue=-math.inf):
         if following is not None and key > following.time:
             if not _seek(container, stream, time):
-                raise _NoKeyFrameError("its key frames are not where it says")
+                raise SampleError(_NO_KEY_FRAME)
             decoder = _frames(container, stream, most)
             frame, following = None, next(decoder, None)
             if following is None or following.time > time + _SAME_S:
-                raise _NoKeyFrameError("its key frames are not where it says")
+                raise SampleError(_NO_KEY_FRAME)
         while following is not None and (frame is None or following.time <= time + _SAME_S):
             frame, following = following, next(decoder, None)
         assert frame is not None  # the first of the stream, at least
         if following is None and not _lasts(frame, time, stream):
-            raise VideoError(f"it is cut off: its last frame is at {frame.time:.2f} s")
+            raise SampleError(f"it is cut off: its last frame is at {frame.time:.2f} s")
         yield frame
 
 
 def _frames(container: Any, stream: Any, most: int) -> Iterator[Any]:
     for number, frame in enumerate(container.decode(stream)):
         if number >= most:
-            raise VideoError(
+            raise SampleError(
                 f"more than {most:,} frames (data.max_video_frames); its header says fewer"
             )
         if frame.time is None or frame.is_corrupt:
-            raise VideoError("it is damaged: a frame cannot be decoded")
+            raise SampleError("it is damaged: a frame cannot be decoded")
         yield frame
 
 

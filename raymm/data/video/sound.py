@@ -6,7 +6,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from raymm.data.video.container import VideoError, opened, seconds_of, sound_of
+from raymm.data.video.container import opened, seconds_of, sound_of
+from raymm.errors import SampleError
 
 # No picture is decoded here; FFmpeg looks at some to tell what they are.
 _PIXELS = 2**26
@@ -22,17 +23,17 @@ def read_track(file: BinaryIO) -> tuple[int, np.ndarray]:
         file: seekable, at its beginning, within the limits that its header was held to.
 
     Raises:
-        VideoError: it has none, ends before its header says, or cannot be decoded.
+        SampleError: it has none, ends before its header says, or cannot be decoded.
     """
     import av
 
     with opened(file, _PIXELS) as container:
         stream = sound_of(container)
         if stream is None:
-            raise VideoError("the file has no sound track")
+            raise SampleError("the file has no sound track")
         rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
         if not rate or not channels:
-            raise VideoError(f"its sound track has {channels} channels at {rate} Hz")
+            raise SampleError(f"its sound track has {channels} channels at {rate} Hz")
         due = round(float(seconds_of(container, stream)) * rate)
         # Of all codecs the same samples; channels and rate stay.
         same = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
@@ -43,14 +44,14 @@ def read_track(file: BinaryIO) -> tuple[int, np.ndarray]:
                 parts.append(_samples(part))
                 count += parts[-1].shape[1]
                 if count > due + rate:
-                    raise VideoError(
+                    raise SampleError(
                         f"its sound track is longer than the {due / rate:.2f} s that it announces"
                     )
         parts += [_samples(part) for part in same.resample(None)]
     if not count:
-        raise VideoError("the file holds no sound")
+        raise SampleError("the file holds no sound")
     if count < due - _SHORT_S * rate:
-        raise VideoError(
+        raise SampleError(
             f"its sound track is cut off: it announces {due / rate:.2f} s and has "
             f"{count / rate:.2f}"
         )

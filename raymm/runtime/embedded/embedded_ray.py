@@ -16,7 +16,7 @@ import ray
 from ray._private import node, ray_constants, services
 from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
-from raymm.actors.placement.placement import ClusterError
+from raymm.errors import ClusterError
 from raymm.runtime.embedded import cluster_guardian
 from raymm.runtime.embedded.forked_workers import forked_workers, start_servers
 

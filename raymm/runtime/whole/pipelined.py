@@ -16,9 +16,9 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.processed import describe_whole
+from raymm.errors import DataError, PlanError
 from raymm.layout.plan_check import differences
 from raymm.layout.rank_specs import RankSpecs
-from raymm.model.batch_rules import BatchError
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import split_rows
 from raymm.model.whole_batch import TEXT, TextShares, text_parts
@@ -27,7 +27,7 @@ from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pending_step import PendingStep
 from raymm.runtime.plan_module import PlannedModule
 from raymm.runtime.specs import ParallelSpec, plan_of
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Program
 
@@ -121,11 +121,11 @@ class WholeParallelModule(PlannedModule):
                 one per row.
 
         Raises:
-            BatchError: one that does not fit.
+            DataError: one that does not fit.
         """
         batches = self._split(batch) if isinstance(batch, Mapping) else list(batch)
         if not 1 <= len(batches) <= self.plan.num_microbatches:
-            raise BatchError(
+            raise DataError(
                 f"a step has {len(batches)} microbatches; accepted: 1 to "
                 f"{self.plan.num_microbatches}, the plan's"
             )
@@ -138,7 +138,7 @@ class WholeParallelModule(PlannedModule):
             parts.append(own)
             meta.append(describe_whole(microbatch, own, ids, present))
         if not sum(each.label_tokens for each in meta):
-            raise BatchError("labels of the step are all -100; accepted: at least one label")
+            raise DataError("labels of the step are all -100; accepted: at least one label")
         return parts, meta
 
     def _split(self, batch: Mapping[str, Any]) -> list[Batch]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.errors import PlanError
 from raymm.scheduler.multiplex.iteration_memory import (
     balanced,
     fits_iteration,
@@ -162,7 +162,7 @@ class _Branches:
                     if s.name in heavier else s for s in self.problem.surfaces
                 ),
             )
-        except MultiplexError:
+        except PlanError:
             return None
         return balanced(self.problem, self.solve(restricted))
 

@@ -16,6 +16,7 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 from ortools.sat.python import cp_model
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.solver.sequence_dp import REFINEMENT
 from raymm.scheduler.multiplex.solver.sequences import in_order_within, total_seconds
@@ -32,10 +33,6 @@ USED = 1e-6
 CHUNK_BITS = 10
 
 
-class TooManyStages(Exception):
-    """More sets of independent modules than allowed."""
-
-
 def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.ndarray:
     """(N,) all non-empty sets of modules that may share a stage.
 
@@ -45,13 +42,13 @@ def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.nda
         limit: the most there may be.
 
     Raises:
-        TooManyStages: more than ``limit``.
+        NoPlanError: more than ``limit``.
     """
     result = np.zeros(1, np.int64)
     for m in bits(within):
         more = result[(result & problem.related[m]) == 0] | (1 << m)
         if len(result) + len(more) > limit:
-            raise TooManyStages
+            raise NoPlanError(f"more than {limit} sets of modules may share a stage")
         result = np.concatenate([result, more])
     return result[1:]
 
@@ -180,7 +177,7 @@ def best_partition(
         within: the modules, as bits.
 
     Raises:
-        TooManyStages: more than ``limit``.
+        NoPlanError: more than ``limit``.
     """
     columns = _Columns(evaluator, within, limit)
     best, upper, lower = list(start), total_seconds(evaluator, start), 0.0

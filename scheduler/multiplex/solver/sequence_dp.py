@@ -13,16 +13,13 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver.sequences import total_seconds
 from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
 
 # How much more a stage's search may try each time it turns out not to be exact.
 REFINEMENT = 8
-
-
-class TooManyTransitions(Exception):
-    """The graph of states is larger than allowed."""
 
 
 class StateGraph:
@@ -39,7 +36,7 @@ class StateGraph:
         limit: the most there may be.
 
     Raises:
-        TooManyTransitions: more than ``limit``.
+        NoPlanError: more than ``limit``.
     """
 
     def __init__(self, evaluator: StageEvaluator, within: int, limit: int) -> None:
@@ -60,7 +57,7 @@ class StateGraph:
                 subsets = _subsets(ready, ordered)
                 count += len(subsets)
                 if count > limit:
-                    raise TooManyTransitions
+                    raise NoPlanError(f"more than {limit} transitions between states")
                 states.append(state)
                 stages.append(subsets)
                 following.update((subsets | state).tolist())
@@ -154,7 +151,7 @@ def best_sequence(
         within: the modules, as bits.
 
     Raises:
-        TooManyTransitions: more than allowed.
+        NoPlanError: more than allowed.
     """
     graph = StateGraph(evaluator, within, transitions)
     upper, best = total_seconds(evaluator, start), list(start)

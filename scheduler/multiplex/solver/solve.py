@@ -7,21 +7,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from raymm.scheduler.graph.strict_json import MultiplexError, number, whole
+from raymm.errors import NoPlanError, PlanError
+from raymm.scheduler.graph.strict_json import number, whole
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.greedy import merge_greedily
 from raymm.scheduler.multiplex.solver.local_search import improve
 from raymm.scheduler.multiplex.solver.memory_search import fitted
-from raymm.scheduler.multiplex.solver.partition_columns import TooManyStages, best_partition
-from raymm.scheduler.multiplex.solver.sequence_dp import TooManyTransitions, best_sequence
+from raymm.scheduler.multiplex.solver.partition_columns import best_partition
+from raymm.scheduler.multiplex.solver.sequence_dp import best_sequence
 from raymm.scheduler.multiplex.solver.sequences import (
     alone_in_slot,
     components,
     mapping_of,
     total_seconds,
 )
-from raymm.scheduler.multiplex.solver.stage_evaluation import Interrupted, StageEvaluator
+from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
 
 STRATEGIES = ("auto", "greedy", "exact", "local_search")
 
@@ -101,12 +102,12 @@ def solve(
         effort: how far to go, if not as the strategy does by default.
 
     Raises:
-        MultiplexError: an unknown strategy or a negative seed or deadline.
+        PlanError: an unknown strategy or a negative seed or deadline.
     """
     if not isinstance(problem, MappingProblem):
-        raise MultiplexError(f"problem is {problem!r:.80}; it must be a MappingProblem")
+        raise PlanError(f"problem is {problem!r:.80}; it must be a MappingProblem")
     if strategy not in STRATEGIES:
-        raise MultiplexError(
+        raise PlanError(
             f"strategy is {strategy!r:.80}; accepted: {', '.join(STRATEGIES)}"
         )
     whole(seed, "seed")
@@ -151,7 +152,7 @@ def _solve(
     try:
         for part in search.best:
             search.solve_part(part, strategy, seed, effort)
-    except (Interrupted, KeyboardInterrupt):
+    except KeyboardInterrupt:
         interrupted = INTERRUPTED
     return search.mapping(strategy, interrupted)
 
@@ -198,7 +199,7 @@ class _Search:
                 effort.searches, lambda stages: self.better(part, stages),
                 lambda bound: self.raise_bound(part, bound),
             )
-        except TooManyTransitions:
+        except NoPlanError:
             return False
         self.done[part] = "dynamic programming"
         return True
@@ -222,7 +223,7 @@ class _Search:
                 lambda stages: self.better(part, stages),
                 lambda bound: self.raise_bound(part, bound),
             )
-        except TooManyStages:
+        except NoPlanError:
             return
         self.done[part] += " and partition program"
 

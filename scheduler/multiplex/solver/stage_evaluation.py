@@ -46,10 +46,6 @@ ROUNDING = 1e-11
 NO_LIMIT = 2**62
 
 
-class Interrupted(Exception):
-    """The caller's ``stop`` said so."""
-
-
 @dataclass(frozen=True)
 class StageResult:
     """What is known of one stage.
@@ -83,7 +79,7 @@ class StageEvaluator:
     Args:
         problem: whose stages.
         nodes: placements that one search may try; more are exact more often.
-        stop: called between searches; when it says True, :class:`Interrupted` is raised.
+        stop: called between searches; when it says True, :class:`KeyboardInterrupt` is raised.
     """
 
     def __init__(
@@ -227,7 +223,7 @@ class StageEvaluator:
 
     def _ask_stop(self) -> None:
         if self.stop is not None and self.stop():
-            raise Interrupted
+            raise KeyboardInterrupt
 
     def _inputs(self, stage: int) -> StageInputs:
         """The problem's part of the arguments of the searches."""

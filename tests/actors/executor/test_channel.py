@@ -12,9 +12,9 @@ from raymm.actors.executor.layouts import MOST_LAYOUTS
 from raymm.actors.executor.link import Link
 from raymm.actors.executor.recv_channel import RecvChannel
 from raymm.actors.executor.send_channel import SendChannel
-from raymm.actors.faults.lost_processes import ChannelError, reporting_lost_processes
+from raymm.actors.faults.lost_processes import reporting_lost_processes
 from raymm.actors.modules.message import Message
-from raymm.actors.quota import ModuleError
+from raymm.errors import ChannelError, InternalError
 from raymm.kernels.collectives.waiting import wait
 
 TIMEOUT = timedelta(seconds=20)
@@ -135,7 +135,7 @@ class Lost:
 
 
 @pytest.mark.parametrize("raised", [
-    ModuleError("a", "RuntimeError: feature store: socket closed"),
+    InternalError("module 'a' failed: RuntimeError: feature store: socket closed"),
     RuntimeError("gloo: socket closed, connection reset by peer: NCCL"),
 ])  # fmt: skip
 def test_what_a_module_says_is_not_taken_for_a_lost_process(raised):

@@ -24,14 +24,9 @@ from raymm.actors.optimizer.gradient_reduction import (
     ParameterReference,
     SharedParameter,
 )
-from raymm.actors.quota import (
-    CudaBackend,
-    ModuleError,
-    Multiprocessors,
-    QuotaError,
-    RecordingBackend,
-)
+from raymm.actors.quota import CudaBackend, Multiprocessors, RecordingBackend
 from raymm.actors.quota.recording import AccountedStream
+from raymm.errors import InternalError, PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
@@ -396,13 +391,13 @@ def test_a_stage_that_raises_is_named():
     parts = parts_of(plan)
     parts[StageId("audio", 0)].body[2] = nn.Linear(WIDTH + 1, WIDTH)
     colocation = Colocation(plan.quota_sets(0), RecordingBackend(), 30.0)
-    with pytest.raises(ModuleError, match="module 'audio' failed: RuntimeError: mat1 and mat2"):
+    with pytest.raises(InternalError, match="module 'audio' failed: RuntimeError: mat1 and mat2"):
         step(plan, BOTH, colocation, parts)
     colocation.close()
 
 
 def test_quotas_and_shared_weights_that_cannot_be_are_refused():
-    with pytest.raises(QuotaError, match=r"quota of 'audio' is 0\.01 .*accepted: 0\.06061"):
+    with pytest.raises(PlanError, match=r"quota of 'audio' is 0\.01 .*accepted: 0\.06061"):
         Colocation([{"vision": 0.5, "audio": 0.01}], RecordingBackend(), 30.0)
     colocation = Colocation([QUOTAS], RecordingBackend(), 30.0)
     one, other = Part(), Part()

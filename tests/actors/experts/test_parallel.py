@@ -11,19 +11,14 @@ from hypothesis import strategies as st
 from rank_processes import rank_processes
 from torch import nn
 
-from raymm.actors.experts.parallel import (
-    SplitExpertsError,
-    check_experts,
-    share_experts,
-    share_of,
-)
+from raymm.actors.experts.parallel import check_experts, share_experts, share_of
 from raymm.actors.experts.routing import experts
 from raymm.actors.modules.precision import ComputeCopies
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.experts.parallel import probe_experts
 from raymm.actors.weights.source import ConfigSource
 from raymm.costs.layer_count import count_layers
 from raymm.costs.load import Load
+from raymm.errors import ModelError, ProbeError
 from raymm.kernels.collectives.exchange_rows import exchange_rows
 
 WIDTH, MOST = 8, 3
@@ -150,12 +145,12 @@ def test_experts_that_cannot_be_dealt_out():
     check_experts(layer("Mixtral", 4))
     odd = layer("Mixtral", 4)
     odd.scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(SplitExpertsError, match=r"not each of 4 experts: .*scale \(3,\)"):
+    with pytest.raises(ModelError, match=r"not each of 4 experts: .*scale \(3,\)"):
         check_experts(odd)
     together = copy.deepcopy(layer("Mixtral", 4))
     forward = together.forward
     together.forward = lambda *args: forward(*args) * together.gate_up_proj.mean()
-    with pytest.raises(SplitExpertsError, match="one by one is something else"):
+    with pytest.raises(ModelError, match="one by one is something else"):
         check_experts(together)
 
 

@@ -10,9 +10,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from raymm.actors.experts.router_loss import Mixture, RouterLoss
 from raymm.actors.experts.routing import Routing, experts, real_tokens, routers
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.weights.source import ConfigSource
+from raymm.errors import ProbeError
 
 SIZES = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,

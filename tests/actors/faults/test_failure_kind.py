@@ -20,8 +20,7 @@ from raymm.actors.faults.failure_kind import carry_kind, constructor_kind, failu
 from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.data.loading.loader import _load_failure
-from raymm.data.samples.errors import SampleError
-from raymm.errors import FailureKind, InputError
+from raymm.errors import FailureKind, InputError, SampleError
 
 RESOURCE, CONNECTION = FailureKind.RESOURCE, FailureKind.CONNECTION
 DEFECT, USER = FailureKind.DEFECT, FailureKind.USER
@@ -260,7 +259,7 @@ def test_rays_own_errors_of_constructors_have_the_kind(ray_cluster, fault):
 
 
 def test_errors_of_samples_carry_their_kind():
-    error = SampleError("s1", None, "cannot be read")
+    error = SampleError("cannot be read", sample_id="s1")
     error.__cause__ = OSError(errno.EMFILE, "Too many open files")
     carry_kind(error)
     arrived = pickle.loads(pickle.dumps(error))

@@ -15,10 +15,10 @@ from benchmarks._vlm_check import noisy, runnable
 from raymm.actors.features.feature_folder import FeatureFolder
 from raymm.actors.features.kept_features import KEYS, FeatureWriter
 from raymm.actors.modules.message import MicrobatchContext
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.stages.tower import FeaturedTowerStage, TowerStage, featured_inputs
 from raymm.actors.weights.model_part import is_within
 from raymm.data.loading.tower_lookup import TowerLookup
+from raymm.errors import ProbeError
 from raymm.model.whole_model import from_pretrained
 
 CONTEXT = MicrobatchContext(1)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from raymm.actors.host import gpus
-from raymm.actors.host.gpus import Gpus, HostError, check_gpu_node, read_gpus
+from raymm.actors.host.gpus import Gpus, check_gpu_node, read_gpus
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_spec import RankSpec
+from raymm.errors import ClusterError
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_drivers_of_the_same_or_a_newer_cuda_are_accepted(node, driver, cuda, bu
 ])
 def test_an_old_driver_is_named_with_both_remedies(node, driver, cuda, built_for, remedies):
     node(driver, cuda, "2.14.1", built_for)
-    with pytest.raises(HostError) as error:
+    with pytest.raises(ClusterError) as error:
         check_gpu_node()
     for text in (driver, f"{cuda[0]}.{cuda[1]}", f"CUDA {built_for}", "torch 2.14.1", *remedies):
         assert text in str(error.value)
@@ -50,7 +51,7 @@ def test_an_old_driver_is_named_with_both_remedies(node, driver, cuda, built_for
 
 def test_a_torch_without_cuda_is_named(node):
     node("580.65.06", (13, 0), "2.14.1+cpu", None)
-    with pytest.raises(HostError, match=r"torch 2.14.1\+cpu is built without CUDA"):
+    with pytest.raises(ClusterError, match=r"torch 2.14.1\+cpu is built without CUDA"):
         check_gpu_node()
 
 
@@ -58,7 +59,7 @@ def test_a_rank_checks_its_node_before_it_initialises_cuda(node, monkeypatch):
     node("550.54.15", (12, 4), "2.14.1", "13.0")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("CUDA is initialised"))
     rank = RankActor(RankSpec(0, 1, {}, (), device="cuda"))
-    with pytest.raises(HostError, match="550.54.15"):
+    with pytest.raises(ClusterError, match="550.54.15"):
         rank.connect({})
 
 
@@ -74,15 +75,15 @@ def test_a_missing_compiler_or_header_is_named(node, monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: None)
-        with pytest.raises(HostError, match="gcc and clang are missing .*apt-get install gcc"):
+        with pytest.raises(ClusterError, match="gcc and clang are missing .*apt-get install gcc"):
             check_gpu_node()
         patch.setattr(shutil, "which", lambda name: name if name == "clang" else None)
         check_gpu_node()
         patch.setenv("CC", "/opt/gcc")
-        with pytest.raises(HostError, match="CC is '/opt/gcc', which is missing"):
+        with pytest.raises(ClusterError, match="CC is '/opt/gcc', which is missing"):
             check_gpu_node()
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
-    with pytest.raises(HostError, match=f"{tmp_path}/Python.h is not there .*python3-dev"):
+    with pytest.raises(ClusterError, match=f"{tmp_path}/Python.h is not there .*python3-dev"):
         check_gpu_node()
 
 

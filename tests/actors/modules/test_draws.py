@@ -11,10 +11,9 @@ from stages_in_process import StagesInProcess, reference
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from raymm.actors.probe.cut import ProbeError
 from raymm.actors.recompute.recomputed_layers import _ATTENTION, _contexts
-from raymm.errors import InputError
-from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.errors import InputError, ModelError, ProbeError
+from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 

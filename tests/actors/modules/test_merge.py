@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
+from raymm.actors.modules.merge import Prepend, ReplaceTokens
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
+from raymm.errors import ModelError
 
 IMAGE, SOUND, H = 8, 9, 4
 
@@ -74,13 +75,13 @@ def test_prepending_drops_padding_and_pads_on_the_right():
 def test_a_count_that_does_not_match_names_the_sample(rows, features):
     given = inputs([[1, 8, 2, 3], rows], vision=[0] + [1] * features)
     tensors = {"vision": torch.zeros(1 + features, 1, H)}
-    with pytest.raises(MergeError, match=r"'vision'.*must be equal.*dog-2") as error:
+    with pytest.raises(ModelError, match=r"'vision'.*must be equal.*dog-2") as error:
         run(ReplaceTokens({"vision": IMAGE}), given, tensors)
     assert "cat-1" not in str(error.value)
 
 
 def test_placeholders_without_any_item_in_the_microbatch():
-    with pytest.raises(MergeError, match=r"has 2 placeholder tokens \(id 8\).*give 0.*cat-1"):
+    with pytest.raises(ModelError, match=r"has 2 placeholder tokens \(id 8\).*give 0.*cat-1"):
         run(ReplaceTokens({"vision": IMAGE}), inputs([[1, 8, 8, 2], [1, 2, 3, 4]]), {})
 
 
@@ -96,11 +97,11 @@ def test_a_policy_must_keep_the_number_of_label_tokens(change):
 
     given = inputs([[1, 2, 3, 4], [1, 2, 3, 4]], [[-100, -100, 3, 4], [-100, -100, 3, -100]])
     kept = 2 if change == "drop" else 4
-    with pytest.raises(MergeError, match=f"turned 3 label tokens into {kept}"):
+    with pytest.raises(ModelError, match=f"turned 3 label tokens into {kept}"):
         run(policy, given, {})
 
 
 def test_a_label_on_a_placeholder_is_refused():
     given = inputs([[1, 8, 8, 2]], [[-100, 8, 8, 2]], vision=[0])
-    with pytest.raises(MergeError, match="turned 3 label tokens into 1"):
+    with pytest.raises(ModelError, match="turned 3 label tokens into 1"):
         run(ReplaceTokens({"vision": IMAGE}), given, {"vision": torch.zeros(1, 2, H)})

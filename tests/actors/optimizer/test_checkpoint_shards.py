@@ -9,13 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.actors.optimizer.checkpoint_shards import (
-    ShardError,
-    checksum,
-    stored_shards,
-    write_shard,
-)
+from raymm.actors.optimizer.checkpoint_shards import checksum, stored_shards, write_shard
 from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.errors import CheckpointError
 
 
 class ParameterShard(NamedTuple):
@@ -81,7 +77,7 @@ def test_a_range_that_nobody_wrote(tmp_path):
     shard = write_shard(tmp_path / "a", dict(stored_shards("x", WHOLE[:4].clone(), own)))
     stored = StoredTensors(tmp_path, {"x[0:0:4]": "a"}, {"a": shard.file})
     assert torch.equal(stored.read({"x": ParameterShard(0, ((1, 3),))})["x"], WHOLE[1:3])
-    with pytest.raises(ShardError, match=r"lacks \[4, 8\) of x"):
+    with pytest.raises(CheckpointError, match=r"lacks \[4, 8\) of x"):
         stored.read({"x": ParameterShard(0, ((2, 8),))})
 
 
@@ -101,7 +97,7 @@ def test_only_files_that_are_read_from_are_verified_each_before_its_first_read(t
     stored = StoredTensors(tmp_path, index, files)
     assert torch.equal(stored.read({"x": ParameterShard(0, ((1, 5),))})["x"], WHOLE[1:5])
     for wanted in (ParameterShard(0, ((4, 6),)), ParameterShard(1, ((0, 1),)), None):
-        with pytest.raises(ShardError, match="/b has checksum .* bytes have changed"):
+        with pytest.raises(CheckpointError, match="/b has checksum .* bytes have changed"):
             stored.read({"x": wanted})
 
 
@@ -116,7 +112,7 @@ def test_a_file_that_is_another_one_is_named_with_what_is_wrong(tmp_path):
     path = tmp_path / "a"
 
     def problem(index=index, files=files):
-        with pytest.raises(ShardError) as error:
+        with pytest.raises(CheckpointError) as error:
             StoredTensors(tmp_path, index, files).read({"x": None})
         return str(error.value)
 
@@ -163,7 +159,7 @@ def test_the_checksum_of_the_tensors_is_that_of_the_file(tmp_path):
 
 
 def test_what_cannot_be_written_is_named_with_the_cause(tmp_path, small_files):
-    with pytest.raises(ShardError, match="cannot write .*/a: .*File too large"):
+    with pytest.raises(CheckpointError, match="cannot write .*/a: .*File too large"):
         write_shard(tmp_path / "a", {"x": torch.zeros(100_000)})
-    with pytest.raises(ShardError, match="cannot write .*/none/a: .*No such file"):
+    with pytest.raises(CheckpointError, match="cannot write .*/none/a: .*No such file"):
         write_shard(tmp_path / "none" / "a", {"x": torch.zeros(1)})

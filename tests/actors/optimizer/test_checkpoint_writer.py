@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from raymm.actors.optimizer.checkpoint_shards import ShardError
 from raymm.actors.optimizer.checkpoint_writer import Files, HostCopy, Saved, SavingActor
 from raymm.actors.optimizer.host_staging import HostStaging
+from raymm.errors import CheckpointError
 
 WIDENED = "llm/0[0:0:4]"  # stored in fp32
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_a_copy_is_written_as_what_it_was_copied_from(
     for file in files:
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
         assert set(load_file(folders[0] / file)) == set(files[file])
-    with pytest.raises(ShardError, match="nothing to write"):  # it is gone
+    with pytest.raises(CheckpointError, match="nothing to write"):  # it is gone
         process.write_copy(str(folders[0]))
 
 

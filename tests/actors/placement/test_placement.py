@@ -12,8 +12,9 @@ from ray.core.generated.autoscaler_pb2 import ClusterConfig
 
 from raymm.actors.placement import node_types, placement
 from raymm.actors.placement.node_types import NodeType, spell, types_of, without_room
-from raymm.actors.placement.placement import ClusterError, PlacementOptions
+from raymm.actors.placement.placement import PlacementOptions
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
+from raymm.errors import ClusterError
 from raymm.planning.planned_run import cluster_ranks
 from raymm.runtime.cluster import pick_device
 

@@ -13,12 +13,13 @@ from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from raymm.actors.probe import small_model as small_model_file
-from raymm.actors.probe.cut import ProbeError, encoder_inputs, probe_encoder
+from raymm.actors.probe.cut import encoder_inputs, probe_encoder
 from raymm.actors.probe.small_model import small_model
-from raymm.actors.weights.model_classes import ModelClassError, find_model_class
+from raymm.actors.weights.model_classes import find_model_class
 from raymm.actors.weights.source import ConfigSource, LiveSource
 from raymm.config.example_section import example_tensors
-from raymm.config.sections import ConfigError, parse_config
+from raymm.config.sections import parse_config
+from raymm.errors import ConfigError, ModelError, ProbeError
 
 SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
 WHISPER = dict(
@@ -94,11 +95,11 @@ def test_classes_are_found_anywhere_in_transformers_and_nowhere_else():
     path = "transformers.models.whisper.modeling_whisper.WhisperEncoder"
     assert find_model_class(path) is WhisperEncoder
     for name in ("os.path", "transformers.os.system", "../x", f"{path}.forward", "x.modeling_x.Y"):
-        with pytest.raises(ModelClassError, match="accepted: a class name, or a path within"):
+        with pytest.raises(ModelError, match="accepted: a class name, or a path within"):
             find_model_class(name)
-    with pytest.raises(ModelClassError, match="no such class; there is SiglipVisionModel"):
+    with pytest.raises(ModelError, match="no such class; there is SiglipVisionModel"):
         find_model_class("SiglipVisonModel")
-    with pytest.raises(ModelClassError, match="no PreTrainedModel"):
+    with pytest.raises(ModelError, match="no PreTrainedModel"):
         find_model_class("WhisperAttention")
 
 

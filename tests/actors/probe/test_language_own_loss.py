@@ -5,9 +5,9 @@ import pytest
 import torch.nn.functional as F
 import transformers as hf
 
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.weights.source import ConfigSource
 from raymm.batch.tried_inputs import check_loss
+from raymm.errors import ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 

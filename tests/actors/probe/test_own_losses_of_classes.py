@@ -7,10 +7,10 @@ from benchmarks._family_check import runnable
 from benchmarks._family_classes import language_models
 from benchmarks._family_configs import UnmakeableError
 from raymm.actors.probe.cut import probe_language_model
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.experts.own_loss import check_language_loss, cross_entropy
 from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.weights.source import ConfigSource
+from raymm.errors import ProbeError
 
 # Plain, another loss, a router's loss, no loss of logits of ids; then all others in a sweep.
 QUICK = ("LlamaForCausalLM", "BartForCausalLM", "MixtralForCausalLM")

@@ -12,21 +12,15 @@ from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.modules.cut import stage_parameters
-from raymm.actors.probe.cut import (
-    ProbeError,
-    draws_of_training,
-    probe_encoder,
-    probe_language_model,
-)
+from raymm.actors.probe.cut import draws_of_training, probe_encoder, probe_language_model
 from raymm.actors.probe.small_model import small_model
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.source import ConfigSource, LiveSource
-from raymm.errors import InputError
+from raymm.errors import InputError, PlanError, ProbeError
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.plan.stage import StageId
 
 INPUTS = {"x": torch.linspace(-1, 1, 8).view(1, 2, 4)}

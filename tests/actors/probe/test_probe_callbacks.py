@@ -10,10 +10,10 @@ from masked_encoder import Masked
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.modules.projector import Projector, ProjectorConfig
 from raymm.actors.probe.callbacks import Cuts, check_chain, probe_chain
-from raymm.actors.probe.cut import ProbeError
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.stage_inputs import AbsentError, from_side, to_side
+from raymm.actors.stages.stage_inputs import from_side, to_side
 from raymm.actors.weights.source import ConfigSource, LiveSource
+from raymm.errors import ProbeError
 
 BOTH = Cuts(blocks=True, projector=True)
 CONFIG = hf.SiglipVisionConfig(
@@ -87,7 +87,7 @@ def test_a_value_that_the_probe_did_not_see_read_is_never_a_zero():
 
     spec = probe_chain(siglip(postprocess_module=branching), BOTH)
     assert torch.equal(run(spec, (0, 2, 5), images()), run(spec, (0, 5), images()))
-    with pytest.raises(AbsentError, match=r"postprocess_module of 'vision' reads inputs\['pixel_v"):
+    with pytest.raises(ProbeError, match=r"postprocess_module of 'vision' reads inputs\['pixel_v"):
         run(spec, (0, 2, 5), images(3))
 
 

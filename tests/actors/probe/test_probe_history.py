@@ -11,12 +11,12 @@ from benchmarks._family_classes import ENCODER, LANGUAGE, named
 from benchmarks.families import QUICK
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.probe import outputs
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.experts import own_loss
 from raymm.actors.probe.history import check_history
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.weights.source import ConfigSource
 from raymm.batch.tried_inputs import TriedInputs, check_loss
+from raymm.errors import ProbeError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 

@@ -8,10 +8,10 @@ import transformers as hf
 from torch import nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.outputs import check_outputs
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.weights.source import ConfigSource, LiveSource
+from raymm.errors import NotRunError, ProbeError
 
 SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
 VIT = dict(**SMALL, image_size=32, patch_size=16)

@@ -12,7 +12,6 @@ import torch
 from shard_models import FUSED, LANGUAGE, module_of, pm
 from torch import nn
 
-from raymm.actors.probe.cut import ProbeError
 from raymm.actors.probe.tensor import (
     compare_shards,
     example_run,
@@ -21,6 +20,7 @@ from raymm.actors.probe.tensor import (
 )
 from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module, tensor_plan
 from raymm.actors.weights.source import LiveSource
+from raymm.errors import ProbeError
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.whole.shares import probe_items
 from raymm.actors.stages.features import Form
 from raymm.actors.stages.tower import TowerSpec
 from raymm.actors.weights.source import LiveSource
+from raymm.errors import ProbeError
 
 
 class ByThemselves(nn.Module):

@@ -8,10 +8,10 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.whole import history
 from raymm.actors.probe.whole.history import check_whole_history
 from raymm.actors.weights.source import ConfigSource
+from raymm.errors import ProbeError
 from raymm.layout.stage_builders import dag_stage_builders
 from raymm.model.dag_module import DagLoss, DagModule
 from raymm.model.module_dag import ModuleDag

@@ -10,9 +10,9 @@ import transformers
 
 from benchmarks._family_classes import Family
 from benchmarks._vlm_check import runnable
-from raymm.actors.probe.error import ProbeError
 from raymm.actors.probe.experts.router_loss import mixture_of
 from raymm.actors.weights.source import ConfigSource
+from raymm.errors import ProbeError
 from raymm.model.whole_model import WholeModel
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from raymm.actors.quota import ModuleError, Output, StreamSet, Work, concurrent_modules
+from raymm.actors.quota import Output, StreamSet, Work, concurrent_modules
 from raymm.actors.quota.thread_settings import ThreadSettings
+from raymm.errors import InternalError
 
 
 def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
@@ -14,7 +15,7 @@ def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str
     the same numbers.
 
     Raises:
-        ModuleError: at the first module whose work raises.
+        InternalError: at the first module whose work raises.
         ValueError: as :meth:`ConcurrentModules.run`.
     """
     concurrent_modules._check(streams, works)
@@ -27,5 +28,6 @@ def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str
                 module, work, streams, issued, settings, contextlib.nullcontext()
             )
         except Exception as error:
-            raise ModuleError(module, concurrent_modules._said(error)) from error
+            said = concurrent_modules._said(error)
+            raise InternalError(f"module {module!r} failed: {said}") from error
     return found

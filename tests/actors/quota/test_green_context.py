@@ -10,9 +10,9 @@ import pytest
 from fake_driver import CUresult, FakeDriver
 
 from raymm.actors.quota import green_context
-from raymm.actors.quota.green_context import DriverError, GreenContexts
+from raymm.actors.quota.green_context import GreenContexts
 from raymm.actors.quota.partition import partition
-from raymm.errors import InputError
+from raymm.errors import InputError, InternalError
 
 HOPPER = dict(minSmPartitionSize=8, smCoscheduledAlignment=8)
 
@@ -96,13 +96,13 @@ def test_failures_name_the_call():
     contexts = GreenContexts(driver, 0, 9)
     (one,) = partition({"a": 0.5}, contexts.gpu)
     driver.fail = "cuGreenCtxCreate"
-    with pytest.raises(DriverError, match="cuGreenCtxCreate failed: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(InternalError, match="cuGreenCtxCreate failed: CUDA_ERROR_INVALID_VALUE"):
         contexts.stream(one)
     driver.fail = None
     driver.contexts.clear()
     contexts.stream(one)
     driver.fail = "cuStreamDestroy"
-    with pytest.raises(DriverError, match="cuStreamDestroy failed"):
+    with pytest.raises(InternalError, match="cuStreamDestroy failed"):
         contexts.close()
     assert not driver.contexts, "contexts are destroyed all the same"
 
@@ -115,7 +115,7 @@ def test_a_context_of_another_size_is_refused_and_still_destroyed():
     driver = Stingy(**HOPPER)
     contexts = GreenContexts(driver, 0, 9)
     (one,) = partition({"a": 0.5}, contexts.gpu)
-    with pytest.raises(DriverError, match="made a context of 56 multiprocessors for 'a'"):
+    with pytest.raises(InternalError, match="made a context of 56 multiprocessors for 'a'"):
         contexts.stream(one)
     contexts.close()
     assert not driver.contexts
@@ -142,7 +142,7 @@ def test_groups_of_several_locality_domains_are_named():
     halves = partition({"a": 0.5, "b": 0.5}, contexts.gpu)
     assert all(contexts.stream(one) for one in halves)
     (most,) = partition({"a": 0.75}, contexts.gpu)
-    with pytest.raises(DriverError, match=r"'a': .* is of locality domains \[0, 1\]; accepted"):
+    with pytest.raises(InternalError, match=r"'a': .* is of locality domains \[0, 1\]; accepted"):
         contexts.stream(most)
     contexts.close()
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.actors.quota.partition import Multiprocessors, QuotaError, partition
+from raymm.actors.quota.partition import Multiprocessors, partition
+from raymm.errors import PlanError
 
 H100 = Multiprocessors()
 GPUS = st.builds(
@@ -106,7 +107,7 @@ def test_fewer_groups_than_the_number_of_multiprocessors_suggests():
     gpu = Multiprocessors(132, 8, 14)
     found = partition({"a": 0.75, "b": 0.125, "c": 0.125}, gpu)
     assert [one.groups for one in found] == [10, 2, 2]
-    with pytest.raises(QuotaError, match="15 modules and the GPU has 14 groups"):
+    with pytest.raises(PlanError, match="15 modules and the GPU has 14 groups"):
         partition({str(i): 1 / 15 for i in range(15)}, gpu)
 
 
@@ -130,7 +131,7 @@ def test_fewer_groups_than_the_number_of_multiprocessors_suggests():
     ],
 )
 def test_what_cannot_be_granted_is_refused(quotas, message):
-    with pytest.raises(QuotaError, match=message):
+    with pytest.raises(PlanError, match=message):
         partition(quotas, H100)
 
 
@@ -145,5 +146,5 @@ def test_sums_of_one_in_floating_point_are_accepted():
     (132, 8, 2.0),
 ])
 def test_impossible_gpus_are_refused(wrong):
-    with pytest.raises(QuotaError, match="accepted"):
+    with pytest.raises(PlanError, match="accepted"):
         Multiprocessors(*wrong)

@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule, pause
-from raymm.actors.quota import (
-    CudaBackend,
-    Multiprocessors,
-    QuotaError,
-    RecordingBackend,
-    StreamPool,
-)
-from raymm.errors import InputError, InternalError
+from raymm.actors.quota import CudaBackend, Multiprocessors, RecordingBackend, StreamPool
+from raymm.errors import InputError, InternalError, PlanError
 from tests.actors.quota.quota_spans import most_sms, seconds_together
 
 SETS = {
@@ -96,14 +90,14 @@ def test_sets_of_others_do_not_hide_what_came_before():
 
 def test_refusals_come_before_anything_is_created():
     backend = Logged()
-    with pytest.raises(QuotaError, match=r"set 'b': quotas .* sum to 1.2"):
+    with pytest.raises(PlanError, match=r"set 'b': quotas .* sum to 1.2"):
         StreamPool(backend, {"a": {"x": 0.5}, "b": {"x": 0.6, "y": 0.6}})
-    with pytest.raises(QuotaError, match=r"modules are \['nobody'\]; accepted: .*'audio'"):
+    with pytest.raises(PlanError, match=r"modules are \['nobody'\]; accepted: .*'audio'"):
         StreamPool(backend, SETS, modules=["nobody"])
-    with pytest.raises(QuotaError, match="modules is 'vision'; accepted: a collection of names"):
+    with pytest.raises(PlanError, match="modules is 'vision'; accepted: a collection of names"):
         StreamPool(backend, SETS, modules="vision")
     assert not backend.log
-    with pytest.raises(QuotaError, match="set is 'x'; accepted: encoders, llm, decoders"):
+    with pytest.raises(PlanError, match="set is 'x'; accepted: encoders, llm, decoders"):
         StreamPool(backend, SETS).select("x")
 
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from raymm.actors.quota import ConcurrentModules, CudaBackend, StreamPool, Work
 from raymm.actors.quota.cuda_backend import CudaStream
-from raymm.actors.quota.green_context import DriverError, GreenContexts
+from raymm.actors.quota.green_context import GreenContexts
 from raymm.actors.quota.partition import partition
+from raymm.errors import InternalError
 
 ROOT = Path(__file__).resolve().parents[3]
 HOPPER = dict(minSmPartitionSize=8, smCoscheduledAlignment=8)
@@ -169,7 +170,7 @@ def test_where_queues_are_shared_it_is_said_why(missing, monkeypatch) -> None:
 
 
 def test_queues_that_are_not_granted_are_no_secret() -> None:
-    with pytest.raises(DriverError, match="made a context that shares work queues"):
+    with pytest.raises(InternalError, match="made a context that shares work queues"):
         queues_of_streams(FakeDriver(version=13010, balances=False, **HOPPER), {"a": 0.5})
 
 
@@ -252,5 +253,5 @@ def test_a_context_is_made_of_parts_of_one_split():
     assert driver.primary_setups == 1
     contexts = GreenContexts(driver, 0, 9)
     driver.fail = "cuGreenCtxCreate"
-    with pytest.raises(DriverError, match="cuGreenCtxCreate failed"):
+    with pytest.raises(InternalError, match="cuGreenCtxCreate failed"):
         contexts.stream(partition({"a": 0.5}, contexts.gpu)[0])

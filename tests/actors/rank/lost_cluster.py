@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 from test_group import microbatch, model_of
 
 from raymm.actors.faults import cluster_observer
-from raymm.errors import ClusterLostError
+from raymm.errors import Loss, RunFailedError
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 # The test need not wait for a GCS that may be started anew.
@@ -24,7 +24,8 @@ def steps_until_lost(parallel) -> None:
         while time.monotonic() < begin + 60:
             parallel.execute([microbatch(1)])
         print("nothing was noticed")
-    except ClusterLostError as error:
+    except RunFailedError as error:
+        assert error.lost is Loss.CLUSTER
         print("lost:", str(error).replace("\n", " | "))
         print("seconds:", round(time.monotonic() - begin, 1))
 

@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d
 from benchmarks import communicators
 from benchmarks._tcp_meeting import LOCAL, TcpMeeting
 from raymm.actors.faults.flight_recorder import records
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.rank import meeting
@@ -27,6 +26,7 @@ from raymm.actors.rank.connections import Connections
 from raymm.actors.rank.meeting import MeetingPlace, Timeouts
 from raymm.actors.rank.meeting_store import MeetingStore
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
+from raymm.errors import ChannelError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import P2PGroup, Processes, connected_pairs

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from benchmarks._tcp_meeting import TcpMeeting
 from benchmarks.pretended_gpu.steps import CASES, RankProcess
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.optimizer.progress import Progress
 from raymm.actors.rank import rank_actor
 from raymm.actors.rank.rank_actor import RankActor
+from raymm.errors import ChannelError
 
 
 def free_port() -> int:

@@ -15,11 +15,10 @@ import transformers as hf
 from torch import nn
 
 from raymm.actors.faults.fault_folder import faults_kept_in
-from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.rank.rank_spec import RankSpec
-from raymm.errors import RankFailedError
+from raymm.errors import ClusterError, RankFailedError
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

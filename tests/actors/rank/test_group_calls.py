@@ -20,7 +20,7 @@ from raymm.actors.faults.whereabouts import Report
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.step_calls import CallOrder
 from raymm.actors.recovery import observed_ranks
-from raymm.errors import RankFailedError, RankRaisedError
+from raymm.errors import RankFailedError
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 
 RANKS = 5
@@ -154,7 +154,7 @@ def test_the_rank_that_raised_is_named(failed: int, group, monkeypatch) -> None:
     results: dict[int, Any] = {n: n for n in range(RANKS)}
     results[failed] = RayTaskError("run", "where", ValueError("no such thing"))
     monkeypatch.setattr(observed_ranks, "ray", FakeRay(results, late=(0,) if failed else ()))
-    with pytest.raises(RankRaisedError, match=f"rank {failed} .*failed: .*no such thing"):
+    with pytest.raises(RankFailedError, match=f"rank {failed} .*failed: .*no such thing"):
         group.wait(list(range(RANKS)))
 
 

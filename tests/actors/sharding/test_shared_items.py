@@ -17,11 +17,12 @@ from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.modules.draws import Draws
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.projector import Projector, ProjectorConfig
-from raymm.actors.probe.cut import ProbeError, probe_encoder
+from raymm.actors.probe.cut import probe_encoder
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.sharding.context_method import attend_over, choose
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.weights.source import ConfigSource, LiveSource
+from raymm.errors import ProbeError
 from raymm.kernels.attention import attention
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup

@@ -10,13 +10,8 @@ from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.sharding.fully_sharded import block_units, fully_sharded_plan, language_units
-from raymm.actors.sharding.sample_rows import (
-    SplitSamplesError,
-    count_items,
-    shares,
-    take_items,
-    take_rows,
-)
+from raymm.actors.sharding.sample_rows import count_items, shares, take_items, take_rows
+from raymm.errors import ModelError
 
 counts, processes = st.integers(0, 9), st.integers(1, 5)
 
@@ -59,12 +54,12 @@ def test_rows_of_everything(rows, n):
 
 
 def test_what_cannot_be_dealt_out_is_named():
-    with pytest.raises(SplitSamplesError, match=r"returned \['pixel_mask'\]"):
+    with pytest.raises(ModelError, match=r"returned \['pixel_mask'\]"):
         take_rows({**merged(2), "pixel_mask": torch.zeros(2)}, 0, 2)
-    with pytest.raises(SplitSamplesError, match="attention_mask .* 5 rows .* has 3"):
+    with pytest.raises(ModelError, match="attention_mask .* 5 rows .* has 3"):
         take_rows({**merged(3), "attention_mask": torch.zeros(5, 4)}, 0, 2)
     patches = {"pixel_values": torch.zeros(64, 12), "grid_thw": torch.ones(2, 3)}
-    with pytest.raises(SplitSamplesError, match=r"'vision' gets pixel_values \(64, 12\), grid_thw"):
+    with pytest.raises(ModelError, match=r"'vision' gets pixel_values \(64, 12\), grid_thw"):
         count_items(patches, "vision")
 
 

@@ -11,7 +11,7 @@ from shard_models import mixtral, module_of, pm
 from raymm.actors.sharding.tensor_plan import plan_module, tensor_plan
 from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.weights.source import LiveSource
-from raymm.scheduler.plan.plan import PlanError
+from raymm.errors import PlanError
 
 
 def test_who_holds_what() -> None:

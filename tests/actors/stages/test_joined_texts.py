@@ -15,7 +15,8 @@ from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Decode, MicrobatchContext
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.texts.decoding import KeyValueCaches, PreparedInputs
-from raymm.actors.stages.texts.joined_texts import TextsApart, check_joins, joined_arguments
+from raymm.actors.stages.texts.joined_texts import check_joins, joined_arguments
+from raymm.errors import ModelError
 
 VOCABULARY = 60
 
@@ -134,7 +135,7 @@ def test_frequencies_of_a_text_are_not_those_of_a_longer_one(rope):
 def test_states_that_have_no_length_are_apart():
     config = lfm2()
     config.layer_types = ["conv"] * 3
-    with pytest.raises(TextsApart):
+    with pytest.raises(ModelError):
         check_joins([hf.DynamicCache(config=config) for _ in range(2)], pm.build(pm.llama(), 1))
 
 
@@ -157,7 +158,7 @@ def test_nothing_is_kept_of_texts_that_have_ended(name):
         step([[5, 17, 3][text:]], Decode((text,), True))
     try:
         step([[7], [8]], Decode((0, 2), False, ended=(1,)))
-    except TextsApart:
+    except ModelError:
         step([[7]], Decode((0,), False))
         step([[8]], Decode((2,), False))
     gc.collect()
@@ -186,11 +187,11 @@ def test_arguments_of_whole_models_are_those_of_a_batch():
     assert joined["position_ids"].tolist() == [[[1], [9]]] * 3
     assert joined["use_cache"] is True and joined["pixel_values"] is None
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 4, 4]]
-    with pytest.raises(TextsApart):
+    with pytest.raises(ModelError):
         joined_arguments([{**short, "use_cache": False}, long])
-    with pytest.raises(TextsApart):  # counted from the cache, they would be the longest one's
+    with pytest.raises(ModelError):  # counted from the cache, they would be the longest one's
         joined_arguments([{**row, "position_ids": None} for row in (short, long)])
-    with pytest.raises(TextsApart):  # of one text's tokens; of the other's, nobody says
+    with pytest.raises(ModelError):  # of one text's tokens; of the other's, nobody says
         joined_arguments([{**short, "kinds": torch.ones(1, 1)}, long])
-    with pytest.raises(TextsApart):
+    with pytest.raises(ModelError):
         joined_arguments([{**short, "mask": torch.ones(1, 2)}, {**long, "mask": torch.ones(1, 3)}])

@@ -15,10 +15,9 @@ from transformers.utils import HF_MODULES_CACHE
 
 from raymm import ModalityModule, MultimodalModule, MultimodalParallelSpec, ParallelSpec
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import SourceError
-from raymm.data import DataError
 from raymm.data.conversations.text import load_tokenizer
 from raymm.data.samples.processors import load_processor
+from raymm.errors import DataError, ModelError
 from raymm.model.module_kind import ModuleKind
 
 # Every process that imports it leaves its number.
@@ -96,7 +95,7 @@ def folder(tmp_path):
 def test_unknown_classes_are_refused_with_file_and_cure(folder):
     folder.is_own()
     model = ModalityModule(folder.path)
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(ModelError) as caught:
         MultimodalModule({}, model)
     for part in (str(folder.path), "own_code.py", "model.trust_remote_code: true"):
         assert part in str(caught.value)
@@ -116,7 +115,7 @@ def test_an_own_architecture_of_a_known_config_is_not_taken_for_the_known_one(fo
     folder.change(architectures=["OwnForCausalLM"], auto_map={
         "AutoModelForCausalLM": "own_code.OwnForCausalLM",
     })
-    with pytest.raises(SourceError, match="own_code.py"):
+    with pytest.raises(ModelError, match="own_code.py"):
         PretrainedSource(str(folder.path), language_model=True).skeleton()
     chosen = PretrainedSource(str(folder.path), "LlamaForCausalLM", language_model=True)
     assert chosen.resolved_class is transformers.LlamaForCausalLM

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.callbacks import Cuts, probe_chain
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.weights.source import ConfigSource, LiveSource, SourceError
+from raymm.actors.weights.source import ConfigSource, LiveSource
+from raymm.errors import ModelError
 
 
 class Encoder(nn.Module):
@@ -74,5 +75,5 @@ def test_weight_norm_of_a_config_begins_with_numbers():
 def test_an_attribute_that_nothing_computes_anew_is_refused():
     module = Encoder(lambda layer: layer)
     module.doubled = module.stem.weight * 2
-    with pytest.raises(SourceError, match="attribute 'doubled' of Encoder .* make it a parameter"):
+    with pytest.raises(ModelError, match="attribute 'doubled' of Encoder .* make it a parameter"):
         LiveSource.of(module)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from raymm.actors.probe.cut import probe_language_model
 from raymm.actors.weights.part import Part
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import ConfigSource, FactorySource, SourceError
+from raymm.actors.weights.source import ConfigSource, FactorySource
+from raymm.errors import ModelError
 from raymm.model.modality_module import ModalityModule, WeightsWarning
 from raymm.model.multimodal import MultimodalModule
 
@@ -82,7 +83,7 @@ def test_any_tensor_that_a_folder_lacks_is_missed(tmp_path, kind):
         edit(tmp_path, lambda tensors, name=name: tensors.pop(name))
         try:
             source.check()
-        except SourceError:
+        except ModelError:
             pass
         else:
             unnoticed.append(name)
@@ -93,14 +94,14 @@ def test_any_tensor_that_a_folder_lacks_is_missed(tmp_path, kind):
 
 def test_an_error_names_what_is_lacking_and_the_cure(tmp_path):
     folder = saved(tmp_path / "llm", "llama", hf.LlamaModel)
-    with pytest.raises(SourceError) as error:
+    with pytest.raises(ModelError) as error:
         MultimodalModule(language_model=str(folder))
     for part in (str(folder), "lack 1 of LlamaForCausalLM: lm_head.weight", "missing_weights"):
         assert part in str(error.value)
     edit(folder, lambda tensors: tensors.update({"embed_tokens.weight": torch.zeros(7, 16)}))
-    with pytest.raises(SourceError, match=r"embed_tokens.weight is \[7, 16\] in it, \[32, 16\]"):
+    with pytest.raises(ModelError, match=r"embed_tokens.weight is \[7, 16\] in it, \[32, 16\]"):
         PretrainedSource(str(folder), language_model=True).check()
-    with pytest.raises(SourceError, match="missing_weights is 'random'; accepted: 'fresh'"):
+    with pytest.raises(ModelError, match="missing_weights is 'random'; accepted: 'fresh'"):
         PretrainedSource(str(folder), missing_weights="random")
 
 
@@ -113,7 +114,7 @@ def test_stages_refuse_what_they_own_and_do_without_the_rest(tmp_path):
     edit(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
     source.build(first)
     for part in (last, None):
-        with pytest.raises(SourceError, match=r"layers\.2\.mlp\.up_proj\.weight"):
+        with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight"):
             source.build(part)
 
 
@@ -166,18 +167,18 @@ def test_sharded_folders_and_what_may_be_wrong_with_their_files(tmp_path):
     text = index.read_text()
     for content in ("", "[1]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', text[:90]):
         index.write_text(content)
-        with pytest.raises(SourceError, match="index"):
+        with pytest.raises(ModelError, match="index"):
             source.check()
     index.write_text(json.dumps({"weight_map": {"a": "model-9.safetensors"}}))
-    with pytest.raises(SourceError, match=r"files that it lacks: model-9\.safetensors"):
+    with pytest.raises(ModelError, match=r"files that it lacks: model-9\.safetensors"):
         source.check()
     index.write_text(text)
     for content in (b"", data[:-5], data[:20], b"\xff" * 100):
         shard.write_bytes(content)
-        with pytest.raises(SourceError, match=shard.name):
+        with pytest.raises(ModelError, match=shard.name):
             source.check()
     index.unlink()
-    with pytest.raises(SourceError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
         source.check()
 
 
@@ -195,7 +196,7 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
         json.dumps({"weight_map": {"a": name, "b": "a.safetensors"}})
     )
     source = PretrainedSource(str(folder), language_model=True)
-    with pytest.raises(SourceError, match="index.json names .*; accepted: names of files in the"):
+    with pytest.raises(ModelError, match="index.json names .*; accepted: names of files in the"):
         source.check()
 
 
@@ -207,7 +208,7 @@ def test_a_configuration_names_no_weights_elsewhere(tmp_path):
     values = json.loads((folder / "config.json").read_text())
     values["transformers_weights"] = "../other.safetensors"
     (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(SourceError, match="transformers_weights of config.json names '../other"):
+    with pytest.raises(ModelError, match="transformers_weights of config.json names '../other"):
         PretrainedSource(str(folder), language_model=True).check()
 
 
@@ -216,7 +217,7 @@ def test_an_index_that_is_a_pipe_is_refused(tmp_path):
     hf.LlamaForCausalLM(config("llama")).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
     os.mkfifo(tmp_path / "model.safetensors.index.json")
-    with pytest.raises(SourceError, match="index.json: it is no regular file"):
+    with pytest.raises(ModelError, match="index.json: it is no regular file"):
         PretrainedSource(str(tmp_path), language_model=True).check()
 
 
@@ -233,9 +234,9 @@ def test_the_weights_of_a_factory_are_looked_at_before_anything_is_built(tmp_pat
     ):
         save_file(wrong, file)
         for look in (source_of().check, source_of().build):
-            with pytest.raises(SourceError, match=match):
+            with pytest.raises(ModelError, match=match):
                 look()
     file.write_bytes(b"no tensors")
     for look in (source_of().check, source_of().build):
-        with pytest.raises(SourceError, match=r"weights\.safetensors"):
+        with pytest.raises(ModelError, match=r"weights\.safetensors"):
             look()

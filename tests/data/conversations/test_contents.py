@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.data.conversations.template import ChatTemplate
-from raymm.data.samples.errors import SampleError
 from raymm.data.samples.sample import Sample
+from raymm.errors import SampleError
 from tests.data.conversations.test_trl_labels import (
     CALL,
     FOLDER,

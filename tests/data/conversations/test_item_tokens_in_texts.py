@@ -19,9 +19,10 @@ from transformers import AutoProcessor
 from examples.vlm.kinds import KINDS
 from raymm.cli.generate import _prompts
 from raymm.config.whole_model import example_batch
-from raymm.data import DataConfig, ModalityDataConfig, Sample, SampleError, local_steps
+from raymm.data import DataConfig, ModalityDataConfig, Sample, local_steps
 from raymm.data.conversations.text import TextEncoder, load_tokenizer
 from raymm.data.samples.sample import Preference
+from raymm.errors import SampleError
 from raymm.evaluation.text_evaluation import last_answer, prompt_before
 from raymm.model.whole_model import WholeModel, from_pretrained
 from tests.tiny_folders import modalities, tiny

@@ -15,7 +15,8 @@ from transformers import AutoProcessor
 from benchmarks._templates import SHAPES
 from examples.vlm.kinds import KINDS
 from raymm.actors.modules.merge import IGNORE_INDEX
-from raymm.data import DataConfig, DataError, SampleError, local_steps, open_split, step_builder
+from raymm.data import DataConfig, local_steps, open_split, step_builder
+from raymm.errors import DataError, SampleError
 from tests.tiny_folders import modalities, tiny
 
 

@@ -9,11 +9,8 @@ from transformers.utils import chat_template_utils
 
 from raymm.data.conversations import template_limits
 from raymm.data.conversations.template import ChatTemplate
-from raymm.data.conversations.template_limits import (
-    MOST_PASSES,
-    TemplateLimitError,
-    limited_rendering,
-)
+from raymm.data.conversations.template_limits import MOST_PASSES, limited_rendering
+from raymm.errors import SampleError
 from tests.data.conversations.test_trl_labels import (
     FOLDER,
     SUFFIX,
@@ -71,7 +68,7 @@ def rendered(source, messages=MESSAGES):
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_templates_are_refused(name, monkeypatch):
     monkeypatch.setattr(template_limits, "MOST_PASSES", 20_000)
-    with pytest.raises(TemplateLimitError, match="more than 20,000 times for one sample"):
+    with pytest.raises(SampleError, match="more than 20,000 times for one sample"):
         rendered(ENDLESS[name], MESSAGES * 5)
 
 

@@ -14,8 +14,8 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from raymm.data.conversations.template import ChatTemplate, special_ids
-from raymm.data.samples.errors import SampleError
 from raymm.data.samples.sample import Sample
+from raymm.errors import SampleError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 SUFFIX = "_training.jinja"

@@ -2,7 +2,8 @@ import pytest
 import torch
 from sample_files import write_image
 
-from raymm.data import DataError, SampleError, StepBuilder, check_data, local_steps, open_split
+from raymm.data import StepBuilder, check_data, local_steps, open_split
+from raymm.errors import DataError, SampleError
 
 
 def builder(config):

@@ -7,14 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from raymm.data import (
-    DataConfig,
-    SampleError,
-    local_steps,
-    open_split,
-    row_lengths,
-    truncation_note,
-)
+from raymm.data import DataConfig, local_steps, open_split, row_lengths, truncation_note
+from raymm.errors import SampleError
 from tests.tiny_folders import modalities, tiny
 
 

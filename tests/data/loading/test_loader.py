@@ -13,15 +13,8 @@ import ray
 import torch
 
 from raymm.actors.faults.fault_folder import faults_kept_in
-from raymm.data import (
-    DataError,
-    DataWorkerError,
-    SampleError,
-    StepLoader,
-    join_parts,
-    local_steps,
-)
-from raymm.errors import FailureKind, NodeLostError
+from raymm.data import StepLoader, join_parts, local_steps
+from raymm.errors import DataError, FailureKind, Loss, RunFailedError, SampleError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -189,11 +182,11 @@ def test_data_without_a_usable_sample_end_the_run(make_config, tmp_path):
 def test_a_sample_that_kills_workers_is_named_alone(make_config):
     """The first death may have other reasons; after the second, samples are loaded one by one."""
     config = make_config(image="fatal_of_one", shuffle=False)
-    for error in (DataWorkerError, SampleError):
+    for error in (RunFailedError, SampleError):
         with StepLoader(config, steps_before=4) as loader, pytest.raises(error) as caught:
             list(loader)
         text = str(caught.value)
-        if error is DataWorkerError:
+        if error is RunFailedError:
             assert "died while loading step 6, samples [6, 7, 8, 9, 10, 11]" in text
     assert text.startswith("sample 's8'") and "every data worker that loads it dies" in text
     assert isinstance(caught.value, DataError)  # the run ends, and is not to be started again
@@ -201,7 +194,7 @@ def test_a_sample_that_kills_workers_is_named_alone(make_config):
 
 def test_a_shortage_in_a_worker_is_no_fault_of_its_samples(make_config):
     config = make_config(image="without_files", on_error="skip", num_workers=1)
-    with StepLoader(config) as loader, pytest.raises(DataWorkerError) as caught:
+    with StepLoader(config) as loader, pytest.raises(RunFailedError) as caught:
         next(loader)
     assert caught.value.kind is FailureKind.RESOURCE
     assert "failed to load step 1" in str(caught.value) and "Too many open" in str(caught.value)
@@ -210,7 +203,7 @@ def test_a_shortage_in_a_worker_is_no_fault_of_its_samples(make_config):
 def test_a_dead_worker_is_named(make_config):
     config = make_config(image="fatal", num_workers=2, shuffle=False)
     message = r"data worker 0 of 2 died while loading step 1, samples \[0, 1, 2, 3, 4, 5\]"
-    with StepLoader(config) as loader, pytest.raises(DataWorkerError, match=message) as caught:
+    with StepLoader(config) as loader, pytest.raises(RunFailedError, match=message) as caught:
         next(loader)
     assert "\n" not in str(caught.value) and caught.value.__notes__
     assert not isinstance(caught.value, DataError)  # nothing is wrong with the data
@@ -226,7 +219,7 @@ def test_a_worker_that_is_stopped_is_named(make_config, tmp_path):
             rf"data worker 0 of 1 \(process {pid} on .*\) did not load step \d+, samples .* of .* "
             r"within worker_timeout \(2 s\): it does not answer; it is stopped by a signal"
         )
-        with pytest.raises(DataWorkerError, match=message) as caught:
+        with pytest.raises(RunFailedError, match=message) as caught:
             for _ in loader:
                 pass
     assert str(tmp_path) in str(caught.value)
@@ -240,7 +233,7 @@ def test_a_worker_that_is_stopped_in_its_first_step_is_found_before_its_time_is_
     with StepLoader(make_config(image="stopped", worker_timeout=100)) as loader:
         message = "did not load .* in time: .*: it does not answer; it is stopped by a signal"
         start = time.monotonic()
-        with pytest.raises(DataWorkerError, match=message):
+        with pytest.raises(RunFailedError, match=message):
             next(loader)
         assert time.monotonic() - start < 60
 
@@ -255,11 +248,12 @@ def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):
 def test_a_lost_node_ends_the_wait_for_a_worker_that_was_to_start_there(make_config):
     """Of which Ray tells late."""
     def check():
-        raise NodeLostError("node a is gone", frozenset({"a"}))
+        raise RunFailedError("node a is gone", lost=Loss.NODE)
 
     config, start = make_config(worker_cpus=1000, worker_timeout=100), time.monotonic()
-    with StepLoader(config, check_cluster=check) as loader, pytest.raises(NodeLostError):
-        next(loader)
+    with StepLoader(config, check_cluster=check) as loader:
+        with pytest.raises(RunFailedError, match="node a is gone"):
+            next(loader)
     assert time.monotonic() - start < 30
 
 

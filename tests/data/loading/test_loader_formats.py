@@ -7,15 +7,8 @@ import ray
 import torch
 from same_rows import write_parquet, write_shards
 
-from raymm.data import (
-    DataError,
-    SampleError,
-    StepLoader,
-    join_parts,
-    local_steps,
-    open_split,
-    training_sampler,
-)
+from raymm.data import StepLoader, join_parts, local_steps, open_split, training_sampler
+from raymm.errors import DataError, SampleError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

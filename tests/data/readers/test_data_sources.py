@@ -4,8 +4,9 @@
 import pytest
 from pydantic import ValidationError
 
-from raymm.config.sections import ConfigError, parse_config
-from raymm.data import DataConfig, DataError, open_split
+from raymm.config.sections import parse_config
+from raymm.data import DataConfig, open_split
+from raymm.errors import ConfigError, DataError
 
 FIELDS = {
     "tokenizer": "t", "batch_size": 8, "microbatches": 4,

@@ -3,8 +3,9 @@ import pickle
 
 import pytest
 
-from raymm.data import DataError, JsonDataset
+from raymm.data import JsonDataset
 from raymm.data.readers import ReaderOptions
+from raymm.errors import DataError
 
 ROWS = [
     {"id": 7, "text": "né à Orléans", "images": "sub/a.png"},

@@ -5,7 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from raymm.data import DataConfig, DataError, open_split
+from raymm.data import DataConfig, open_split
+from raymm.errors import DataError
 
 
 def config(tmp_path, rows=(40, 10), **changes):

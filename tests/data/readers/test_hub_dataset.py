@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 from same_rows import write_datasets_folder
 
-from raymm.data import DataConfig, DataError, open_split
+from raymm.data import DataConfig, open_split
+from raymm.errors import DataError
 
 NAME = "hf://datasets/some-org/some_pictures"
 

@@ -12,10 +12,10 @@ import torch
 from same_rows import add_member, write_datasets_folder, write_parquet, write_shards
 from sample_files import write_image, write_rows
 
-from raymm.data import DataError, SampleError, StepBuilder, local_steps, open_source, open_split
+from raymm.data import StepBuilder, local_steps, open_source, open_split
 from raymm.data.readers import DatasetsFolder, ParquetDataset, ReaderOptions, TarDataset
 from raymm.data.samples.limits import Limits
-from raymm.packages import PackageError
+from raymm.errors import ConfigError, DataError, SampleError
 
 WRITERS = {
     "parquet": lambda folder: write_parquet(folder, 20),
@@ -286,7 +286,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, kind):
     for module in (name, f"{name}.parquet"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
     message = rf"needs the package {name}.*raymm\[{kind}\]"
-    with pytest.raises((DataError, PackageError), match=message):
+    with pytest.raises((DataError, ConfigError), match=message):
         open_source(path)
 
 

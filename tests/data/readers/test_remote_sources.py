@@ -14,11 +14,12 @@ from sample_files import write_image, write_rows
 
 import raymm.actors.storage.bucket as buckets
 from raymm.actors.storage.location import storage_folder
-from raymm.data import DataConfig, DataError, SampleError, local_steps, open_source, open_split
+from raymm.data import DataConfig, local_steps, open_source, open_split
 from raymm.data.readers import ReaderOptions
 from raymm.data.readers.files import is_there
 from raymm.data.remote import bucket as remote_bucket
 from raymm.data.remote import web as remote_web
+from raymm.errors import DataError, SampleError
 from raymm.storage.fingerprints import fingerprint_of_files
 
 

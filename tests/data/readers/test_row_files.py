@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymm.actors.faults.failure_kind import failure_kind
-from raymm.data import DataConfig, DataError, JsonDataset, SampleError, open_source, open_split
+from raymm.data import DataConfig, JsonDataset, open_source, open_split
 from raymm.data.readers import ReaderOptions, json_rows, row_index
-from raymm.errors import FailureKind
-from raymm.packages import PackageError
+from raymm.errors import ConfigError, DataError, FailureKind, SampleError
 
 TURNS = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "é 日本"}]
 
@@ -215,7 +214,7 @@ def test_a_compressed_file_that_is_cut_off_leaves_no_copy(tmp_path, cache, suffi
 def test_a_missing_decoder_of_zstd_is_named(tmp_path, monkeypatch):
     (tmp_path / "d.jsonl.zst").write_bytes(zstd_compress(lines(rows_of(1)).encode()))
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(PackageError, match=r"needs the package zstandard.*raymm\[zstd\]"):
+    with pytest.raises(ConfigError, match=r"needs the package zstandard.*raymm\[zstd\]"):
         open_source(tmp_path / "d.jsonl.zst")
 
 

@@ -13,10 +13,11 @@ import soundfile
 from PIL import Image
 from sample_files import write_image, write_sound
 
-from raymm.data import SampleError, StepBuilder, open_split
+from raymm.data import StepBuilder, open_split
 from raymm.data.samples.headers import check_media
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.processors import read_audio, read_image
+from raymm.errors import SampleError
 
 LEVELS = np.array([[0, 257, 256 * 128, 65535]], dtype=np.uint16)
 SHOWN = [0, 1, 128, 255]  # of 255

@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data import DataError, EncodedSample, describe, join_parts, shuffle_modality, split_parts
+from raymm.data import EncodedSample, describe, join_parts, shuffle_modality, split_parts
 from raymm.data.samples.collate import collate
+from raymm.errors import DataError
 
 X = -100
 

@@ -14,12 +14,12 @@ import soundfile
 from PIL import Image
 from sample_files import write_image, write_sound
 
-from raymm.data import DataError, SampleError, StepBuilder, open_split
+from raymm.data import StepBuilder, open_split
 from raymm.data.readers import ParquetDataset, ReaderOptions, TarDataset
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.headers import check_media, kind_of
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes, MediaRange
+from raymm.errors import DataError, SampleError
 
 # A decoded bomb of any kind would need several times as much.
 MAX_GROWTH_MIB = 100
@@ -31,7 +31,7 @@ def test_images_are_refused_by_their_headers(tmp_path, kind):
     bombs.IMAGES[kind](path)
     assert path.stat().st_size < 2_000_000
     for media in (str(path), MediaBytes("x", path.read_bytes())):
-        with pytest.raises(RowError, match=r"pixels, above data.max_image_pixels \(89,478,485\)"):
+        with pytest.raises(SampleError, match=r"above data.max_image_pixels \(89,478,485\)"):
             check_media(media, Limits())
 
 
@@ -49,7 +49,7 @@ def test_real_images_have_their_size(tmp_path, name):
         assert kind_of(path) == "image"
         exact = Limits(max_image_pixels=size[0] * size[1])
         assert check_media(str(path), exact) == header
-        with pytest.raises(RowError, match="max_image_pixels"):
+        with pytest.raises(SampleError, match="max_image_pixels"):
             check_media(str(path), Limits(max_image_pixels=size[0] * size[1] - 1))
 
 
@@ -77,38 +77,38 @@ def test_sounds_have_their_length(tmp_path, suffix):
     assert (header.kind, header.rate, header.channels) == ("audio", 48_000, 2)
     assert 4800 <= header.frames < 9600  # MP3 comes in frames of 1152
     assert kind_of(path) == "audio"
-    with pytest.raises(RowError, match=r"max_audio_samples \(9,599\)"):
+    with pytest.raises(SampleError, match=r"max_audio_samples \(9,599\)"):
         check_media(str(path), Limits(max_audio_samples=9599))
 
 
 def test_absurd_sounds_are_refused(tmp_path):
     bombs.flac(tmp_path / "a.flac")
-    with pytest.raises(RowError, match="68,719,476,735 frames.*max_audio_samples"):
+    with pytest.raises(SampleError, match="68,719,476,735 frames.*max_audio_samples"):
         check_media(str(tmp_path / "a.flac"), Limits())
     wave = np.zeros(100, np.float32)
     # 100 s at 1 Hz are as long as any other 100 s, once they are resampled.
     soundfile.write(tmp_path / "slow.wav", wave, 1)
-    with pytest.raises(RowError, match=r"4,800,000 samples"):
+    with pytest.raises(SampleError, match=r"4,800,000 samples"):
         check_media(str(tmp_path / "slow.wav"), Limits(max_audio_samples=4_000_000))
     soundfile.write(tmp_path / "fast.wav", wave, 2_000_000_000)
-    with pytest.raises(RowError, match="sample rate is 2,000,000,000 Hz"):
+    with pytest.raises(SampleError, match="sample rate is 2,000,000,000 Hz"):
         check_media(str(tmp_path / "fast.wav"), Limits())
 
 
 def test_sounds_of_no_length_and_empty_files(tmp_path):
     soundfile.write(tmp_path / "a.wav", np.zeros(0, np.float32), 16_000)
-    with pytest.raises(RowError, match="holds no sound"):
+    with pytest.raises(SampleError, match="holds no sound"):
         check_media(str(tmp_path / "a.wav"), Limits())
     (tmp_path / "e.png").touch()
-    with pytest.raises(RowError, match="the file is empty"):
+    with pytest.raises(SampleError, match="the file is empty"):
         check_media(str(tmp_path / "e.png"), Limits())
 
 
 def test_large_files_are_refused_unread(tmp_path):
     bombs.sparse(tmp_path / "large.bin")
-    with pytest.raises(RowError, match=r"1,099,511,627,776 bytes, above data.max_item_bytes"):
+    with pytest.raises(SampleError, match=r"1,099,511,627,776 bytes, above data.max_item_bytes"):
         check_media(str(tmp_path / "large.bin"), Limits())
-    with pytest.raises(RowError, match="max_item_bytes"):
+    with pytest.raises(SampleError, match="max_item_bytes"):
         check_media(MediaRange("x", str(tmp_path / "large.bin"), 0, 2**34), Limits())
     assert check_media(str(tmp_path / "large.bin"), Limits(max_item_bytes=2**41)).kind == "other"
 

@@ -7,10 +7,11 @@ import torch
 from sample_files import CHATML, build_tokenizer, write_image
 
 from raymm.actors.modules.merge import ReplaceTokens
-from raymm.config.sections import ConfigError, parse_config
-from raymm.data import DataError, Sample, SampleError, StepBuilder, open_split
+from raymm.config.sections import parse_config
+from raymm.data import Sample, StepBuilder, open_split
 from raymm.data.conversations.text import TextEncoder
 from raymm.data.samples.config import ModalityDataConfig
+from raymm.errors import ConfigError, DataError, SampleError
 
 X = -100
 # Like those of Llava or SmolVLM: strings as they are, and parts one by one.

@@ -6,11 +6,11 @@ import pytest
 from sample_files import build_tokenizer
 from trl.data_utils import maybe_extract_prompt
 
-from raymm.data import DataConfig, SampleError, open_split
+from raymm.data import DataConfig, open_split
 from raymm.data.loading.builder import StepBuilder
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.rows import RowRules, parse_row
+from raymm.errors import SampleError
 
 USER, CAT, DOG = (
     {"role": role, "content": content}
@@ -79,7 +79,7 @@ def test_pairs_stay_together(tmp_path):
     ({"chosen": [CAT]}, "'chosen' and 'rejected'"),
 ])  # fmt: skip
 def test_rows_that_are_none(tmp_path, row, says):
-    with pytest.raises(RowError) as error:
+    with pytest.raises(SampleError) as error:
         parse_row(row, RowRules(), MediaFolders(tmp_path))
     assert says in error.value.reason
 

@@ -11,9 +11,10 @@ from sample_files import build_tokenizer, write_image, write_sound
 from transformers import CLIPImageProcessor, LlavaProcessor, WhisperFeatureExtractor
 from transformers.models.whisper import WhisperProcessor
 
-from raymm.data import DataError, SampleError, StepBuilder, open_split
+from raymm.data import StepBuilder, open_split
 from raymm.data.samples.media import MediaBytes, MediaRange, media_name, open_media, read_media
 from raymm.data.samples.processors import load_processor, processor_input
+from raymm.errors import DataError, SampleError
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from PIL import Image
 from sample_files import write_image, write_sound
 from transformers import SiglipImageProcessor, WhisperFeatureExtractor
 
-from raymm.data import DataError
 from raymm.data.samples.processors import load_processor, read_audio, read_image
+from raymm.errors import DataError
 
 
 def test_transparency_is_white(tmp_path):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from sample_files import build_tokenizer
 
-from raymm.data import DataError, JsonDataset, Sample, SampleError
+from raymm.data import JsonDataset, Sample
 from raymm.data.conversations.text import TextEncoder, check_vocabulary
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.row_media import MediaRules, items_of
 from raymm.data.samples.rows import RowRules, parse_row
+from raymm.errors import DataError, SampleError
 
 
 @pytest.mark.parametrize(("row", "parts"), [
@@ -27,7 +27,7 @@ from raymm.data.samples.rows import RowRules, parse_row
     ({"messages": [{"speaker": "x"}]}, ["messages[0]", "'role'", "'speaker'"]),
 ])
 def test_messages_of_other_formats(row, parts):
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(SampleError) as caught:
         parse_row(row, RowRules(), MediaFolders(Path("/data")))
     assert not [part for part in parts if part not in str(caught.value)], str(caught.value)
 
@@ -40,7 +40,7 @@ def test_messages_of_other_formats(row, parts):
 ])
 def test_a_row_with_too_much_text_is_refused(row):
     rules = RowRules(limits=Limits(max_text_characters=10))
-    with pytest.raises(RowError, match=r"above data.max_text_characters \(10\)"):
+    with pytest.raises(SampleError, match=r"above data.max_text_characters \(10\)"):
         parse_row(row, rules, MediaFolders(Path("/data")))
     parse_row(row, RowRules(), MediaFolders(Path("/data")))
 
@@ -57,7 +57,7 @@ def test_a_row_with_too_much_text_is_refused(row):
     ("a\0b.png", ["null character"]),
 ])
 def test_images_that_are_no_files(item, value, parts):
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(SampleError) as caught:
         items_of(item(value), "images", MediaRules(MediaFolders(Path("/data"))))
     text = str(caught.value)
     assert "'images'" in text and not [part for part in parts if part not in text], text

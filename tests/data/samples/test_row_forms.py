@@ -1,4 +1,4 @@
-"""Every row form gives the same sample; a row that fits none is a RowError that says why."""
+"""Every row form gives the same sample; a row that fits none is a SampleError that says why."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.row_forms import FORMS, TEXT_ROLES
 from raymm.data.samples.rows import RowRules, parse_row
 from raymm.data.samples.source_config import FormName
+from raymm.errors import SampleError
 
 FOLDERS = MediaFolders(Path("/data"))
 MODALITIES = {"image": "image", "video": "video", "audio": "audio"}
@@ -188,7 +188,7 @@ def test_instruction_and_input_are_joined():
 def test_flags_of_messages_become_loss(flag, value, loss):
     row = {"messages": [user("what"), {**assistant("a cat"), flag: value}]}
     if isinstance(loss, str):
-        with pytest.raises(RowError, match=rf"messages\[1\] has {loss}; accepted: true and false"):
+        with pytest.raises(SampleError, match=rf"messages\[1\] has {loss}; accepted: true and"):
             parse(row)
         return
     answer = parse(row).text.messages[1]
@@ -197,7 +197,7 @@ def test_flags_of_messages_become_loss(flag, value, loss):
 
 def test_flags_that_contradict_each_other_are_refused():
     row = {"messages": [user("what"), {**assistant("a"), "loss": True, "weight": 0}]}
-    with pytest.raises(RowError, match="contradict"):
+    with pytest.raises(SampleError, match="contradict"):
         parse(row)
 
 
@@ -253,7 +253,7 @@ def test_function_calls_of_sharegpt_become_tool_calls():
      "'prompt' is a text; accepted: messages too"),
 ])
 def test_rows_that_fit_no_form_say_what_does(row, message):
-    with pytest.raises(RowError, match=message):
+    with pytest.raises(SampleError, match=message):
         parse(row)
 
 
@@ -262,7 +262,7 @@ def test_a_form_that_is_named_wins_over_the_columns():
     assert parse(row).form == "messages" and parse(row).unused == {"text"}
     assert parse(row, row_form="text").text.text == "c"
     assert parse(row, ignore_columns=frozenset({"messages"})).form == "text"
-    with pytest.raises(RowError, match="form 'alpaca' needs 'instruction' and 'output'"):
+    with pytest.raises(SampleError, match="form 'alpaca' needs 'instruction' and 'output'"):
         parse(row, row_form="alpaca")
 
 
@@ -331,7 +331,7 @@ def test_any_row_is_a_sample_or_a_row_error(row, form):
     columns = {"image": "images", "audio": "audio"}
     try:
         parsed = parse(row, row_form=form, columns=columns, frames=frozenset({"video"}))
-    except RowError:
+    except SampleError:
         return
     text = parsed.text
     assert (text.messages is None) != (text.text is None)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from raymm.data.samples.errors import RowError
-from raymm.data.samples.folders import MediaFolders, OutsideError
+from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes
 from raymm.data.samples.rows import RowRules, parse_row
+from raymm.errors import SampleError
 
 FOLDERS = MediaFolders(Path("/data"))
 PARTS = {"image": "image", "video": "video", "audio": "audio"}
@@ -113,14 +113,14 @@ def test_places_and_items_may_both_be_in_a_row_of_several_kinds():
     assert parsed.media == {"audio": ("/data/a.wav",)}
     row = {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
            "images": ["b.png"]}
-    with pytest.raises(RowError, match="column 'images' and in parts.*one of them"):
+    with pytest.raises(SampleError, match="column 'images' and in parts.*one of them"):
         parse(row, columns={"image": "images"})
 
 
 def test_the_number_of_a_place_must_be_that_of_its_item():
     places = [{"type": "image", "index": number} for number in (0, 1)]
     assert of_parts(*places).text.messages[0]["content"][:2] == [{"type": "image"}] * 2
-    with pytest.raises(RowError, match=r"content\[0\] is the place of item 1"):
+    with pytest.raises(SampleError, match=r"content\[0\] is the place of item 1"):
         of_parts(*places[::-1])
 
 
@@ -128,7 +128,7 @@ def test_parts_take_the_type_that_the_modality_names():
     parsed = of_parts({"type": "scan", "scan": "a.png"}, parts={"scan": "vision"})
     assert parsed.media == {"vision": ("/data/a.png",)}
     assert parsed.text.messages[0]["content"][0] == {"type": "scan"}
-    with pytest.raises(RowError, match=r"type 'image_url', and no modality takes it.*\['scan'\]"):
+    with pytest.raises(SampleError, match=r"'image_url', and no modality takes it.*\['scan'\]"):
         of_parts({"type": "image_url", "image_url": "a.png"}, parts={"scan": "vision"})
 
 
@@ -151,7 +151,7 @@ def test_keys_of_parts_that_nothing_uses_are_unused():
     "https://a.b/c.png", "s3://bucket/c.png",
 ])
 def test_parts_may_not_leave_the_folders(source, name):
-    with pytest.raises(OutsideError, match="media_folders"):
+    with pytest.raises(SampleError, match="media_folders"):
         of_parts(source(name))
 
 
@@ -165,7 +165,7 @@ def test_limits_hold_for_base64(value):
         for row in ({"text": "a", "images": value}, {"messages": [
             {"role": "user", "content": [{"type": "image", "image": value}]}
         ]}):
-            with pytest.raises(RowError, match="max_item_bytes"):
+            with pytest.raises(SampleError, match="max_item_bytes"):
                 parse(row, **rules)
 
 
@@ -177,7 +177,7 @@ def test_texts_that_only_look_like_base64_are_paths(text):
     rules = {"columns": {"image": "images"}}
     try:
         (item,) = parse({"text": "a", "images": text}, **rules).media["image"]
-    except OutsideError:
+    except SampleError:
         return
     assert item == f"/data/{text}"
 
@@ -189,17 +189,17 @@ def test_texts_that_only_look_like_base64_are_paths(text):
     ({"bytes": "no base64!"}, "base64 that is broken"), ("file://", "an empty path"),
 ])
 def test_values_that_are_no_items_are_refused(value, message):
-    with pytest.raises(RowError, match=message):
+    with pytest.raises(SampleError, match=message):
         parse({"text": "a", "images": value}, columns={"image": "images"})
 
 
 def test_media_of_an_answer_of_a_pair_are_refused():
     answer = {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}
     prompt = [{"role": "user", "content": "draw"}]
-    with pytest.raises(RowError, match="an answer has media"):
+    with pytest.raises(SampleError, match="an answer has media"):
         parse({"prompt": prompt, "chosen": [answer], "rejected": [answer]})
 
 
 def test_a_text_with_an_item_is_refused():
-    with pytest.raises(RowError, match=r"content\[0\] has type 'text' and 'image'; .*of its own"):
+    with pytest.raises(SampleError, match=r"content\[0\] has type 'text' and 'image'; .*its own"):
         of_parts({"type": "text", "text": "a", "image": "a.png"})

@@ -11,10 +11,10 @@ import transformers
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 
 from examples.vlm.kinds import KINDS
-from raymm.data import DataConfig, SampleError, local_steps, open_split, row_lengths
-from raymm.data.samples.errors import RowError
+from raymm.data import DataConfig, local_steps, open_split, row_lengths
 from raymm.data.samples.processors import load_processor
 from raymm.data.samples.whole_sounds import WholeSounds
+from raymm.errors import SampleError
 from tests.tiny_folders import modalities, tiny
 
 RATE = 16_000
@@ -42,18 +42,18 @@ def test_sounds_within_the_window_are_whole(samples):
 
 @pytest.mark.parametrize("seconds", [1.05, 3, 10])
 def test_sounds_beyond_the_window_name_both_lengths(seconds):
-    with pytest.raises(RowError, match=rf"{seconds:.2f} s long, .* takes 1\.00 s and drops"):
+    with pytest.raises(SampleError, match=rf"{seconds:.2f} s long, .* takes 1\.00 s and drops"):
         WholeSounds(RATE).check(noise(int(seconds * RATE)), extract(whisper()))
 
 
 def test_silence_beyond_the_window_is_refused_too():
-    with pytest.raises(RowError, match=r"3\.00 s long"):
+    with pytest.raises(SampleError, match=r"3\.00 s long"):
         WholeSounds(RATE).check(np.zeros(3 * RATE, np.float32), extract(whisper()))
 
 
 def test_an_extractor_that_crops_at_random_is_refused():
     extractor = transformers.ClapFeatureExtractor(truncation="rand_trunc", sampling_rate=RATE)
-    with pytest.raises(RowError, match="12.00 s long, of which the processor"):
+    with pytest.raises(SampleError, match="12.00 s long, of which the processor"):
         WholeSounds(RATE).check(noise(12 * RATE), extract(extractor))
 
 
@@ -100,7 +100,7 @@ def test_extractors_of_transformers_take_all_or_are_refused(name):
     if name not in WINDOWS:
         WholeSounds(rate).check(sound, features)
         return
-    with pytest.raises(RowError, match=f"40.00 s long, .* takes {WINDOWS[name]:.2f} s and drops"):
+    with pytest.raises(SampleError, match=f"40.00 s long, .* takes {WINDOWS[name]:.2f} s and"):
         WholeSounds(rate).check(sound, features)
 
 
@@ -110,7 +110,7 @@ def test_a_folder_of_an_extractor_refuses_what_it_would_cut(tmp_path):
     for seconds in (1, 3):
         soundfile.write(tmp_path / f"{seconds}.wav", noise(seconds * RATE), RATE)
     assert tuple(process(str(tmp_path / "1.wav"))["input_features"].shape) == (16, 100)
-    with pytest.raises(RowError, match=r"3\.00 s long, of which the processor takes 1\.00 s"):
+    with pytest.raises(SampleError, match=r"3\.00 s long, of which the processor takes 1\.00 s"):
         process(str(tmp_path / "3.wav"))
 
 

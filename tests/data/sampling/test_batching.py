@@ -11,7 +11,6 @@ from test_loader import assert_same
 
 from raymm.data import (
     DataConfig,
-    DataError,
     EpochSampler,
     GroupSampler,
     ItemTokens,
@@ -25,6 +24,7 @@ from raymm.data import (
 )
 from raymm.data.sampling import sampler as samplers
 from raymm.data.sampling.batching import sample_sizes
+from raymm.errors import DataError
 
 FIELDS = {"train": "a", "tokenizer": "t", "batch_size": 8, "microbatches": 4}
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data.samples.errors import DataError
 from raymm.data.sampling.group_sampler import GroupSampler
 from raymm.data.sampling.sampler import EpochSampler, flat
+from raymm.errors import DataError
 from raymm.scheduler.minibatch.problem import SampleSizes
 
 

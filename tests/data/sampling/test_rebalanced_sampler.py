@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_group_sampler import epoch_of, sizes_of
 
-from raymm.data import DataError, Decision
+from raymm.data import Decision
 from raymm.data.sampling.group_sampler import GroupSampler
 from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampling.sampler import flat
+from raymm.errors import DataError
 from raymm.scheduler.minibatch.measured_costs import (
     MeasuredCosts,
     ModuleCost,

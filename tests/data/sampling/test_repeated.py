@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data import DataError, local_steps, open_split, training_sampler
+from raymm.data import local_steps, open_split, training_sampler
 from raymm.data.readers import JsonDataset, Repeated
 from raymm.data.sampling.sampler import flat
 from raymm.data.sampling.scan_cache import scan_key
+from raymm.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data import DataError, EpochSampler
+from raymm.data import EpochSampler
 from raymm.data.sampling.sampler import group_by_modality, split_evenly
+from raymm.errors import DataError
 
 SIZES = {"length": st.integers(1, 40), "batch": st.integers(1, 50), "seed": st.integers(0, 9)}
 

@@ -9,7 +9,7 @@ import pytest
 from same_rows import write_parquet, write_shards
 from sample_files import build_tokenizer, write_image
 
-from raymm.data import SampleError, StepBuilder, local_steps, open_split, scan
+from raymm.data import StepBuilder, local_steps, open_split, scan
 from raymm.data.sampling.scan_cache import (
     _fingerprint,
     default_cache,
@@ -17,6 +17,7 @@ from raymm.data.sampling.scan_cache import (
     save_scan,
     scan_key,
 )
+from raymm.errors import SampleError
 
 
 def arrays(found):

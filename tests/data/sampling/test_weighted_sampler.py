@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raymm.data import DataConfig, DataError, local_steps, open_split, training_sampler
+from raymm.data import DataConfig, local_steps, open_split, training_sampler
 from raymm.data.sampling.weighted_sampler import WeightedSampler
+from raymm.errors import DataError
 
 WEIGHT = st.one_of(st.just(0.0), st.floats(1e-6, 1e4))
 SCHEDULE = st.dictionaries(st.integers(1, 30), WEIGHT, max_size=3)

@@ -11,12 +11,11 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from examples.vlm.kinds import KINDS
-from raymm.data import Clip, DataConfig, SampleError, local_steps
-from raymm.data.samples.errors import RowError
+from raymm.data import Clip, DataConfig, local_steps
 from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import TimedFrames
 from raymm.data.samples.row_media import MediaRules, PartMedia
-from raymm.data.video.container import VideoError
+from raymm.errors import SampleError
 from tests.tiny_folders import tiny
 
 VIDEO_KINDS = [kind for kind, spec in KINDS.items() if "video_processor" in spec.parts]
@@ -121,7 +120,7 @@ def test_times_of_a_part_that_cannot_be_are_refused(timing, said, tmp_path):
         (tmp_path / f"{number}.png").touch()
     rules = MediaRules(MediaFolders(str(tmp_path), ()), parts={"video": "video"})
     part = {"type": "video", "video": ["0.png", "1.png", "2.png"], **timing}
-    with pytest.raises(RowError, match=said):
+    with pytest.raises(SampleError, match=said):
         PartMedia(rules, "messages").take([{"role": "user", "content": [part]}])
 
 
@@ -158,7 +157,7 @@ def test_times_of_frames_become_numbers_and_a_rate():
     uneven = Clip.from_frames(frames, [0.25, 0.5, 1.1])
     assert np.allclose(uneven.indices / uneven.rate, [0.25, 0.5, 1.1])
     for times, said in (([0, 1], "3 frames and 2 times"), ([0, 2, 1], "each later than")):
-        with pytest.raises(VideoError, match=said):
+        with pytest.raises(SampleError, match=said):
             Clip.from_frames(frames, times)
 
 

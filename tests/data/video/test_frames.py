@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.data.samples.errors import RowError
 from raymm.data.samples.headers import OTHER, check_media
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.media import MediaBytes
-from raymm.data.video.container import VideoError, header_of, read_header
+from raymm.data.video.container import header_of, read_header
 from raymm.data.video.frames import FrameLimits, FrameSampling, read_clip
 from raymm.data.video.sound import read_track
+from raymm.errors import SampleError
 
 LIMITS = FrameLimits(2**22, 3600, 100_000)
 clip = functools.cache(clips.make_clip)
@@ -106,14 +106,14 @@ def test_frames_are_turned_upright():
 def test_truncated_files(format):
     data = clip(format)
     for share in (0.2, 0.5, 0.8):
-        with pytest.raises(VideoError, match="cut off|no pictures"):
+        with pytest.raises(SampleError, match="cut off|no pictures"):
             read_clip(io.BytesIO(data[: int(share * len(data))]), FrameSampling(), LIMITS)
 
 
 @pytest.mark.parametrize("format", sorted(clips.FORMATS))
 def test_files_without_frames(format):
     data = clip(format, 0) or clip(format)[:188]  # a transport stream without frames is no file
-    with pytest.raises(VideoError):
+    with pytest.raises(SampleError):
         read_clip(io.BytesIO(data), FrameSampling(), LIMITS)
 
 
@@ -141,7 +141,7 @@ def with_mp4_timescale(value: int) -> bytes:
     (with_mp4_timescale(100), "contradicts itself"),
 ])  # fmt: skip
 def test_wrong_rates(data, message):
-    with pytest.raises(VideoError, match=message):
+    with pytest.raises(SampleError, match=message):
         read_clip(io.BytesIO(data), FrameSampling(), LIMITS)
 
 
@@ -165,13 +165,13 @@ class Pipe(io.RawIOBase):
 def test_endless_files():
     pipe = Pipe()
     clips.make_clip("webm", options={"live": "1"}, file=pipe)
-    with pytest.raises(VideoError, match="does not say how long it is"):
+    with pytest.raises(SampleError, match="does not say how long it is"):
         read_clip(io.BytesIO(bytes(pipe.data)), FrameSampling(), LIMITS)
     limits = FrameLimits(LIMITS.max_pixels, LIMITS.max_seconds, 50)
     data = clip("mpegts", 60)
-    with pytest.raises(VideoError, match="60 frames.*data.max_video_frames"):
+    with pytest.raises(SampleError, match="60 frames.*data.max_video_frames"):
         read_clip(io.BytesIO(data), FrameSampling(), limits)
-    with pytest.raises(VideoError, match="data.max_video_seconds"):
+    with pytest.raises(SampleError, match="data.max_video_seconds"):
         read_clip(io.BytesIO(data), FrameSampling(), FrameLimits(2**22, 2, 50))
     # More frames than a header says: AVI's is believed, and the last of them are never asked for.
     shorter = bytearray(clip("avi", 60, codec="mpeg4"))
@@ -181,12 +181,12 @@ def test_endless_files():
 
 def test_large_frames_are_refused_by_the_header():
     data = clip("mp4", 2, (1024, 768), codec="mjpeg")
-    with pytest.raises(VideoError, match="above data.max_image_pixels"):
+    with pytest.raises(SampleError, match="above data.max_image_pixels"):
         read_clip(io.BytesIO(data), FrameSampling(), FrameLimits(2**19, 3600, 1000))
     # A header that says less than the frames are: no decoder makes room for more.
     liar = data.replace(struct.pack(">HH", 1024, 768), struct.pack(">HH", 64, 48))
     assert liar != data
-    with pytest.raises(VideoError):
+    with pytest.raises(SampleError):
         read_clip(io.BytesIO(liar), FrameSampling(), FrameLimits(2**19, 3600, 1000))
 
 
@@ -195,10 +195,10 @@ def test_nothing_else_is_opened(tmp_path):
     secret.write_bytes(clip("mpegts"))
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:1.6,\n{secret}\n#EXT-X-ENDLIST\n"
     for text in (playlist, f"ffconcat version 1.0\nfile {secret}\n"):
-        with pytest.raises(VideoError, match="it is no MP4"):
+        with pytest.raises(SampleError, match="it is no MP4"):
             read_header(io.BytesIO(text.encode() + bytes(200)), 2**22)
     rare = clip("avi", codec="flv1")
-    with pytest.raises(VideoError, match="codec 'flv'|no pictures"):
+    with pytest.raises(SampleError, match="codec 'flv'|no pictures"):
         read_clip(io.BytesIO(rare), FrameSampling(), LIMITS)
 
 
@@ -214,12 +214,12 @@ def test_the_sound_track(format):
 
 
 def test_sounds_that_cannot_be_used():
-    with pytest.raises(VideoError, match="no sound track"):
+    with pytest.raises(SampleError, match="no sound track"):
         read_track(io.BytesIO(clip("mp4")))
     # The sound is after the pictures.
     data = clip("matroska", sound=True)
-    with pytest.raises(VideoError, match="sound track is cut off"):
+    with pytest.raises(SampleError, match="sound track is cut off"):
         read_track(io.BytesIO(data[: -len(data) // 4]))
-    with pytest.raises(RowError, match="data.max_audio_samples"):
+    with pytest.raises(SampleError, match="data.max_audio_samples"):
         check_media(MediaBytes("a", data), Limits(max_audio_samples=10_000))
     assert check_media(MediaBytes("a", clip("mp4")), Limits()).kind == OTHER

@@ -14,15 +14,8 @@ import torch
 from transformers import AutoProcessor
 
 from examples.vlm import tiny
-from raymm.data import (
-    DataConfig,
-    SampleError,
-    StepBuilder,
-    local_steps,
-    open_split,
-    scan,
-)
-from raymm.packages import PackageError
+from raymm.data import DataConfig, StepBuilder, local_steps, open_split, scan
+from raymm.errors import ConfigError, SampleError
 
 VIDEO = {"column": "clips", "processor": "media_processors:from_clip", "video": {"max_frames": 4}}
 SOUND = {"column": "clips", "processor": "media_processors:track"}
@@ -120,7 +113,7 @@ def test_settings(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     from raymm.data import check_data
 
-    with pytest.raises(PackageError, match=r"modalities.video.video needs .* av.*\[video\]"):
+    with pytest.raises(ConfigError, match=r"modalities.video.video needs .* av.*\[video\]"):
         check_data(config(files, {"video": VIDEO}))
 
 

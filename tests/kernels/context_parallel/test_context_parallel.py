@@ -12,6 +12,7 @@ from rank_processes import rank_processes
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.every_mask import every_pattern
+from raymm.errors import ModelError
 from raymm.kernels.attention import attention
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import (
@@ -22,7 +23,7 @@ from raymm.kernels.context_parallel.attention import (
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout, join_ranges, needed_keys
 from raymm.kernels.flash.reference import reference_attention
-from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import causal, documents, full
 
 TOLERANCE = 1e-5
@@ -465,11 +466,11 @@ def test_documents_on_eight_ranks_need_a_third_of_all_keys_at_most():
 
 
 def test_layouts_that_cannot_be_are_refused():
-    with pytest.raises(MaskError, match="tokens 3 to 5 have no rank"):
+    with pytest.raises(ModelError, match="tokens 3 to 5 have no rank"):
         ContextLayout((((0, 3),), ((5, 9),)))
-    with pytest.raises(MaskError, match="tokens 3 to 4 are on two ranks"):
+    with pytest.raises(ModelError, match="tokens 3 to 4 are on two ranks"):
         ContextLayout((((0, 4),), ((3, 9),)))
-    with pytest.raises(MaskError, match="must ascend"):
+    with pytest.raises(ModelError, match="must ascend"):
         ContextLayout((((4, 9), (0, 4)),))
     blocks = ContextLayout.of_blocks([[0, 3], [2, 1]], 4, 14)
     assert blocks.ranges == (((0, 4), (12, 14)), ((4, 12),))

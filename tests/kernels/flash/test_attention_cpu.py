@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.every_mask import every_pattern, table
+from raymm.errors import ModelError
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.flash.cpu.blocks import Kind, Limits, Plan, plan_blocks
 from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask import patterns
-from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
 from tests.kernels.random_masks import tables
 
@@ -461,7 +462,7 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             cpu_attention(*arguments, (mask,))
-    with pytest.raises(MaskError, match="2 masks for a batch of 1"):
+    with pytest.raises(ModelError, match="2 masks for a batch of 1"):
         cpu_attention(query, key, value, (mask, mask))
-    with pytest.raises(MaskError, match="the tensors have 10 and 10"):
+    with pytest.raises(ModelError, match="the tensors have 10 and 10"):
         cpu_attention(query, key, value, (patterns.causal(11),))

@@ -10,9 +10,10 @@ import transformers as hf
 from random_masks import same_tables
 
 from benchmarks.gpu.every_mask import every_pattern
+from raymm.errors import ModelError
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.self_attention import ModelMask, raymm_attention_forward, raymm_model_mask
-from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import causal, causal_with_own_image, documents, multimodal
 from raymm.kernels.mask.spans import Span
 
@@ -222,7 +223,7 @@ class Layer(torch.nn.Module):
 def test_what_it_cannot_do_is_refused_and_not_dropped(given, said):
     query, key = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8)
     arguments = {"attention_mask": None, **given}
-    with pytest.raises(MaskError, match=said):
+    with pytest.raises(ModelError, match=said):
         raymm_attention_forward(Layer(), query, key, key, **arguments)
 
 
@@ -230,5 +231,5 @@ def test_chunked_attention_does_not_lose_its_chunks():
     layer = Layer()
     layer.config = hf.LlamaConfig(attention_chunk_size=4)
     query, key = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8)
-    with pytest.raises(MaskError, match="chunks of 4"):
+    with pytest.raises(ModelError, match="chunks of 4"):
         raymm_attention_forward(layer, query, key, key, None, raymm_mask=causal(8))

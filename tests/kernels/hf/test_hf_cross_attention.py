@@ -33,9 +33,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raymm.actors.sharding.least_bytes import LeastBytes
+from raymm.errors import ModelError
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.layout import ContextLayout
-from raymm.kernels.hf.cross_attention import CrossAttentionError, share_cross_attention
+from raymm.kernels.hf.cross_attention import share_cross_attention
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.cross_masks import cross_masks
 from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
@@ -318,16 +319,16 @@ def test_layers_of_unknown_makes_are_refused_by_name():
     for kind, reason in ((GatedAttention, "it does more"), (DeafAttention, "did not attend")):
         layer.cross_attn.__class__ = kind
         expected = rf"layers.3.cross_attn \({kind.__name__}.*{reason}"
-        with pytest.raises(CrossAttentionError, match=expected):
+        with pytest.raises(ModelError, match=expected):
             share_cross_attention(model)
     layer.cross_attn = OtherCrossAttention()
-    with pytest.raises(CrossAttentionError, match=r"layers.3.cross_attn \(OtherCross.*\) is"):
+    with pytest.raises(ModelError, match=r"layers.3.cross_attn \(OtherCross.*\) is"):
         share_cross_attention(model)
     config = LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1,
     )  # fmt: skip
-    with pytest.raises(CrossAttentionError, match="LlamaForCausalLM has no cross attention"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no cross attention"):
         share_cross_attention(LlamaForCausalLM(config))
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import ModelError
 from raymm.kernels.mask.cross_masks import BLIND_ROWS, cross_masks
-from raymm.kernels.mask.mask import MaskError
 
 
 @given(
@@ -37,5 +37,5 @@ def test_what_cannot_be_a_mask_is_refused():
         (lambda: cross_masks(shown, 0), "tokens_per_item must be at least 1, got 0"),
         (lambda: cross_masks(shown, 5, blind="some"), "nothing, everything, got 'some'"),
     ):
-        with pytest.raises(MaskError, match=said):
+        with pytest.raises(ModelError, match=said):
             wrong()

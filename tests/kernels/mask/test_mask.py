@@ -8,12 +8,8 @@ from hypothesis import strategies as st
 from random_masks import same_tables, tables
 
 from benchmarks.gpu.every_mask import every_pattern
-from raymm.kernels.mask.mask import (
-    AttentionMask,
-    MaskError,
-    as_masks,
-    query_rows,
-)
+from raymm.errors import ModelError
+from raymm.kernels.mask.mask import AttentionMask, as_masks, query_rows
 from raymm.kernels.mask.patterns import causal, documents
 
 
@@ -116,21 +112,21 @@ def test_equal_neighbours_are_joined_and_tables_cannot_be_written():
     ],
 )
 def test_impossible_tables_are_refused(table, keys, n_queries, said):
-    with pytest.raises(MaskError, match=said):
+    with pytest.raises(ModelError, match=said):
         AttentionMask(table, np.array(keys), n_queries, 4)
 
 
 def test_errors_name_what_is_wrong():
     mask = causal(8)
-    with pytest.raises(MaskError, match="window must be at least 1"):
+    with pytest.raises(ModelError, match="window must be at least 1"):
         mask.windowed(0)
-    with pytest.raises(MaskError, match=r"query range \[3, 9\)"):
+    with pytest.raises(ModelError, match=r"query range \[3, 9\)"):
         mask.select_queries([(3, 9)])
-    with pytest.raises(MaskError, match="ascend"):
+    with pytest.raises(ModelError, match="ascend"):
         mask.select_keys([(4, 6), (0, 2)])
-    with pytest.raises(MaskError, match="2 masks for a batch of 3"):
+    with pytest.raises(ModelError, match="2 masks for a batch of 3"):
         as_masks([mask, mask], 3, 8, 8)
-    with pytest.raises(MaskError, match="8 queries and 8 keys, the tensors have 8 and 9"):
+    with pytest.raises(ModelError, match="8 queries and 8 keys, the tensors have 8 and 9"):
         as_masks(mask, 2, 8, 9)
 
 

@@ -9,6 +9,7 @@ from random_masks import same_tables, tables
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.gpu.every_mask import every_pattern
+from raymm.errors import ModelError
 from raymm.kernels.mask.convert import (
     CAUSAL_BIT,
     from_bitfield,
@@ -17,7 +18,6 @@ from raymm.kernels.mask.convert import (
     to_bitfield,
     to_block_mask,
 )
-from raymm.kernels.mask.mask import MaskError
 from raymm.kernels.mask.patterns import causal, documents, embedded, full
 from raymm.kernels.mask.spans import Span
 
@@ -50,7 +50,7 @@ def test_a_pattern_becomes_a_bit_field_or_is_refused(name):
     says_it = {"full", "causal", "ep", "ee"}
     try:
         field = to_bitfield(mask)
-    except MaskError as error:
+    except ModelError as error:
         assert name not in says_it, error
         return
     assert field.dtype == torch.int64
@@ -69,7 +69,7 @@ def test_what_a_bit_field_can_say_comes_back(mask):
     ("mask", "row"), [(documents([3, 3]), 3), (causal(9, 2), 2), (full(3, 4), None)]
 )
 def test_what_a_bit_field_cannot_say_names_the_row(mask, row):
-    with pytest.raises(MaskError, match="self attention" if row is None else f"row {row} "):
+    with pytest.raises(ModelError, match="self attention" if row is None else f"row {row} "):
         to_bitfield(mask)
 
 
@@ -88,9 +88,9 @@ def test_patterns_come_back_from_their_dense_form_as_short_tables(name):
 
 def test_a_dense_mask_of_too_many_kinds_is_refused():
     noise = torch.from_numpy(np.random.default_rng(0).random((96, 200)) < 0.5)
-    with pytest.raises(MaskError, match="kinds of key"):
+    with pytest.raises(ModelError, match="kinds of key"):
         from_dense(noise)
-    with pytest.raises(MaskError, match="bool"):
+    with pytest.raises(ModelError, match="bool"):
         from_dense(torch.ones(3, 3))
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_masks import same_tables
 
+from raymm.errors import ModelError
 from raymm.kernels.mask import patterns
-from raymm.kernels.mask.mask import MaskError
 from raymm.kernels.mask.spans import Span, kinds_and_items
 
 
@@ -223,5 +223,5 @@ def test_text_sees_images_before_it_and_images_see_no_later_text():
     ],
 )
 def test_impossible_patterns_are_refused(build, said):
-    with pytest.raises(MaskError, match=said):
+    with pytest.raises(ModelError, match=said):
         build()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.context_parallel.error import ContextParallelError
+from raymm.errors import PlanError
 from raymm.scheduler.context_parallel.traffic import (
     METHODS,
     AttentionShape,
@@ -156,5 +156,5 @@ def test_a_plan_can_show_why():
     ],
 )
 def test_errors_name_field_value_and_what_is_accepted(call, says):
-    with pytest.raises(ContextParallelError, match=says):
+    with pytest.raises(PlanError, match=says):
         call()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from benchmarks._exact_distribution import exact_distribution
 from benchmarks._token_policies import POLICIES, TOKENS
 from benchmarks.baselines.baseline import solutions
+from raymm.errors import PlanError
 from raymm.kernels.mask import patterns
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
 from raymm.scheduler.context_parallel.equal_counts import balanced
-from raymm.scheduler.context_parallel.error import ContextParallelError
 from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 ALL = {"balanced": balanced, **POLICIES}
@@ -315,7 +315,7 @@ def test_nothing_to_distribute() -> None:
     ],
 )
 def test_what_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ContextParallelError, match=message):
+    with pytest.raises(PlanError, match=message):
         distribute(**({"work": np.array([1, 2, 3]), "ranks": 2} | changes))
 
 

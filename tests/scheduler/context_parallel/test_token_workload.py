@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from raymm.errors import PlanError
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
-from raymm.scheduler.context_parallel.error import ContextParallelError
 from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 KINDS = st.sampled_from([0, 1, 2, 3, 4, 6, 1 << 62, (1 << 63) - 1])
@@ -169,5 +169,5 @@ def test_what_is_refused(changes: dict, message: str) -> None:
         "query_table": np.zeros((1, 10)), "key_table": np.zeros((1, 2)),
         "n_queries": 5, "n_keys": 5,
     }
-    with pytest.raises(ContextParallelError, match=message):
+    with pytest.raises(PlanError, match=message):
         active_key_blocks(**(arguments | changes))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from raymm.errors import PlanError
 from raymm.kernels.mask import patterns
 from raymm.scheduler.context_parallel.distribution import distribute
-from raymm.scheduler.context_parallel.error import ContextParallelError
 from raymm.scheduler.context_parallel.uneven_counts import LEAST_GAIN, most_blocks
 from raymm.scheduler.context_parallel.workload import active_key_blocks
 
@@ -91,7 +91,7 @@ def test_documents_keep_equal_counts(seed: int) -> None:
 
 
 def test_work_that_is_refused() -> None:
-    with pytest.raises(ContextParallelError, match="token_work must be at least 0, got -1"):
+    with pytest.raises(PlanError, match="token_work must be at least 0, got -1"):
         distribute(np.array([1, 2]), 2, token_work=-1)
-    with pytest.raises(ContextParallelError, match="the sum of work must be below"):
+    with pytest.raises(PlanError, match="the sum of work must be below"):
         distribute(np.array([1, 2]), 2, token_work=1 << 60)

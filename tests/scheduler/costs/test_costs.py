@@ -9,13 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.baselines.pipelines import unaware_work
-from raymm.scheduler.costs.layer_costs import (
-    CostProfile,
-    LayerCost,
-    ProfileError,
-    layer_work,
-    trainable_before,
-)
+from raymm.errors import PlanError
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work, trainable_before
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.program.program import Op
@@ -131,18 +126,18 @@ def test_json_round_trip(data: st.DataObject) -> None:
 def test_malformed_files_are_refused(change, message: str) -> None:
     data = json.loads(CostProfile({"llm": (LayerCost(1, 1, 1),)}).to_json())
     change(data)
-    with pytest.raises(ProfileError, match=message):
+    with pytest.raises(PlanError, match=message):
         CostProfile.from_dict(data)
 
 
 def test_not_json() -> None:
-    with pytest.raises(ProfileError, match="the profile is not JSON"):
+    with pytest.raises(PlanError, match="the profile is not JSON"):
         CostProfile.from_json("{")
 
 
 def test_of_another_model() -> None:
     graph = ModuleGraph((ModuleNode("llm", (True, True)),), ())
-    with pytest.raises(ProfileError, match="the profile of 'llm' has 1 layers, the module 2"):
+    with pytest.raises(PlanError, match="the profile of 'llm' has 1 layers, the module 2"):
         CostProfile({"llm": (LayerCost(1, 1, 1),)}).check(graph)
-    with pytest.raises(ProfileError, match="the profile lacks module 'llm'"):
+    with pytest.raises(PlanError, match="the profile lacks module 'llm'"):
         CostProfile({"lm": (LayerCost(1, 1, 1),)}).check(graph)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from raymm.scheduler.costs.devices import DEVICES, DeviceError, Link, find_device
+from raymm.errors import PlanError
+from raymm.scheduler.costs.devices import DEVICES, Link, find_device
 
 
 def test_names_are_found_however_they_are_written():
@@ -14,7 +15,7 @@ def test_names_are_found_however_they_are_written():
 
 
 def test_an_unknown_name_is_refused_with_the_accepted_ones():
-    with pytest.raises(DeviceError, match="device is 'B9000'; accepted: A40, A100-40GB"):
+    with pytest.raises(PlanError, match="device is 'B9000'; accepted: A40, A100-40GB"):
         find_device("B9000")
 
 
@@ -28,7 +29,7 @@ def test_every_device_has_both_dtypes_and_a_slower_network(device):
 
 
 def test_a_dtype_without_a_rate_is_refused():
-    with pytest.raises(DeviceError, match="dtype is 'fp8'; A40 has rates for bf16, fp32"):
+    with pytest.raises(PlanError, match="dtype is 'fp8'; A40 has rates for bf16, fp32"):
         find_device("A40").peak("fp8")
 
 
@@ -41,11 +42,11 @@ def test_a_dtype_without_a_rate_is_refused():
     ],
 )
 def test_impossible_devices_are_refused(change, message):
-    with pytest.raises(DeviceError, match=message):
+    with pytest.raises(PlanError, match=message):
         replace(find_device("A40"), **change)
 
 
 def test_a_link_is_latency_and_bandwidth():
     assert Link(1e-3, 1e6).seconds(2000) == pytest.approx(3e-3)
-    with pytest.raises(DeviceError, match="bandwidth 0"):
+    with pytest.raises(PlanError, match="bandwidth 0"):
         Link(1e-3, 0)

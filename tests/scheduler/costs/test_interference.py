@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks._colocations import bus_slowdowns, random_colocations
+from raymm.errors import PlanError
 from raymm.scheduler.costs.interference import (
     COUPLINGS,
     FORMS,
@@ -21,7 +22,6 @@ from raymm.scheduler.costs.interference import (
     fit_interference,
     report,
 )
-from raymm.scheduler.graph.strict_json import MultiplexError
 
 
 def test_delay_by_hand() -> None:
@@ -153,19 +153,19 @@ def test_measurements_are_written_in_full() -> None:
 ])
 def test_files_that_do_not_fit_are_refused(field: str, value: object, words: str) -> None:
     data = json.loads(Interference().to_json()) | {field: value}
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         Interference.from_json(json.dumps(data))
 
 
 def test_too_few_or_wrong_samples_are_refused() -> None:
     alone = Colocation(1.0, ((0.5,),), 1.0)
-    with pytest.raises(MultiplexError, match="has 0 colocations.*at least 3"):
+    with pytest.raises(PlanError, match="has 0 colocations.*at least 3"):
         fit_interference([alone] * 10)
-    with pytest.raises(MultiplexError, match="form is 'best'"):
+    with pytest.raises(PlanError, match="form is 'best'"):
         fit_interference([alone], "best")
-    with pytest.raises(MultiplexError, match="colocation.seconds is 0"):
+    with pytest.raises(PlanError, match="colocation.seconds is 0"):
         Colocation(1.0, ((0.5,),), 0.0)
-    with pytest.raises(MultiplexError, match=r"colocation.bandwidths\[0\] is 2.0"):
+    with pytest.raises(PlanError, match=r"colocation.bandwidths\[0\] is 2.0"):
         Colocation(1.0, ((2.0,),), 1.0)
-    with pytest.raises(MultiplexError, match="at least one GPU"):
+    with pytest.raises(PlanError, match="at least one GPU"):
         Colocation(1.0, (), 1.0)

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.errors import PlanError
+from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
 from raymm.scheduler.costs.recomputation import LayerBytes, LayerOption
 
@@ -55,10 +56,10 @@ def test_between_lengths_every_number_is_on_the_line(tokens, scale):
 @pytest.mark.parametrize("tokens", [99, 401])
 def test_outside_the_measured_lengths_it_refuses(tokens):
     with pytest.raises(
-        ProfileError, match=f"tokens of 'llm' is {tokens}, but 100 to 400 were measured"
+        PlanError, match=f"tokens of 'llm' is {tokens}, but 100 to 400 were measured"
     ):
         table().at({"llm": tokens})
-    with pytest.raises(ProfileError, match="tokens of 'vision' is 32, but 16 were measured"):
+    with pytest.raises(PlanError, match="tokens of 'vision' is 32, but 16 were measured"):
         table().at({"vision": 32})
 
 
@@ -83,7 +84,7 @@ def test_extrapolation_of_a_single_measurement_is_proportional():
     ],
 )
 def test_bad_lengths_are_refused(tokens, message):
-    with pytest.raises(ProfileError, match=message):
+    with pytest.raises(PlanError, match=message):
         table().at(tokens, extrapolate=True)
 
 
@@ -127,7 +128,7 @@ def test_what_is_wrong_in_a_file_is_named(path, value, message):
     for key in path[:-1]:
         target = target[key]
     target[path[-1]] = value
-    with pytest.raises(ProfileError, match=message):
+    with pytest.raises(PlanError, match=message):
         ProfileTable.from_dict(data)
 
 
@@ -135,18 +136,18 @@ def test_what_is_wrong_in_a_file_is_named(path, value, message):
 def test_missing_keys_are_named(key):
     data = table().to_dict()
     del data[key]
-    with pytest.raises(ProfileError, match=f"the profile lacks the key '{key}'"):
+    with pytest.raises(PlanError, match=f"the profile lacks the key '{key}'"):
         ProfileTable.from_dict(data)
 
 
 def test_measurements_with_different_layers_are_refused():
     rows = (Measurement(1, 1, (cost(1.0),)), Measurement(2, 1, (cost(1.0), cost(1.0))))
-    with pytest.raises(ProfileError, match=r"modules.llm has measurements of \[1, 2\] layers"):
+    with pytest.raises(PlanError, match=r"modules.llm has measurements of \[1, 2\] layers"):
         ProfileTable({"llm": rows}, {"llm": 1})
 
 
 def test_other_files_are_refused():
-    with pytest.raises(ProfileError, match="the profile is not JSON"):
+    with pytest.raises(PlanError, match="the profile is not JSON"):
         ProfileTable.from_json("F: 3")
-    with pytest.raises(ProfileError, match="the profile is a list; it must be an object"):
+    with pytest.raises(PlanError, match="the profile is a list; it must be an object"):
         ProfileTable.from_json("[]")

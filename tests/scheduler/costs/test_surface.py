@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._roofline import roofline_surface
+from raymm.errors import PlanError
 from raymm.scheduler.costs.surface import (
     ScalingSurface,
     surfaces_from_json,
     surfaces_to_json,
 )
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.roofline import ModuleWork
 
 SURFACE = ScalingSurface(
@@ -77,9 +77,9 @@ def test_outside_what_was_sampled_is_refused() -> None:
     for degree, quota, words in (
         (16, 5, "degree of vision is 16.*from 1 to 8"), (1, 11, "quota of vision is 11"),
     ):
-        with pytest.raises(MultiplexError, match=words):
+        with pytest.raises(PlanError, match=words):
             SURFACE.seconds_at(degree, quota)
-    with pytest.raises(MultiplexError, match="quota of vision is 1/20; sampled are 1 to 10 of 10"):
+    with pytest.raises(PlanError, match="quota of vision is 1/20; sampled are 1 to 10 of 10"):
         SURFACE.seconds_at(1, 1, 20)
 
 
@@ -123,16 +123,16 @@ def changed(**fields) -> str:
     (changed(bandwidth=[0.1, 1.1, 0.2]), r"vision.bandwidth\[1\] is 1.1.*at most 1"),
 ])
 def test_files_that_do_not_fit_are_refused(source: str, words: str) -> None:
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         surfaces_from_json(source)
 
 
 def test_values_that_are_no_numbers_are_refused() -> None:
     source = surfaces_to_json([SURFACE]).replace("0.9", "NaN")
-    with pytest.raises(MultiplexError, match=r"vision.seconds\[1\]\[2\] is nan.*finite"):
+    with pytest.raises(PlanError, match=r"vision.seconds\[1\]\[2\] is nan.*finite"):
         surfaces_from_json(source)
     twice = surfaces_to_json([SURFACE, SURFACE])
-    with pytest.raises(MultiplexError, match="name must differ"):
+    with pytest.raises(PlanError, match="name must differ"):
         surfaces_from_json(twice)
 
 
@@ -144,5 +144,5 @@ def test_kernels_that_take_turns_keep_more_speed_with_fewer_multiprocessors() ->
     assert serial.bandwidth(1.0) == pytest.approx(1 / 3)
     lost = [work.seconds(1, 0.5) / work.seconds(1, 1.0) for work in (overlapped, serial)]
     assert lost[1] < 1.7 < 1.9 < lost[0]
-    with pytest.raises(MultiplexError, match="m.ridge is 0.5"):
+    with pytest.raises(PlanError, match="m.ridge is 0.5"):
         ModuleWork("m", 1.0, 0.5, ridge=0.5)

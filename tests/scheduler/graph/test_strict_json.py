@@ -6,19 +6,19 @@ import json
 
 import pytest
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.interference import Colocation, Interference
-from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.costs.surface import (
     ScalingSurface,
     surfaces_from_json,
     surfaces_to_json,
 )
-from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
+from raymm.scheduler.graph.strict_json import json_value, read_file
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.solve import solve
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from tests.scheduler.multiplex.random_mappings import clip, mapping_of
 
 SURFACE = ScalingSurface("a", (1, 2), (4,), 4, ((2.0,), (1.0,)), (4, 2), (0.5,))
@@ -65,7 +65,7 @@ def test_plans(name: str, value: str, words: str) -> None:
     ("name", '"a", "name": "b"', "field 'name' more than once"),
 ])
 def test_surfaces(name: str, value: str, words: str) -> None:
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         surfaces_from_json(edited(surfaces_to_json([SURFACE]), name, value))
 
 
@@ -74,24 +74,24 @@ def test_surfaces(name: str, value: str, words: str) -> None:
     ('9, "constant": 0', "field 'constant' more than once"),
 ])  # fmt: skip
 def test_interference(value: str, words: str) -> None:
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         Interference.from_json(edited(Interference().to_json(), "constant", value))
 
 
 def test_encodings_and_files_of_other_planners(tmp_path) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(b"\xff\xfe" + PLAN.to_json().encode("utf-16-le"))
-    with pytest.raises(MultiplexError, match="plan.json is not UTF-8"):
+    with pytest.raises(PlanError, match="plan.json is not UTF-8"):
         read_file(file)
     file.write_bytes(b"\xef\xbb\xbf" + PLAN.to_json().encode())
     assert Plan.from_json(read_file(file)) == PLAN
-    with pytest.raises(MultiplexError, match="nowhere.json cannot be read: No such file"):
+    with pytest.raises(PlanError, match="nowhere.json cannot be read: No such file"):
         read_file(tmp_path / "nowhere.json")
     assert json_value("[" * 50 + "]" * 50, "it")
     for source, words in ((DEEP, "nested deeper"), (LONG, "not JSON"), ("[1]", r"plan is \[1\]")):
         with pytest.raises(PlanError, match=words):
             Plan.from_json(LONG_TEXTS.get(source, source))
-    with pytest.raises(ProfileError, match="nested deeper"):
+    with pytest.raises(PlanError, match="nested deeper"):
         ProfileTable.from_json(LONG_TEXTS[DEEP])
 
 
@@ -111,5 +111,5 @@ def test_encodings_and_files_of_other_planners(tmp_path) -> None:
     (lambda: solve("a"), "problem is 'a'; it must be a MappingProblem"),
 ])  # fmt: skip
 def test_arguments(make, words: str) -> None:
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         make()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import PlanError
 from raymm.scheduler.graph.sample_ranges import share
 from raymm.scheduler.minibatch.measured_costs import (
     PARTS,
@@ -17,7 +18,7 @@ from raymm.scheduler.minibatch.measured_costs import (
     group_units,
     of_modules,
 )
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+from raymm.scheduler.minibatch.problem import SampleSizes
 
 NAMES = ("vision", "text")
 SIZES = SampleSizes(NAMES, np.array([[2, 10], [0, 4], [3, 6], [1, 1]]))
@@ -140,5 +141,5 @@ def test_json_gives_the_same_bits_and_other_copies_are_forgotten():
     ],
 )
 def test_what_are_no_costs(data):
-    with pytest.raises(MiniBatchError):
+    with pytest.raises(PlanError):
         MeasuredCosts.from_dict(data)

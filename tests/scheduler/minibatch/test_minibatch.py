@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from benchmarks._drawn_sizes import DISTRIBUTIONS, drawn_sizes
 from benchmarks._isf import plan_isf
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.balanced import WAVE_STEPS, _waves, plan_balanced
 from raymm.scheduler.minibatch.budgets import least_groups
 from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.methods import METHODS, plan_minibatches
 from raymm.scheduler.minibatch.metrics import balance, loads, mixing
-from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
+from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 from tests.scheduler.minibatch_data import groups_of, real, sizes
 
 
@@ -189,7 +190,7 @@ def _bad(**change: object) -> Callable[[], object]:
     ],
 )
 def test_what_cannot_be_planned_is_named(run: Callable[[], object], match: str) -> None:
-    with pytest.raises(MiniBatchError, match=match):
+    with pytest.raises(PlanError, match=match):
         run()
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.budgets import least_groups, suggest_budgets
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+from raymm.scheduler.minibatch.problem import SampleSizes
 from tests.scheduler.minibatch_data import real, sizes
 
 
@@ -70,5 +71,5 @@ def test_suggested_budgets_are_multiples_of_what_there_is_most_of(samples_per_gr
 
 
 def test_nothing_to_suggest_for_no_samples() -> None:
-    with pytest.raises(MiniBatchError, match="and 0 samples"):
+    with pytest.raises(PlanError, match="and 0 samples"):
         suggest_budgets(SampleSizes(("a",), np.zeros((0, 1), int)))

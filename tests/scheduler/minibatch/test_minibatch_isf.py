@@ -15,9 +15,10 @@ from benchmarks._isf import (
     statistical_budgets,
 )
 from benchmarks.baselines.baseline import solutions
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.fixed_size import plan_random
 from raymm.scheduler.minibatch.metrics import balance
-from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+from raymm.scheduler.minibatch.problem import SampleSizes
 from tests.scheduler.minibatch_data import real, sizes
 
 
@@ -105,9 +106,9 @@ def test_samples_above_a_budget_are_left_out_and_counted() -> None:
 
 def test_a_search_that_finds_nothing_says_what_it_tried() -> None:
     of = SampleSizes(("v", "t"), np.array([[1, 5000]] * 40))
-    with pytest.raises(MiniBatchError, match="no budgets make groups of 4 to 5 samples; tried"):
+    with pytest.raises(PlanError, match="no budgets make groups of 4 to 5 samples; tried"):
         search_budgets(of, 32)
-    with pytest.raises(MiniBatchError, match="there are no units of v"):
+    with pytest.raises(PlanError, match="there are no units of v"):
         search_budgets(SampleSizes(("v", "t"), np.array([[0, 5]] * 8)), 2)
 
 
@@ -121,7 +122,7 @@ def test_a_search_that_finds_nothing_says_what_it_tried() -> None:
 )
 def test_what_isf_cannot_plan_is_named(options: dict, match: str) -> None:
     of = SampleSizes(("vision", "text"), np.array([[1, 10], [2, 20], [3, 30]]))
-    with pytest.raises(MiniBatchError, match=match):
+    with pytest.raises(PlanError, match=match):
         plan_isf(of, 2, **options)
 
 

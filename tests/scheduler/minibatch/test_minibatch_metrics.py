@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._transformer_cost import transformer_cost
+from raymm.errors import PlanError
 from raymm.scheduler.minibatch.costs import CostModel, UnitCost
 from raymm.scheduler.minibatch.metrics import balance, dist_ratio, loads, step_efficiency
-from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
+from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 from tests.scheduler.minibatch_data import groups_of, sizes
 
 
@@ -117,5 +118,5 @@ def test_cost_of_a_transformer() -> None:
     assert (model.linear, model.quadratic) == (1536.0, 16.0)
     tiles = transformer_cost(768, 1, 8, tokens_per_unit=10, units_attend=False)
     assert (tiles.linear, tiles.quadratic) == (15360.0 + 4 * 8 * 100, 0.0)
-    with pytest.raises(MiniBatchError, match="1 modalities, the sizes have 2"):
+    with pytest.raises(PlanError, match="1 modalities, the sizes have 2"):
         CostModel((model,)).of_units(np.ones((3, 2)))

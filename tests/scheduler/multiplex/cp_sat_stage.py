@@ -11,7 +11,7 @@ from ortools.sat.python import cp_model
 from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.solver.stage_bounds import StageBounds
-from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, Interrupted, StageResult
+from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageResult
 from raymm.scheduler.multiplex.solver.stage_packing import StagePacking
 
 
@@ -25,7 +25,7 @@ class CpSatStageEvaluator:
 
     Args:
         problem: whose stages.
-        stop: called between solves; when it says True, ``Interrupted`` is raised.
+        stop: called between solves; when it says True, ``KeyboardInterrupt`` is raised.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CpSatStageEvaluator:
         while True:
             self.solves += 1
             if self.stop is not None and self.stop():
-                raise Interrupted
+                raise KeyboardInterrupt
             if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
                 return None
             options = [

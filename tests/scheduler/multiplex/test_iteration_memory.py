@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
+from raymm.errors import PlanError
 from raymm.scheduler.costs.surface import ScalingSurface
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.iteration_memory import (
     balanced,
     fits_iteration,
@@ -132,7 +132,7 @@ def test_a_tight_large_problem_fits() -> None:
 
 def test_wrong_fields_are_refused() -> None:
     problem = random_problem(0, "parallel", 2, 2)
-    with pytest.raises(MultiplexError, match="memory_over is 'day'; accepted: iteration, stage"):
+    with pytest.raises(PlanError, match="memory_over is 'day'; accepted: iteration, stage"):
         replace(problem, memory_over="day")
-    with pytest.raises(MultiplexError, match="allowed has 1 entries; there are 2 modules"):
+    with pytest.raises(PlanError, match="allowed has 1 entries; there are 2 modules"):
         replace(problem, allowed=((1,),))

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from raymm.errors import InternalError, PlanError
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapped_plan import mapped_plan
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.check_samples import check_samples
-from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program, ProgramError
+from raymm.scheduler.program.program import FORWARDS, Instruction, Op, Program
 from raymm.scheduler.program.stage_samples import Samples
 from raymm.scheduler.schedule.lower import lower
 from tests.scheduler.multiplex.random_mappings import Node, Use, cases, clip, graph_of, mapping_of
@@ -130,7 +130,7 @@ def test_damaged_programs_are_found(data):
         assume(cut.op is not Op.BACKWARD or plan.stage_consumers[cut.stage])
         rank[at] = cut
     broken = Program(tuple(map(tuple, lists)))
-    with pytest.raises(ProgramError):
+    with pytest.raises(InternalError):
         check_program(broken)
         check_samples(plan, broken, [Samples(batch)])
 
@@ -158,7 +158,7 @@ def test_gpus_that_nothing_runs_on_are_not_taken():
     ],
 )
 def test_mappings_that_cannot_run_are_refused(mapping, message):
-    with pytest.raises(MultiplexError, match=message):
+    with pytest.raises(PlanError, match=message):
         mapped_plan(clip(), mapping)
 
 
@@ -209,7 +209,7 @@ def test_a_message_that_says_other_samples_than_its_receiver_is_found():
         return i._replace(samples=(Range(0, 1),)) if is_it else i
 
     broken = Program(tuple(tuple(map(other, rank)) for rank in program))
-    with pytest.raises(ProgramError, match="sent .* received"):
+    with pytest.raises(InternalError, match="sent .* received"):
         check_samples(plan, broken, [Samples(4)])
 
 
@@ -226,5 +226,5 @@ def test_a_message_that_says_other_samples_than_its_receiver_is_found():
     ],
 )
 def test_graphs_that_make_no_sense_are_refused(nodes, message):
-    with pytest.raises(MultiplexError, match=message):
+    with pytest.raises(PlanError, match=message):
         graph_of(nodes)

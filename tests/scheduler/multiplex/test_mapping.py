@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
-from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
     MultiplexStage,
@@ -71,7 +71,7 @@ def test_seconds_by_hand() -> None:
     ((), "stages is empty"),
 ])
 def test_impossible_mappings_are_refused(stages, words: str) -> None:
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         Mapping(4, 4, tuple(MultiplexStage(stage, 1.0) for stage in stages))
 
 
@@ -86,16 +86,16 @@ def test_impossible_mappings_are_refused(stages, words: str) -> None:
 ])
 def test_mappings_of_another_problem_are_refused(stages, words: str) -> None:
     made = Mapping(4, 4, tuple(MultiplexStage(stage, 1.0) for stage in stages))
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         made.check(PROBLEM)
 
 
 def test_other_seconds_or_pools_are_refused() -> None:
     made = mapping(ENCODERS, LLM)
     wrong = replace(made, stages=(replace(made.stages[0], seconds=1.9), made.stages[1]))
-    with pytest.raises(MultiplexError, match=r"stages\[0\].seconds is 1.9; the model predicts 2.0"):
+    with pytest.raises(PlanError, match=r"stages\[0\].seconds is 1.9; the model predicts 2.0"):
         wrong.check(PROBLEM)
-    with pytest.raises(MultiplexError, match="gpus is 8; the problem has 4"):
+    with pytest.raises(PlanError, match="gpus is 8; the problem has 4"):
         replace(made, gpus=8).check(PROBLEM)
 
 
@@ -110,7 +110,7 @@ def test_slices_add_up_and_dependencies_hold_between_them() -> None:
         4, 4, tuple(predicted_stage(PROBLEM, s, 2) for s in (stages[0], stages[2], stages[1])),
         slices=2,
     )
-    with pytest.raises(MultiplexError, match="depends on 'vision'; that must be complete"):
+    with pytest.raises(PlanError, match="depends on 'vision'; that must be complete"):
         early.check(PROBLEM)
 
 
@@ -127,26 +127,26 @@ def test_gap() -> None:
      "gpus of 'm' is '0'.*whole number"),
 ])
 def test_fields_that_do_not_fit_are_refused(field: str, value: Any, words: str) -> None:
-    with pytest.raises(MultiplexError, match=words):
+    with pytest.raises(PlanError, match=words):
         replace(mapping(ENCODERS, LLM), **{field: value})
 
 
 def test_problems_that_cannot_be_mapped_are_refused() -> None:
-    with pytest.raises(MultiplexError, match="memory_bytes is 6, but module 'big'.*least 10"):
+    with pytest.raises(PlanError, match="memory_bytes is 6, but module 'big'.*least 10"):
         MappingProblem((flat("big", 1.0, 40),), (), 4, 4, 6)
-    with pytest.raises(MultiplexError, match="'big' needs at least 40"):
+    with pytest.raises(PlanError, match="'big' needs at least 40"):
         MappingProblem((flat("big", 1.0, 40),), (), 1, 4, 6)
     two = (flat("a", 1.0), flat("b", 1.0))
-    with pytest.raises(MultiplexError, match="edges have a cycle"):
+    with pytest.raises(PlanError, match="edges have a cycle"):
         MappingProblem(two, (("a", "b"), ("b", "a")), 4, 4)
-    with pytest.raises(MultiplexError, match=r"edges\[0\] names module 'c'"):
+    with pytest.raises(PlanError, match=r"edges\[0\] names module 'c'"):
         MappingProblem(two, (("a", "c"),), 4, 4)
-    with pytest.raises(MultiplexError, match="name must differ"):
+    with pytest.raises(PlanError, match="name must differ"):
         MappingProblem(two[:1] * 2, (), 4, 4)
-    with pytest.raises(MultiplexError, match="accepted: 1 to 60"):
+    with pytest.raises(PlanError, match="accepted: 1 to 60"):
         MappingProblem((), (), 4, 4)
     coarse = replace(two[0], degrees=(3, 5, 6))
-    with pytest.raises(MultiplexError, match=r"a was sampled at degrees \(3, 5, 6\)"):
+    with pytest.raises(PlanError, match=r"a was sampled at degrees \(3, 5, 6\)"):
         MappingProblem((coarse,), (), 2, 4)
 
 

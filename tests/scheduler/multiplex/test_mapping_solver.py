@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import KINDS, random_problem
-from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.errors import PlanError
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver import solve as solving
 from raymm.scheduler.multiplex.solver.greedy import merge_greedily, mergeable
@@ -197,10 +197,10 @@ def test_deadline_and_ctrl_c(monkeypatch) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     problem = random_problem(0, "parallel", 2, 8)
-    with pytest.raises(MultiplexError, match="strategy is 'best'; accepted: auto, greedy"):
+    with pytest.raises(PlanError, match="strategy is 'best'; accepted: auto, greedy"):
         solve(problem, "best")
-    with pytest.raises(MultiplexError, match="seed is -1"):
+    with pytest.raises(PlanError, match="seed is -1"):
         solve(problem, seed=-1)
-    with pytest.raises(MultiplexError, match="deadline_seconds is -1"):
+    with pytest.raises(PlanError, match="deadline_seconds is -1"):
         solve(problem, deadline_seconds=-1)
     assert "auto" in STRATEGIES

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from random_plans import alignment, chain, plans
 
+from raymm.errors import PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 
 GRAPH = ModuleGraph(

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._tight_plans import tight_plans
+from raymm.errors import PlanError
 from raymm.scheduler.plan.equal_part import EqualPart
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import COMPUTE, FORWARDS

@@ -11,19 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import costs_of, plans, profiled_plans, steps
 
+from raymm.errors import InternalError, PlanError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
-from raymm.scheduler.program.program import (
-    BACKWARDS,
-    COMPUTE,
-    FORWARDS,
-    Instruction,
-    Op,
-    Program,
-    ProgramError,
-)
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
 from raymm.scheduler.schedule.lower import full_program, iteration_time, lower
 from raymm.scheduler.schedule.memory import activation_peaks, peak_bytes
@@ -292,7 +285,7 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
     ],
 )  # fmt: skip
 def test_turns_that_cannot_run_are_refused(instructions, why):
-    with pytest.raises(ProgramError, match=why):
+    with pytest.raises(InternalError, match=why):
         check_program(Program((tuple(instructions),)))
 
 

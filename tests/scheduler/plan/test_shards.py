@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from random_plans import alignment, steps
 
 from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.errors import PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId
 

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
+from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
-from raymm.scheduler.program.program import OPTIMIZER_OPS, Instruction, Op, Program, ProgramError
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Instruction, Op, Program
 from raymm.scheduler.schedule.lower import lower
 
 F, N, B, S, R = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD, Op.SEND, Op.RECV
@@ -58,7 +59,7 @@ def test_two_messages_of_an_edge_exchanged(program: Program, op: Op) -> None:
             same = program.ranks[rank][one].edge == program.ranks[other][two].edge
             if rank == other and one < two and same:
                 tried += 1
-                with pytest.raises(ProgramError):
+                with pytest.raises(InternalError):
                     check_program(exchanged(program, rank, one, two))
     assert tried >= 10
 
@@ -74,7 +75,7 @@ def test_the_message_names_both_microbatches() -> None:
     sender = tuple(
         i for m in range(2) for i in (Instruction(N, FIRST, m), Instruction(S, FIRST, m, SECOND))
     )
-    with pytest.raises(ProgramError, match=r"rank 1: recv b <- a #1 would get microbatch 0"):
+    with pytest.raises(InternalError, match=r"rank 1: recv b <- a #1 would get microbatch 0"):
         check_program(Program((sender, rank)))
 
 
@@ -83,14 +84,14 @@ def test_the_message_names_both_microbatches() -> None:
 def test_any_instruction_dropped(program: Program, op: Op) -> None:
     assert places(program, op)
     for rank, at in places(program, op):
-        with pytest.raises(ProgramError):
+        with pytest.raises(InternalError):
             check_program(edited(program, rank, at))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_needed_forward_dropped(program: Program) -> None:
     for rank, at in places(program, F):
-        with pytest.raises(ProgramError, match="before its forward"):
+        with pytest.raises(InternalError, match="before its forward"):
             check_program(edited(program, rank, at))
 
 
@@ -99,7 +100,7 @@ def test_a_needed_forward_dropped(program: Program) -> None:
 def test_any_instruction_duplicated(program: Program, op: Op) -> None:
     for rank, at in places(program, op):
         instruction = program.ranks[rank][at]
-        with pytest.raises(ProgramError):
+        with pytest.raises(InternalError):
             check_program(edited(program, rank, at, instruction, instruction))
 
 
@@ -107,7 +108,7 @@ def test_the_messages_say_what_is_wrong() -> None:
     program = lower(chain(2, 2), [(), ()])  # spelled out in test_one_f_one_b
 
     def message(broken: Program) -> str:
-        with pytest.raises(ProgramError) as caught:
+        with pytest.raises(InternalError) as caught:
             check_program(broken)
         return str(caught.value)
 
@@ -143,7 +144,7 @@ def test_messages_and_compute_in_the_wrong_order(program: Program) -> None:
             if not 0 <= near < len(instructions) or instructions[near].op not in (S, R):
                 continue
             if (instructions[near].stage, instructions[near].microbatch) == key:
-                with pytest.raises(ProgramError):
+                with pytest.raises(InternalError):
                     check_program(exchanged(program, rank, min(at, near), max(at, near)))
 
 
@@ -167,7 +168,7 @@ def test_ranks_that_wait_for_each_other() -> None:
             ),
         )
     )
-    with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever in recv a <- b #0"):
+    with pytest.raises(InternalError, match="deadlock: rank 0 waits forever in recv a <- b #0"):
         check_program(program)
 
 
@@ -181,7 +182,7 @@ def test_a_rank_that_waits_for_itself() -> None:
             ),
         )
     )
-    with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever"):
+    with pytest.raises(InternalError, match="deadlock: rank 0 waits forever"):
         check_program(program)
 
 
@@ -189,13 +190,13 @@ def test_the_backward_of_another_microbatch() -> None:
     program = Program((
         (Instruction(N, FIRST, 0), Instruction(F, FIRST, 1), Instruction(B, FIRST, 0)),
     ))
-    with pytest.raises(ProgramError, match="rank 0: backward a #0, but its forward kept nothing"):
+    with pytest.raises(InternalError, match="rank 0: backward a #0, but its forward kept nothing"):
         check_program(program)
 
 
 def test_a_stage_on_two_ranks() -> None:
     program = Program(((Instruction(F, FIRST, 0),), (Instruction(B, FIRST, 0),)))
-    with pytest.raises(ProgramError, match="rank 1: backward a #0, but stage a is on rank 0"):
+    with pytest.raises(InternalError, match="rank 1: backward a #0, but stage a is on rank 0"):
         check_program(program)
 
 
@@ -215,7 +216,7 @@ def collective(*ops: Op) -> tuple[Instruction, ...]:
 )
 def test_collectives_that_do_not_meet(other: tuple[Op, ...]) -> None:
     program = Program((collective(*OPTIMIZER_OPS), collective(*OPTIMIZER_OPS), collective(*other)))
-    with pytest.raises(ProgramError, match="rank 2 runs collectives"):
+    with pytest.raises(InternalError, match="rank 2 runs collectives"):
         check_program(program)
 
 
@@ -225,7 +226,7 @@ def test_a_message_across_a_collective() -> None:
         (Instruction(N, FIRST, 0), *collective(Op.STEP), Instruction(S, FIRST, 0, SECOND)),
         (Instruction(R, SECOND, 0, FIRST), Instruction(N, SECOND, 0), *collective(Op.STEP)),
     ))
-    with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever in step"):
+    with pytest.raises(InternalError, match="deadlock: rank 0 waits forever in step"):
         check_program(late)
     good = Program((
         (Instruction(N, FIRST, 0), Instruction(S, FIRST, 0, SECOND), *collective(Op.STEP)),
@@ -247,11 +248,11 @@ def test_any_program_with_one_fault(data: st.DataObject) -> None:
     check_program(program)
     droppable = places(program, S, R, B)
     if droppable:
-        with pytest.raises(ProgramError):
+        with pytest.raises(InternalError):
             check_program(edited(program, *data.draw(st.sampled_from(droppable))))
     rank, at = data.draw(st.sampled_from(places(program, F, N)))
     twice = program.ranks[rank][at]
-    with pytest.raises(ProgramError, match="runs twice"):
+    with pytest.raises(InternalError, match="runs twice"):
         check_program(edited(program, rank, at, twice, twice))
 
 
@@ -284,5 +285,5 @@ def test_messages_under_way_are_bounded_where_the_program_ends_so(microbatches, 
 def test_what_is_stuck_without_a_bound_says_so() -> None:
     program = one_way(64, True)
     broken = Program((program.ranks[0], program.ranks[1][3:]))
-    with pytest.raises(ProgramError):
+    with pytest.raises(InternalError):
         check_program(broken)

@@ -17,10 +17,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
-from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Task
+from raymm.scheduler.schedule.schedule_rules import Rules, Task
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
 from tests.scheduler.schedule.reference_stage_progress import UNKNOWN_SIZES, StageProgress
@@ -79,7 +80,7 @@ class ListScheduler:
         """Schedule everything.
 
         Raises:
-            NoRoomError: if a rank filled up to its byte limit and can never go on.
+            NoPlanError: if a rank filled up to its byte limit and can never go on.
         """
         self._rules = rules
         self._start()
@@ -137,7 +138,7 @@ class ListScheduler:
         for state in self._stages.values():
             left = state.num_left
             if left and self._rules.byte_limits is not None:
-                raise NoRoomError(
+                raise NoPlanError(
                     f"activation limits {self._rules.byte_limits} leave {left} task(s) of stage "
                     f"{state.id} without room; a rank needs room for one microbatch"
                 )

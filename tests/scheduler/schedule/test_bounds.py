@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
@@ -17,7 +18,6 @@ from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.bounds import lower_bound, one_f_one_b_bound
 from raymm.scheduler.schedule.lower import full_program, one_f_one_b_limits
 from raymm.scheduler.schedule.network import Transfer
-from raymm.scheduler.schedule.schedule_rules import NoRoomError
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
@@ -83,7 +83,7 @@ def test_no_schedule_within_limits_is_faster(data: st.DataObject) -> None:
     plan = replace(plan, activation_limits=limits)
     try:
         seconds = simulated(plan, delays)
-    except NoRoomError:
+    except NoPlanError:
         assume(False)
     assert lower_bound(plan, delays, dict(enumerate(limits))) <= seconds + 1e-6
     assert lower_bound(plan, delays) <= lower_bound(plan, delays, dict(enumerate(limits)))

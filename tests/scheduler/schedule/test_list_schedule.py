@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import contents, profiled_plans
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import policies
@@ -24,7 +25,7 @@ from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.schedule_program import to_program
-from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules
+from raymm.scheduler.schedule.schedule_rules import Rules
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages
@@ -90,10 +91,10 @@ def test_the_same_as_in_python(data) -> None:
     scheduler = ListScheduler(*step)
     try:
         expected = Reference(*step).run(chosen)
-    except NoRoomError as error:
+    except NoPlanError as error:
         try:
             scheduler.run(chosen)
-        except NoRoomError as own:
+        except NoPlanError as own:
             assert str(own).split(" leave ")[0] == str(error).split(" leave ")[0]
             return
         raise AssertionError("there was room") from None

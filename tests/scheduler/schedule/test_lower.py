@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import PlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileError
+from raymm.errors import PlanError
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -116,11 +117,11 @@ def test_a_stage_that_never_ran_is_scaled_as_all_are():
 
 
 def test_what_cannot_be_compared():
-    with pytest.raises(ProfileError, match="no profile"):
+    with pytest.raises(PlanError, match="no profile"):
         PlanDrift(plan_of(None))
     nothing = {name: (LayerCost(0, 0, 0),) * len(c) for name, c in PROFILE.modules.items()}
     plan = plan_of(CostProfile(nothing))
     drift = PlanDrift(plan)
     assert drift.observe(measured(plan_of(), {})) is None
-    with pytest.raises(ProfileError, match=r"does not say tokens of \['llm', 'vision'\]"):
+    with pytest.raises(PlanError, match=r"does not say tokens of \['llm', 'vision'\]"):
         drift.profile({})

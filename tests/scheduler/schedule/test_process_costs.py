@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import PlanError
 from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
-from raymm.scheduler.costs.devices import DeviceError, Link, Links
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileError
+from raymm.scheduler.costs.devices import Link, Links
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import Degrees, StageId
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import full_program
@@ -49,7 +50,7 @@ def test_collectives_of_a_ring():
 
 def test_groups_take_the_slowest_link_they_need():
     assert LINKS.between(range(4, 8)) is NEAR and LINKS.between([3, 4]) is FAR
-    with pytest.raises(DeviceError, match="per_node is 0"):
+    with pytest.raises(PlanError, match="per_node is 0"):
         Links(NEAR, FAR, 0)
 
 
@@ -210,9 +211,9 @@ def test_profiles_of_before_links_and_keys_were_known():
     assert old.links is None and old.modules["llm"][0].key_value_bytes == 0
     broken = profile().to_dict()
     broken["links"]["per_node"] = 0
-    with pytest.raises(ProfileError, match="links: per_node is 0"):
+    with pytest.raises(PlanError, match="links: per_node is 0"):
         CostProfile.from_dict(broken)
-    with pytest.raises(ProfileError, match="replicated_bytes is 1001"):
+    with pytest.raises(PlanError, match="replicated_bytes is 1001"):
         replace(BLOCK, replicated_bytes=1001)
 
 

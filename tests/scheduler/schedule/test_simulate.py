@@ -9,16 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import chain, costs_of, steps, uniform
 
+from raymm.errors import InternalError
 from raymm.scheduler.graph.direction import MESSAGE_BOUND
 from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
-from raymm.scheduler.program.program import (
-    COMPUTE,
-    OPTIMIZER_OPS,
-    Instruction,
-    Op,
-    Program,
-    ProgramError,
-)
+from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Instruction, Op, Program
 from raymm.scheduler.program.timeline import Span
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
@@ -183,7 +177,7 @@ def test_deadlock() -> None:
         (Instruction(Op.RECV, FIRST, 0, SECOND), Instruction(Op.SEND, FIRST, 0, SECOND)),
         (Instruction(Op.RECV, SECOND, 0, FIRST), Instruction(Op.SEND, SECOND, 0, FIRST)),
     ))
-    with pytest.raises(ProgramError, match="deadlock: rank 0 waits in recv a <- b #0"):
+    with pytest.raises(InternalError, match="deadlock: rank 0 waits in recv a <- b #0"):
         simulate(program, {})
 
 

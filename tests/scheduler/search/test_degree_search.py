@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymm.errors import NoPlanError, PlanError
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.recomputation import LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.degree_search import estimates
 from raymm.scheduler.search.evaluation import Candidates, evaluate
@@ -25,7 +25,7 @@ from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, ModuleDe
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_search import joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 from tests.scheduler.random_models import models
 
 NETWORK = Network(Link(1e-3, 1e3), Link(1e-2, 1e2), 4)
@@ -53,7 +53,7 @@ def test_never_slower_and_within_what_there_is(model, more, microbatches, limit)
                 graph, profile, ranks, microbatches, limit, NETWORK, schedules=SMALL["schedules"],
                 layouts=SMALL["layouts"], degrees=degrees,
             )))
-        except StageSearchError:
+        except NoPlanError:
             found.append(None)
     without, shared = found
     if without is not None:
@@ -86,7 +86,7 @@ def everything(graph, profile, ranks, microbatches, network=NETWORK, recompute=F
                 graph, profile, ranks, microbatches, degrees=degrees, recompute=recompute
             )
             best[chosen] = joint_search(space, found.seconds, alternatives=0).best.seconds
-        except StageSearchError:
+        except NoPlanError:
             continue
     return best
 
@@ -125,7 +125,7 @@ def exhaustive(problem: PlanProblem) -> float:
         for counts in space.combinations():
             try:
                 plan = space.plan(counts)
-            except StageSearchError:  # memory forbids so few stages
+            except NoPlanError:  # memory forbids so few stages
                 continue
             for schedule in problem.schedules:
                 option, reason = evaluate(replace(plan, schedule=schedule), problem.network)
@@ -174,7 +174,7 @@ def test_small_problems_are_within_a_hundredth_of_exhaustive(seed):
         tight = replace(problem, memory_limit=int(0.9 * need))
         try:
             seconds = find_plans(tight).best.seconds
-        except StageSearchError:
+        except NoPlanError:
             seconds = math.inf
         assert seconds <= exhaustive(tight) * 1.01
 
@@ -236,7 +236,7 @@ def test_memory_asks_for_tensor_parallelism():
     )
     graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
     options = {"network": NETWORK, "memory_limit": 2500, **SMALL}
-    with pytest.raises(StageSearchError):
+    with pytest.raises(NoPlanError):
         propose(PlanProblem(graph, heavy, 2, 2, **options))
     plan = propose(PlanProblem(graph, heavy, 2, 2, degrees={"llm": ALL}, **options)).best.plan
     assert degrees_of(plan, "llm").tp == 2
@@ -277,7 +277,7 @@ def test_layers_that_recompute_need_less_memory():
     assert stage.tp == 2 and set(stage.layer_options) == {"keep", "all"}
     assert estimate.bound <= best.seconds
     for again in (False, True):  # a loss's stage does not recompute as a whole
-        with pytest.raises(StageSearchError):
+        with pytest.raises(NoPlanError):
             propose(replace(problem, recompute=again))
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.plan.plan import Edge, Plan
 from raymm.scheduler.schedule.lower import lower, refine
@@ -18,7 +19,6 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.search import evaluation
 from raymm.scheduler.search.evaluation import Candidates, evaluate, step_timeline
-from raymm.scheduler.search.stage_space import StageSearchError
 from tests.scheduler.schedule.test_lower import any_plans, chain
 
 NETWORKS = st.sampled_from([Network(), Network(Link(0.5, 10.0), Link(3.0, 2.0), 2)])
@@ -84,10 +84,10 @@ def test_no_policy_is_searched_for_what_is_far_over_the_limit(
 def test_a_proposal_has_the_fastest_first_and_says_what_does_not_fit() -> None:
     plan = chain(3, 6, "1f1b")
     found = Candidates(Network(), ("gpipe", "1f1b", "zero_bubble"))
-    with pytest.raises(StageSearchError, match="no plan fits: there is none for this model"):
+    with pytest.raises(NoPlanError, match="no plan fits: there is none for this model"):
         found.proposal()
     found.add("small", replace(plan, memory_limit=149))
-    with pytest.raises(StageSearchError, match=r"no plan fits: small: .*rank 0 .*llm\.0"):
+    with pytest.raises(NoPlanError, match=r"no plan fits: small: .*rank 0 .*llm\.0"):
         found.proposal()
     found.add_schedules("chain", plan)
     proposal = found.proposal()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, has_backward
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan
@@ -18,7 +19,7 @@ from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import FORWARDS, Op
 from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_backbone, replicated
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 from raymm.scheduler.search.time_shared_plans import time_shared_plans
 from tests.scheduler.random_models import spaces
 from tests.scheduler.random_plans import contents
@@ -95,7 +96,7 @@ def test_chunked(data: st.DataObject) -> None:
         for node in space.graph.nodes
     }
     if not any(can.values()):
-        with pytest.raises(StageSearchError, match=f"no module can have {chunks} chunks"):
+        with pytest.raises(NoPlanError, match=f"no module can have {chunks} chunks"):
             chunked(space, counts, chunks)
         return
     plan = chunked(space, counts, chunks)
@@ -166,7 +167,7 @@ def test_which_models_have_encoders_into_the_backbone(space: StageSpace) -> None
         assert set(encoders_into_backbone(graph)) == others
     else:
         for make in (lambda: colocated(space, 1, 1), lambda: replicated(space, 1)):
-            with pytest.raises(StageSearchError, match="this layout is for"):
+            with pytest.raises(NoPlanError, match="this layout is for"):
                 make()
 
 
@@ -177,7 +178,7 @@ def test_what_follows_the_backbone_is_on_its_last_rank(space: StageSpace, data) 
     graph = space.graph
     ranks = data.draw(st.integers(1, graph.node(graph.backbone).num_layers))
     plans = [plan for _, plan in time_shared_plans(space, ranks)]
-    with suppress(StageSearchError):
+    with suppress(NoPlanError):
         plans += [colocated(space, 1, ranks), replicated(space, ranks)]
     assert plans
     for plan in plans:
@@ -223,13 +224,13 @@ def test_models_they_are_not_for() -> None:
     both = two_encoders((("vision", "audio"), ("vision", "llm"), ("audio", "llm")))
     for space in (tower, both):
         for make in (lambda s: colocated(s, 1, 2), lambda s: replicated(s, 2)):
-            with pytest.raises(StageSearchError, match="feed 'llm' only; 'vision' does not"):
+            with pytest.raises(NoPlanError, match="feed 'llm' only; 'vision' does not"):
                 make(space)
     alone = StageSpace(
         ModuleGraph((ModuleNode("llm", (True,)),), ()),
         CostProfile({"llm": (LayerCost(1, 1, 1),)}), 1, 1,
     )
-    with pytest.raises(StageSearchError, match="models with encoders; there are none"):
+    with pytest.raises(NoPlanError, match="models with encoders; there are none"):
         colocated(alone, 1, 1)
 
 
@@ -237,18 +238,18 @@ def test_models_they_are_not_for() -> None:
 def test_ranks_they_are_not_for(ranks: int) -> None:
     space = two_encoders((("vision", "llm"), ("audio", "llm")))
     for make in (lambda: colocated(space, 1, ranks), lambda: replicated(space, ranks)):
-        with pytest.raises(StageSearchError, match=f"'llm' cannot have {ranks} stages; it has 3"):
+        with pytest.raises(NoPlanError, match=f"'llm' cannot have {ranks} stages; it has 3"):
             make()
 
 
 def test_impossible_numbers() -> None:
     space = two_encoders((("vision", "llm"), ("audio", "llm")))
-    with pytest.raises(StageSearchError, match="encoder_ranks is 0; it must be at least 1"):
+    with pytest.raises(NoPlanError, match="encoder_ranks is 0; it must be at least 1"):
         colocated(space, 0, 2)
     for chunks in (0, 1):
-        with pytest.raises(StageSearchError, match=f"chunks is {chunks}; it must be at least 2"):
+        with pytest.raises(NoPlanError, match=f"chunks is {chunks}; it must be at least 2"):
             chunked(space, {"vision": 1, "audio": 1, "llm": 2}, chunks)
-    with pytest.raises(StageSearchError, match="'llm' cannot have 4 stages"):
+    with pytest.raises(NoPlanError, match="'llm' cannot have 4 stages"):
         chunked(space, {"vision": 1, "audio": 1, "llm": 4}, 2)
 
 

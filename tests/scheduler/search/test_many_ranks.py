@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -22,7 +23,7 @@ from raymm.scheduler.search.module_degrees import DegreeChoices, ModuleDegrees
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import MANY_RANKS, propose
 from raymm.scheduler.search.stage_search import joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 from tests.scheduler.random_models import models
 
 NETWORK = Network(Link(1e-3, 1e3), Link(1e-2, 1e2), 4)
@@ -45,7 +46,7 @@ def everything(graph, profile, ranks, microbatches):
             seconds = joint_search(
                 space, candidates.seconds, candidates.bound, alternatives=0, incumbent=best
             ).best.seconds
-        except StageSearchError:
+        except NoPlanError:
             continue
         best = min(best, seconds)
     return best

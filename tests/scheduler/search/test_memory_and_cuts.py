@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.costs.recomputation import OPTIONS, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -22,7 +23,7 @@ from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 GRAPH_MODULES = ("vision", "llm")
 
@@ -129,7 +130,7 @@ def test_a_plan_says_what_layers_do_and_fits(space: StageSpace, data: st.DataObj
     try:
         counts = data.draw(st.sampled_from(list(fitting.combinations()) or [None]))
         plan = fitting.plan(counts) if counts else None
-    except StageSearchError:
+    except NoPlanError:
         plan = None
     if plan is None:
         return
@@ -169,7 +170,7 @@ def test_the_planner_keeps_what_there_is_room_for() -> None:
     assert best(1100, None).plan == layers.plan and "layers recomputing" in layers.label
     first, last = layers.plan.stages[0], layers.plan.stages[-1]
     assert "keep" not in first.layer_options and not last.layer_options
-    with pytest.raises(StageSearchError):
+    with pytest.raises(NoPlanError):
         best(1000, False)
     assert best(1000, None).seconds < 0.85 * best(1000, True).seconds
 

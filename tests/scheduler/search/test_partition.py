@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import NoPlanError
 from raymm.scheduler.search.partition import (
-    PartitionError,
     cost_matrix,
     even_layers,
     partition_layers,
@@ -104,7 +104,7 @@ def test_the_programme_is_exact_with_cut_costs_and_limits(case, data):
         allowed[entry] = False
     if expected is None:
         for limit in (feasible, allowed):
-            with pytest.raises(PartitionError, match="feasible"):
+            with pytest.raises(NoPlanError, match="feasible"):
                 partition_with_cuts(costs, stages, cut_costs, limit)
         return
     ranges = partition_with_cuts(costs, stages, cut_costs, feasible)
@@ -148,7 +148,7 @@ def test_a_limit_that_depends_on_the_place():
         [1, 1, 1, 1, 1], 2, feasible=lambda index, lo, hi: (2 - index) * (hi - lo) <= 4
     )
     assert ranges == ((0, 2), (2, 5))
-    with pytest.raises(PartitionError, match="no partition of 5 layers into 2 stages"):
+    with pytest.raises(NoPlanError, match="no partition of 5 layers into 2 stages"):
         partition_with_cuts([1] * 5, 2, feasible=lambda index, lo, hi: hi - lo <= 2)
 
 
@@ -166,23 +166,23 @@ def test_even_layers():
 @pytest.mark.parametrize("stages", [0, 4, -1])
 def test_stages_that_cannot_be_filled_are_refused(stages):
     for partition in (partition_layers, partition_with_cuts):
-        with pytest.raises(PartitionError, match="stages is .*3 layers allow 1..3"):
+        with pytest.raises(NoPlanError, match="stages is .*3 layers allow 1..3"):
             partition([1, 1, 1], stages)
-    with pytest.raises(PartitionError, match="stages is"):
+    with pytest.raises(NoPlanError, match="stages is"):
         even_layers(3, stages)
 
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf])
 def test_costs_that_are_no_costs_are_refused(bad):
-    with pytest.raises(PartitionError, match="costs: the entry for layer 1"):
+    with pytest.raises(NoPlanError, match="costs: the entry for layer 1"):
         partition_layers([1, bad], 1)
-    with pytest.raises(PartitionError, match="cut_costs"):
+    with pytest.raises(NoPlanError, match="cut_costs"):
         partition_with_cuts([1, 1], 2, [0, bad])
-    with pytest.raises(PartitionError, match="cut_costs has 1 entries"):
+    with pytest.raises(NoPlanError, match="cut_costs has 1 entries"):
         partition_with_cuts([1, 1], 2, [0])
-    with pytest.raises(PartitionError, match="shape"):
+    with pytest.raises(NoPlanError, match="shape"):
         partition_with_cuts([1, 1], 2, feasible=np.ones((2, 2, 2), dtype=bool))
-    with pytest.raises(PartitionError, match="sum is not finite"):
+    with pytest.raises(NoPlanError, match="sum is not finite"):
         partition_layers([1.7e308, 1.7e308], 1)
 
 

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 
 from benchmarks.baselines.loosely_coupled import loosely_coupled
 from benchmarks.baselines.pipelines import unaware_work
-from raymm.scheduler.costs.layer_costs import (
-    CostProfile,
-    LayerCost,
-    ProfileError,
-    has_backward,
-    layer_work,
-)
+from raymm.errors import NoPlanError, PlanError
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, has_backward, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.lower import lower
@@ -30,7 +25,7 @@ from raymm.scheduler.schedule.step_graph import full_step
 from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.stage_memory import StageMemory
 from raymm.scheduler.search.stage_search import Choice, joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import StageSpace
 
 
 def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
@@ -77,7 +72,7 @@ def exhaustive_search(
             counts = dict(zip(modules, chosen, strict=True))
             try:
                 plan = space.plan(counts)
-            except StageSearchError:
+            except NoPlanError:
                 continue
             if fits(plan):
                 evaluated.append(Choice(counts, plan, evaluate(plan)))
@@ -160,7 +155,7 @@ def check(space: StageSpace, fits=lambda plan: True, **options) -> None:
     expected = exhaustive_search(space, iteration_time, fits)
     if not expected:
         for search in (joint_search, loosely_coupled):
-            with pytest.raises(StageSearchError, match="no plan found with at most"):
+            with pytest.raises(NoPlanError, match="no plan found with at most"):
                 search(space, iteration_time, fits=fits)
         return
     found = joint_search(space, iteration_time, fits=fits, alternatives=3, **options)
@@ -180,7 +175,7 @@ def check(space: StageSpace, fits=lambda plan: True, **options) -> None:
     for relax in (False, True):
         try:
             loose = loosely_coupled(space, iteration_time, fits, relax=relax)
-        except StageSearchError:
+        except NoPlanError:
             continue
         assert found.best.seconds <= loose.best.seconds * (1 + 1e-8)
         assert loose.best.plan.num_ranks <= space.ranks and fits(loose.best.plan)
@@ -344,17 +339,17 @@ def test_cut_costs_move_cuts():
 
 def test_impossible_budgets_are_refused():
     graph, profile = vision_and_llm()
-    with pytest.raises(StageSearchError, match="ranks is 1; 2 modules need"):
+    with pytest.raises(NoPlanError, match="ranks is 1; 2 modules need"):
         StageSpace(graph, profile, ranks=1, num_microbatches=2)
-    with pytest.raises(StageSearchError, match="max_stages is 0"):
+    with pytest.raises(NoPlanError, match="max_stages is 0"):
         StageSpace(graph, profile, ranks=2, num_microbatches=2, max_stages=0)
-    with pytest.raises(ProfileError, match="lacks module"):
+    with pytest.raises(PlanError, match="lacks module"):
         StageSpace(graph, CostProfile({}), ranks=2, num_microbatches=2)
-    with pytest.raises(ProfileError, match="expected has 0 layers of 'vision'"):
+    with pytest.raises(PlanError, match="expected has 0 layers of 'vision'"):
         StageSpace(graph, profile, ranks=2, num_microbatches=2, expected={})
     space = StageSpace(graph, profile, ranks=4, num_microbatches=2)
     for count in (0, 7):
-        with pytest.raises(StageSearchError, match=f"'llm' cannot have {count} stages"):
+        with pytest.raises(NoPlanError, match=f"'llm' cannot have {count} stages"):
             space.plan({"vision": 1, "llm": count})
-    with pytest.raises(StageSearchError, match="fits in memory"):
+    with pytest.raises(NoPlanError, match="fits in memory"):
         joint_search(space, iteration_time, fits=lambda plan: False)

@@ -1,14 +1,10 @@
-"""What is wrong with a plan, and the checks that many of its makers need."""
+"""Checks of fields of plans that several of their makers need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raymm.errors import InputError
-
-
-class PlanError(InputError, ValueError):
-    """A plan that cannot run. The message names the field, its value and what is accepted."""
+from raymm.errors import PlanError
 
 
 def check_number(field: str, value: int, least: int = 1, most: int | None = None) -> None:

@@ -8,14 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from raymm.errors import InputError
-
 # Characters of a value that an error shows.
 _SHOWN = 200
-
-
-class ConfigError(InputError, ValueError):
-    """A configuration that cannot run. Names the field, its value and what is accepted."""
 
 
 def explain(error: ValidationError, section: type[BaseModel]) -> str:
