@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if end.code == signal.SIGTERM:
             return _stopped(console, signal.SIGTERM)
         if end.code == 128 + signal.SIGTERM and end.args != (end.code,):  # of a run, as above
-            return end.code
+            return 128 + signal.SIGTERM
         traceback.print_exc()
         console.print(
             f"[bold red]error:[/] a function or module that the configuration names called "

@@ -228,7 +228,7 @@ def _query_tiles(
         # hold a register per row for it. Such accumulators are written between products in flight,
         # for which the assembler of Triton 3.5 and 3.6 waits for every product, so that products
         # start from zeros where there are registers (AFTER).
-        AFTER: tl.constexpr = TMA and not (FOR_QUERY or SOFTCAP)
+        AFTER: tl.constexpr = TMA and not (FOR_QUERY or SOFTCAP)  # pyright: ignore
         start_scores = tl.zeros((key.shape[0], M), tl.float32)
         if SOFTCAP:
             scores = capped(dot(key, tl.trans(q), start_scores, PRECISION, UPCAST), inner, True)
