@@ -5,6 +5,8 @@ reaches the inputs (`FlopCounterMode`, of attention the pairs that its mask lets
 that autograd saves (`saved_tensors_hooks`, without parameters), and bytes of the messages that
 stages of one layer would send. `flops_max_relative_error` and `bytes_max_relative_error` are the
 largest relative errors of all rows, `parameters_max_relative_error` must be 0.
+`messages_max_relative_error` is the largest relative error of the bytes that plans of pipelines
+have for an edge, against what ranks send on it in a step, by the ranks' own counts.
 
     python -m benchmarks.cost_truth --json
 """
@@ -29,7 +31,8 @@ from transformers.utils.generic import ModelOutput
 
 from benchmarks import _common
 from benchmarks._cost_cases import VOCABULARY, Case, cases
-from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings
+from benchmarks._sent_messages import message_rows
+from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings, num_blocks
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.modules.projector import Projector
 from raymm.actors.weights.model_part import is_within
@@ -57,13 +60,13 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
     for size, make in enumerate(case.inputs):
         torch.manual_seed(size)
         model = case.source().build().eval()
-        module = case.source().skeleton().eval()
+        module, relayed = case.source().skeleton().eval(), 0
         if case.whole:
             inputs = make()
             whole = from_pretrained(_described(case), inputs)
             load = microbatch_workload(whole, inputs).by_module[LANGUAGE_MODEL]
             module = whole.language_spec().source.skeleton().eval()
-            inputs = _without_tower(model, whole, inputs)
+            inputs, relayed = _without_tower(model, whole, inputs)
         elif case.causal:
             tokens = case.tokens[size]
             load = Load(SAMPLES, tokens)
@@ -71,11 +74,11 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
         else:
             inputs = make()
             load = _seen(case, inputs)
-        yield {
-            "case": case.name, "size": size,
-            "counted": counted(module, load, case.causal),
-            "measured": measured(model, inputs, case.causal),
-        }
+        figures = counted(module, load, case.causal)
+        found = measured(model, inputs, case.causal)
+        # Later blocks read what the tower made, which every stage but the last hands on.
+        found["messages"] += relayed * (num_blocks(model) - 1)
+        yield {"case": case.name, "size": size, "counted": figures, "measured": found}
 
 
 def _described(case: Case) -> PretrainedConfig:
@@ -85,9 +88,11 @@ def _described(case: Case) -> PretrainedConfig:
     return source.config
 
 
-def _without_tower(model: nn.Module, whole: WholeModel, inputs: dict[str, Any]) -> dict[str, Any]:
+def _without_tower(
+    model: nn.Module, whole: WholeModel, inputs: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
     """Let a model have the features of its tower as received, without the tower's parameters, and
-    return the inputs without labels."""
+    return the inputs without labels, and the features' bytes."""
     (tower,) = whole.towers
     with torch.no_grad():
         computed = tower.output(model, tower.inputs(inputs) or {})
@@ -96,7 +101,8 @@ def _without_tower(model: nn.Module, whole: WholeModel, inputs: dict[str, Any]) 
     for name in [n for n, _ in model.named_parameters() if is_within(n, tower.places)]:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, None)
-    return {name: value for name, value in inputs.items() if name != "labels"}
+    without_labels = {name: value for name, value in inputs.items() if name != "labels"}
+    return without_labels, sum(t.nbytes for t in tree_leaves(features) if torch.is_tensor(t))
 
 
 def _width(model: nn.Module) -> int:
@@ -288,9 +294,14 @@ def error(row: dict[str, Any], name: str) -> float:
     return abs(counted_figure - figure) / max(figure, 1)
 
 
-def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def result_of(rows: list[dict[str, Any]], messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest errors of rows, with the rows."""
     return {
+        "messages_max_relative_error": max(
+            (abs(row["planned"] - row["sent"]) / max(row["sent"], 1) for row in messages),
+            default=None,
+        ),
+        "messages": messages,
         "parameters_max_relative_error": max(error(row, "parameters") for row in rows),
         "flops_max_relative_error": max(error(row, name) for row in rows for name in FLOPS),
         "bytes_max_relative_error": max(error(row, name) for row in rows for name in BYTES),
@@ -300,7 +311,7 @@ def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     options = _common.parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--only", help="cases whose name contains this")
+    options.add_argument("--only", help="cases whose name contains this, and no messages of steps")
     arguments = options.parse_args()
     console = _common.console()
     names = ("parameters", *FLOPS, *BYTES)
@@ -316,7 +327,11 @@ def main() -> None:
                 for n in names
             ))
     console.print(table)
-    result = result_of(rows)
+    messages: list[dict[str, Any]] = []
+    if not arguments.only:
+        with _common.local_ray(8):
+            messages = list(message_rows())
+    result = result_of(rows, messages)
     _common.emit({"machine": _common.machine(), **result}, arguments.json)
 
 

@@ -143,6 +143,8 @@ def count_layers(
         layers[0] = replace(layers[0], data_elements=counter.read(before))
         layers[-1] += counter.own(after)
         layers[-1] = replace(layers[-1], tied=counter.tied(places[0], places[-1]))
+    relayed = round(load.relayed * load.total)
+    layers = [replace(each, output_elements=each.output_elements + relayed) for each in layers]
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
     elif load.handed is not None:

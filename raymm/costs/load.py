@@ -67,6 +67,8 @@ class Load:
             as many as its blocks return.
         streams: elements that each block returns for each token of the blocks; empty where they are
             as wide as the hidden state.
+        relayed: elements that every stage but the last hands on beside the hidden state, for each
+            token of the blocks: features of towers that later stages read.
         kept: elements that autograd saves in the compute dtype and in fp32 for each token of the
             blocks: before the blocks, by block, after the blocks, and in a head; empty where
             :mod:`raymm.costs.forward_run` runs the module for it.
@@ -83,6 +85,7 @@ class Load:
     attention: tuple[tuple[str, SeenAttention], ...] = ()
     handed: float | None = None
     streams: tuple[float, ...] = ()
+    relayed: float = 0.0
     kept: tuple[tuple[float, float], ...] = ()
     mixing: tuple[tuple[float, bool], ...] = ()
     projector_places: tuple[tuple[str, float], ...] = ()

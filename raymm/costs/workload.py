@@ -17,7 +17,7 @@ from raymm.costs.forward_run import kept_elements
 from raymm.costs.load import Load, default_tokens
 from raymm.costs.observed_load import FLAT_ROWS, IMAGE_DIMENSIONS, Observation, observe
 from raymm.data.sampling.batching import ItemTokens
-from raymm.errors import USER_CODE_RAISES, PlanError
+from raymm.errors import USER_CODE_RAISES, PlanError, ProbeError
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 from raymm.model.batch_rules import IDS, LABELS, complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
@@ -184,6 +184,7 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
     if not model.towers:
         return load
     inputs = {name: value for name, value in microbatch.items() if name in model.example}
+    relayed: dict[str, int] = {}
 
     def observed(dtype: torch.dtype, few: bool) -> Observation:
         whole = of_zeros(PartSource(model.source, (), True))
@@ -195,6 +196,8 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
                         features = tower.output(whole, own)
                     # As ranks of the language model have them: received, not computed.
                     features = tree_map_only(torch.Tensor, _received, features)
+                    tensors, _ = tower.form.like(features).packed(features)
+                    relayed[tower.name] = sum(tensor.numel() for tensor in tensors)
                     tower.call.replace(whole, lambda *_, features=features, **__: features)
             logits = whole(**inputs, use_cache=False).logits
             token_cross_entropy_sum(logits.flatten(0, 1), torch.zeros(rows * length).long())
@@ -202,9 +205,14 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
         return observe(run, inputs, whole, masks=False, dtype=dtype, few=few)[0]
 
     seen, halved = observed(torch.float32, False), observed(torch.bfloat16, True)
+    try:
+        relays = model.cut_language_spec().relays
+    except ProbeError:  # it stays in one stage
+        relays = False
     own = {name for name, _ in model.language_spec().source.skeleton().named_parameters()}
     return replace(
         load,
+        relayed=relays * sum(relayed.values()) / load.total,
         kept=kept_elements(seen, halved, load.total),
         mixing=() if seen.output is None else seen.mixing_per(load.total),
         places=tuple(

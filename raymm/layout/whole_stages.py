@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from raymm.actors.probe.plain_torch import plain_torch
-from raymm.actors.probe.whole.cut import cut_language_model, cut_tower
+from raymm.actors.probe.whole.cut import cut_tower
 from raymm.actors.probe.whole.history import check_whole_history
 from raymm.actors.probe.whole.shares import (
     draws_of_training_in,
@@ -165,7 +165,7 @@ def cut_module(model: WholeModel, name: str) -> TowerSpec | WholeLanguageSpec:
         ProbeError: it cannot be cut.
     """
     if name == LANGUAGE_MODEL:
-        return cut_language_model(model.language_spec(), model.towers, model.example)
+        return model.cut_language_spec()
     return cut_tower(model.tower_spec(name), model.tower(name).inputs(model.example) or {})
 
 

@@ -24,10 +24,13 @@ from raymm.actors.experts.router_loss import Mixture
 from raymm.actors.experts.routing import Routing
 from raymm.actors.features.root_features import RootForm
 from raymm.actors.modules.blocks import num_blocks
+from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.probe.cut import of_one_that_runs
 from raymm.actors.probe.experts.router_loss import mixture_of
+from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.probe.whole.cut import (
+    cut_language_model,
     in_own_depth,
     language_source,
     language_spec,
@@ -169,6 +172,8 @@ class WholeModel:
             self._adapted.skeleton()  # raises if the head cannot have them
         self._whole: nn.Module | None = None
         self._roots: dict[str, RootForm] = {}
+        # Of the language model, by which of it and of projectors are frozen.
+        self._cuts: dict[tuple[bool, bool], tuple[CutInfo | None, bool]] = {}
         self._blocks: dict[str, int] = {}  # by module
 
     def _with_adapters(self, seed: int) -> ModuleSource:
@@ -327,6 +332,20 @@ class WholeModel:
             self._blocks[LANGUAGE_MODEL] = num_blocks(source.skeleton())
         spec = language_spec(LANGUAGE_MODEL, source, self.towers, self._blocks[LANGUAGE_MODEL])
         return replace(spec, packing=self.packing, mixture=self.mixture)
+
+    @plain_torch()
+    def cut_language_spec(self) -> WholeLanguageSpec:
+        """All but the towers as data for ranks of several stages.
+
+        Raises:
+            ProbeError: it cannot be cut.
+        """
+        spec, frozen = self.language_spec(), (self.is_frozen(LANGUAGE), self.is_frozen(PROJECTOR))
+        if frozen not in self._cuts:
+            cut = cut_language_model(spec, self.towers, self.example)
+            self._cuts[frozen] = cut.cut, cut.relays
+        cut, relays = self._cuts[frozen]
+        return replace(spec, cut=cut, relays=relays)
 
     @cached_property
     def mixture(self) -> Mixture | None:

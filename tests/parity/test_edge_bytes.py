@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import parity_models as pm
 import pytest
 from test_cross_attention import model_of
 
+from benchmarks._sent_messages import message_rows, planned_bytes, sent_bytes
 from raymm.actors.modules.merge import CrossAttend
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.parallel_dag import DagParallelModule
@@ -16,7 +16,6 @@ from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec, dag_plan
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.schedule.stage_costs import edge_bytes, stage_costs
 from tests.parity.test_ports import WIDTH, deep_batch, deep_stack
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -35,20 +34,10 @@ def with_bytes(plan: Plan, outputs: dict[str, int], ports: dict[str, dict[str, i
     return replace(plan, profile=CostProfile(costs, ports=ports))
 
 
-def predicted(plan: Plan, microbatches: int) -> dict:
-    """By directed edge between ranks, of a step in which all is trained."""
-    sent = {}
-    for (src, dst), nbytes in edge_bytes(plan, stage_costs(plan)).items():
-        if plan.by_id[src].rank != plan.by_id[dst].rank:
-            sent |= {(src, dst): nbytes * microbatches, (dst, src): nbytes * microbatches}
-    return sent
-
-
-def measured(running) -> dict:
-    sent: Counter = Counter()
-    for of_process in running.group.call("sent_bytes"):
-        sent.update(of_process)
-    return dict(sent)
+def test_of_every_kind_of_model_with_analytic_costs():
+    """Features of towers that a language model's later stages read, too."""
+    for row in message_rows():
+        assert row["planned"] == row["sent"] > 0, row
 
 
 def test_of_features_for_several_layers():
@@ -57,13 +46,13 @@ def test_of_features_for_several_layers():
     own = rows * WIDTH * ELEMENT
     ports = {port.name: own for port in plan.graph.ports}
     plan = with_bytes(plan, {"vision": 4 * own, "llm": own, "distance": 0}, {"llm": ports})
-    due = predicted(plan, microbatches)
+    due = planned_bytes(plan, microbatches)
     # Features of layer 0 to stage 0, of layer 1 and the last to stage 1, of layer 2 to stage 2,
     # which gets the last ones from stage 1: five tensors, two hidden states, and the output.
     assert sum(due.values()) == 2 * microbatches * own * (5 + 2 + 1)
     with DagParallelModule(dag, plan, timeout_s=120) as running:
         running.execute([deep_batch(rows, m) for m in range(microbatches)])
-        assert measured(running) == due
+        assert sent_bytes(running) == due
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -73,11 +62,11 @@ def test_of_states_for_cross_attention(cp):
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=3, cp=cp, layers=(2, 1, 5)), microbatches)
     hidden, states = rows * tokens * 32 * ELEMENT, rows * 4 * 32 * ELEMENT
     plan = with_bytes(spec.plan(model), {"vision": states, "llm": hidden}, {})
-    due = predicted(plan, microbatches)
+    due = planned_bytes(plan, microbatches)
     of_stages = {(src.index, dst.index) for src, dst in due if src.module == dst.module == "llm"}
     assert of_stages == {(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)}
     step = [pm.batch([tokens] * rows, m, vision=[0, 1]) for m in range(microbatches)]
     half = RankResources(cpus=0.5)
     with MultimodalParallelModule(model, plan, resources=half) as running:
         running.execute(step)
-        assert measured(running) == due
+        assert sent_bytes(running) == due

@@ -1,0 +1,101 @@
+"""Bytes of the messages that a plan has against those that its ranks send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import transformers
+
+from benchmarks import _cost_cases, _image_text
+from raymm.actors.modules.merge import CrossAttend
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.actors.weights.source import ConfigSource
+from raymm.costs.analytic import analytic_profile
+from raymm.costs.workload import microbatch_workload
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.model.whole_model import WholeModel, from_pretrained
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.plan_module import PlannedModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.runtime.whole.pipelined import WholeParallelModule, whole_plan
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import Edge
+from raymm.scheduler.schedule.stage_costs import edge_bytes, stage_costs
+
+MICROBATCHES, TOKENS, IMAGE = 2, 24, 32
+_TWO, _HALF = ParallelSpec(pp=2), RankResources(cpus=0.5)
+
+
+def planned_bytes(plan: Plan, microbatches: int) -> dict[Edge, int]:
+    """Return bytes by directed edge between ranks, of a step in which everything is trained.
+
+    Args:
+        plan: with a profile.
+        microbatches: of the step.
+    """
+    sent = {}
+    for (src, dst), nbytes in edge_bytes(plan, stage_costs(plan)).items():
+        if plan.by_id[src].rank != plan.by_id[dst].rank:
+            sent |= {(src, dst): nbytes * microbatches, (dst, src): nbytes * microbatches}
+    return sent
+
+
+def sent_bytes(running: PlannedModule) -> dict[Edge, int]:
+    """Return bytes by directed edge that ranks have sent so far.
+
+    Args:
+        running: the ranks.
+    """
+    sent: Counter[Edge] = Counter()
+    for of_process in running.group.call("sent_bytes"):
+        sent.update(of_process)
+    return dict(sent)
+
+
+def message_rows() -> Iterator[dict[str, Any]]:
+    """Run a step of a pipeline of every kind of model on Ray's cluster, and yield planned and sent
+    bytes by edge."""
+    for name, model, microbatch in _models():
+        loads = microbatch_workload(model, microbatch).by_module
+        profile = analytic_profile(model, loads, "cpu", "fp32")
+        running: PlannedModule
+        if isinstance(model, WholeModel):
+            specs = {"vision": ParallelSpec(), "llm": _TWO}
+            plan = replace(whole_plan(model, specs, MICROBATCHES), profile=profile)
+            running = WholeParallelModule(model, plan, resources=_HALF)
+        else:
+            spec = MultimodalParallelSpec({"vision": _TWO}, _TWO, MICROBATCHES)
+            plan = replace(spec.plan(model), profile=profile)
+            running = MultimodalParallelModule(model, plan, resources=_HALF)
+        with running:
+            running.execute([microbatch] * MICROBATCHES)
+            sent = sent_bytes(running)
+        planned = planned_bytes(plan, MICROBATCHES)
+        for src, dst in sorted(planned.keys() | sent.keys()):
+            yield {
+                "case": f"{name}: {src} to {dst}", "planned": planned.get((src, dst), 0),
+                "sent": sent.get((src, dst), 0),
+            }
+
+
+def _models() -> Iterator[tuple[str, MultimodalModule | WholeModel, dict[str, Any]]]:
+    sizes: dict[str, Any] = _cost_cases.TEXT
+    vision = transformers.SiglipVisionConfig(
+        **_cost_cases.SIZES, image_size=IMAGE, patch_size=8, vision_use_head=False
+    )
+    llama = transformers.LlamaConfig(**sizes)
+    (pair,) = _image_text.microbatches(1, 2, TOKENS, _cost_cases.VOCABULARY, IMAGE)
+    images = {"vision": ModalityModule(vision, "mlp")}
+    yield "images before text", MultimodalModule(images, llama), pair
+    case = _cost_cases.cross_attention()
+    source = cast(ConfigSource, case.source())
+    text = source.config.get_text_config()
+    crossed = ModalityModule(transformers.MllamaForCausalLM._from_config(text))
+    yield "cross attention", MultimodalModule(images, crossed, CrossAttend()), pair
+    source.config.architectures = [source.model_class.__name__]
+    microbatch = case.inputs[0]()
+    yield "vision-language model", from_pretrained(source.config, microbatch), microbatch
