@@ -84,8 +84,9 @@ def message_rows() -> Iterator[dict[str, Any]]:
 
 def _models() -> Iterator[tuple[str, MultimodalModule | WholeModel, dict[str, Any]]]:
     sizes: dict[str, Any] = _cost_cases.TEXT
+    common: dict[str, Any] = _cost_cases.SIZES
     vision = transformers.SiglipVisionConfig(
-        **_cost_cases.SIZES, image_size=IMAGE, patch_size=8, vision_use_head=False
+        **common, image_size=IMAGE, patch_size=8, vision_use_head=False
     )
     llama = transformers.LlamaConfig(**sizes)
     (pair,) = _image_text.microbatches(1, 2, TOKENS, _cost_cases.VOCABULARY, IMAGE)

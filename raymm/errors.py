@@ -195,7 +195,8 @@ class NotFiniteError(RunError, RuntimeError):
 class RunFailedError(RunError, RuntimeError):
     """Something that a run needs is gone: no setting was wrong, and it can be started again.
 
-    Attributes:
+    Args:
+        text: the message.
         kind: of what a process raised; None if no process raised an error.
         lost: what is gone, unless it is a rank.
         nodes: Ray's ids of nodes that are gone.

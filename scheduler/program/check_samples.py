@@ -22,9 +22,10 @@ def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> N
     has proved that it ends and that messages come in order.
 
     Shown here: every sample of a microbatch goes once through every module that the microbatch has;
-    a stage has every sample that it reads once, from whoever made it; both ends of a message say
-    the same samples; of every sample whose gradient a stage hands back, every rank that read it
-    has given its part once, and whole: after the last of its stages that read it.
+    a stage has every sample that it reads once, from whoever made it, and receives none of a
+    microbatch that it does not run; both ends of a message say the same samples; a backward has the
+    samples of its forward; of every sample whose gradient a stage hands back, every rank that read
+    it has given its part once, and whole: after the last of its stages that read it.
 
     Args:
         plan: whose stages run.
@@ -108,6 +109,7 @@ class _Rank:
     def __init__(self, check: _Check, rank: int) -> None:
         self._check, self._rank = check, rank
         self._arrived: dict[_Place, list[Range]] = {}
+        self._forwards: dict[tuple[StageId, int], tuple[Range, ...]] = {}
         self._gradients: dict[tuple[StageId, int], dict[int, tuple[Range, ...]]] = {}
         self._backwards: set[tuple[StageId, int]] = set()
 
@@ -131,6 +133,8 @@ class _Rank:
         return InternalError(f"rank {self._rank}: {instruction} {what}")
 
     def _receive(self, instruction: Instruction) -> None:
+        if (instruction.stage, instruction.microbatch) not in self._check.ran:
+            raise self._error(instruction, "is for a stage that does not run the microbatch")
         place = instruction.peer.module, instruction.peer.index, instruction.microbatch
         self._arrived.setdefault(place, []).extend(self._check.samples(instruction))
 
@@ -156,6 +160,7 @@ class _Rank:
         check.forward(instruction)
         place = stage.module, stage.index, microbatch
         self._arrived.setdefault(place, []).extend(check.samples(instruction))
+        self._forwards[stage.id, microbatch] = check.samples(instruction)
 
     def _receive_gradient(self, instruction: Instruction) -> None:
         rank = self._check.plan.by_id[instruction.peer].rank
@@ -181,6 +186,8 @@ class _Rank:
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
         own = self._check.samples(instruction)
+        if own != self._forwards.get((stage, microbatch)):
+            raise self._error(instruction, "is not of the samples of its forward")
         due = {
             rank: overlap(ranges, own)
             for rank, ranges in self._check.readers(stage, microbatch).items()

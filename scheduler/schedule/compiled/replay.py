@@ -81,7 +81,8 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
         seconds: (S, 7) by operation.
         transfers: :class:`TransferArrays`.
         bound: how many messages of an edge may be in flight.
-        posted: receives that are posted ahead, as in :func:`.simulate.simulate`.
+        posted: receives that are posted ahead, as in
+            :func:`~raymm.scheduler.schedule.simulate.simulate`.
     """
     ranks, edges, microbatches = len(starts) - 1, len(step.edges), step.uses.shape[1]
     shape = (2, edges, microbatches)
