@@ -10,7 +10,7 @@ from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.spans import Span
 
 FILE = "RAYMM_SLOWED_FILE"
-SECONDS = 0.2
+SECONDS = 0.5
 
 
 def causal(

@@ -40,6 +40,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_slow(
     assert row["step"] < STEPS
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(180)
 def test_of_a_rank_of_several_processes_each_is_replaced_in_turn(
     make_config, raymm, tmp_path, monkeypatch
