@@ -1,10 +1,10 @@
-"""The errors that raymm raises. This file imports nothing of raymm, so that every room may raise
-and catch them.
+"""Exceptions that raymm raises. This module imports nothing else of raymm, so every module may
+raise and catch them.
 
-Commands end with 2 for an :class:`InputError`, with 1 for a :class:`RunError`, or 70 for one that
-repeats; any other error, an :class:`InternalError` that nobody caught among them, is a defect, and
-keeps its traceback. Most are a ``ValueError`` or a ``RuntimeError`` as well. A kind has a class of
-its own where somebody catches just that kind; for all others the message says everything.
+Commands exit with 2 for an :class:`InputError` and with 1 for a :class:`RunError`, or with 70 if
+the same run would fail in the same way again. Every other exception, and an :class:`InternalError` that
+was not caught, is a defect and keeps its traceback. Most classes are also a ``ValueError`` or a
+``RuntimeError``. A kind of error has a separate class only where callers catch that kind.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-# What a function of the user's may raise, and a library that it calls. sys.exit() in one must not
-# end the program as if all had gone well, nor a data worker as if it had died; a signal is no such
-# thing: it raises KeyboardInterrupt.
+# Exceptions that a user's function, or a library that it calls, may raise. sys.exit() in one must
+# neither end the program as a success nor look like the death of a data worker. Signals are not
+# included: they raise KeyboardInterrupt.
 USER_CODE_RAISES = (Exception, SystemExit)
 
 
@@ -55,7 +55,7 @@ class ConfigError(InputError, ValueError):
 
 
 class ClusterError(InputError, RuntimeError):
-    """A cluster that cannot run what was asked for. Says what it lacks."""
+    """A cluster that cannot run the request. Says what it lacks."""
 
 
 class ModelError(InputError, ValueError):
@@ -69,7 +69,7 @@ class ModelError(InputError, ValueError):
 
 
 class ProbeError(InputError, ValueError):
-    """A model that cannot be cut into stages, or shared out, with the reason.
+    """A model that cannot be cut into stages, or sharded, with the reason.
 
     Attributes:
         key: the input that a callback reads and that its stage does not have, if that is the
@@ -156,7 +156,7 @@ class PlanError(InputError, ValueError):
 
 
 class NoPlanError(PlanError):
-    """Nothing fits what was asked for. A search that tries several things tries the next one."""
+    """No plan fits the request. A search with several candidates tries the next one."""
 
 
 class RunError(Error):
@@ -174,7 +174,7 @@ class Loss(Enum):
 
     NODE = "node"
     PREEMPTED_NODE = "preempted node"
-    """A node that Ray had been told would end (spot instances, ``kubectl drain``)."""
+    """A node that ended as announced to Ray (spot instances, ``kubectl drain``)."""
     CLUSTER = "cluster"
     """The server that knows the cluster, or the driver's own node."""
     DATA_WORKER = "data worker"
@@ -211,7 +211,7 @@ class RunFailedError(RunError, RuntimeError):
 
 
 class RankFailedError(RunFailedError):
-    """A rank died or raised, or does not go on. Names the module, stage and rank. One that raised
+    """A rank died, raised an error or hangs. Names the module, stage and rank. One that raised
     has the kind of its error, and repeats unless that passes."""
 
     def __init__(self, text: str, kind: FailureKind | None = None) -> None:

@@ -1,4 +1,4 @@
-"""NUMA node of a process's GPU, to which the process is bound."""
+"""Binds a process to the NUMA node of its GPU."""
 
 from __future__ import annotations
 

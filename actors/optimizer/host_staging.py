@@ -1,4 +1,4 @@
-"""Copies of a process's tensors in host memory, which the device makes while steps go on."""
+"""Copies of a process's tensors in host memory, which the device makes while training continues."""
 
 from __future__ import annotations
 

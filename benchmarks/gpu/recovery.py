@@ -99,7 +99,7 @@ def undisturbed_steps(
 def cut_and_renew(
     device: Device, sizes: Sizes, expected: list[tuple[float, float]]
 ) -> Mapping[str, Any]:
-    """Seconds of each part of a recovery: a step, a cut, a step that fails, leaving, meeting anew,
+    """Seconds of each part of a recovery: a step, a cut, a step that fails, leaving, reconnecting,
     a step with the numbers of a rank that was not cut.
 
     Raises:

@@ -22,7 +22,7 @@ LOOK_S = 0.5
 
 
 class StartObserver:
-    """A context within which a thread ends this process if the run cannot start.
+    """Context in which a thread ends this process if the run cannot start.
 
     Args:
         is_starting: True while no step is in flight; nothing is ended after that.

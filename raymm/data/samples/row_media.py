@@ -67,8 +67,7 @@ def items_of(
         frames: every item is made of frames: a list is one item, a list of lists several.
 
     Raises:
-        SampleError: anything else, or an item above a limit.
-        SampleError: a path that leaves the folders.
+        SampleError: anything else, an item above a limit, or a path that leaves the folders.
     """
     if value is None or (isinstance(value, str | list | tuple) and not value):
         return ()

@@ -94,8 +94,7 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
         place: place of the row, part of the name of items without a path.
 
     Raises:
-        SampleError: the row cannot be used.
-        SampleError: a path that leaves the folders.
+        SampleError: the row cannot be used, or names a path that leaves the folders.
     """
     if not isinstance(row, dict):
         raise SampleError(f"a sample is a JSON object, got {type(row).__name__}")
