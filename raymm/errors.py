@@ -2,9 +2,9 @@
 raise and catch them.
 
 Commands exit with 2 for an :class:`InputError` and with 1 for a :class:`RunError`, or with 70 if
-the same run would fail in the same way again. Every other exception, and an :class:`InternalError` that
-was not caught, is a defect and keeps its traceback. Most classes are also a ``ValueError`` or a
-``RuntimeError``. A kind of error has a separate class only where callers catch that kind.
+the same run would fail in the same way again. Every other exception, and an :class:`InternalError`
+that was not caught, is a defect and keeps its traceback. Most classes are also a ``ValueError`` or
+a ``RuntimeError``. A kind of error has a separate class only where callers catch that kind.
 """
 
 from __future__ import annotations
