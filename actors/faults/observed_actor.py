@@ -40,7 +40,7 @@ class ObservedActor:
     """Base of actors that a group watches.
 
     Args:
-        said: an instruction of its programs in words.
+        describe: returns the text of an instruction of the actor's programs.
 
     Attributes:
         whereabouts: what it is doing.

@@ -56,7 +56,7 @@ class Whereabouts:
     """What a process is doing. One thread enters, any thread may ask.
 
     Args:
-        said: an instruction in words.
+        describe: returns the text of an instruction.
     """
 
     def __init__(self, describe: Callable[[Any], str] = str) -> None:

@@ -38,7 +38,7 @@ class Draws:
 
     Args:
         seed: that all of them follow from (:func:`module_draws`).
-        watched: note whether any are drawn.
+        observed: True to record in ``drawn`` that numbers were drawn.
 
     Attributes:
         drawn: whether there were, until :meth:`end`.

@@ -49,7 +49,7 @@ class SharedParameter:
     """A parameter, or a shard of one, whose gradient is the sum of what its holders have.
 
     Attributes:
-        holders: all of them.
+        references: the parameter in every process that holds it.
         owner: the process that keeps the optimizer's state and updates it for all (ZeRO-1);
             None if every holder does.
     """

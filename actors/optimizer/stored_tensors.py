@@ -84,8 +84,8 @@ class StoredTensors:
         """Read tensors, or shards of them.
 
         Args:
-            wanted: by name; names that are not stored are left out. A shard of a scalar is
-                the scalar.
+            shards: the shard to read of each tensor, None for all of it; names that are not
+                stored are skipped. A shard of a scalar is the scalar.
 
         Raises:
             CheckpointError: if a file is missing, torn, changed, or lacks a range.

@@ -50,7 +50,7 @@ class Backend(Protocol):
 
         Args:
             partition: of :attr:`gpu`.
-            neighbours: what runs beside it.
+            colocated: partitions that run at the same time.
         """
         ...
 
