@@ -289,8 +289,8 @@ class SharedDraws(TorchDispatchMode):
             have += ", " if have else ""
             have += f"{cut.size} of {cut.whole} features" if cut else "a part of every expert"
         return PlanError(
-            f"random numbers of shape {shape} are drawn ({func}) where a process has {have}, and "
-            "which of them one process would draw is unknown; accepted: shapes that begin with "
+            f"cannot split random numbers of shape {shape} ({func}) over processes: this process "
+            f"has {have}, and no dimension is known to hold them; accepted: shapes that begin with "
             "rows or tokens, or end with features. Set tp, cp and fsdp of the module to 1, or its "
             "dropout to 0"
         )

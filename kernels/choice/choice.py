@@ -117,12 +117,12 @@ class KernelChoice:
                 try:
                     seconds[name] = measure()
                 except Exception as error:  # each has its own limits, and its own words for them
-                    _log.info("attention by %s: %s: %s", name, type(error).__name__, error)
+                    _log.info("kernel %s failed: %s: %s", name, type(error).__name__, error)
                     errors.append(error)
             if not seconds:
                 raise errors[0]
             self._chosen[shape] = min(seconds, key=seconds.__getitem__)
-            _log.info("attention of %s by %s: %s", shape, self._chosen[shape], seconds)
+            _log.info("%s uses kernel %s; seconds: %s", shape, self._chosen[shape], seconds)
         return self._chosen[shape]
 
     def keep_to(self, shape: ShapeClass, name: str) -> None:
@@ -183,7 +183,7 @@ def chosen_attention(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # such as more lengths than it compiles for
-            _log.warning("raymm's kernels take attention over from flex: %s", error)
+            _log.warning("flex attention failed, using raymm's kernel instead: %s", error)
             KERNEL_CHOICE.keep_to(shape, "raymm")
             return own(query, key, value, masks, **options)
 

@@ -94,8 +94,8 @@ def _gathered(
 ) -> torch.Tensor:
     if local.shape[1] != sizes[exchange.rank]:
         raise ValueError(
-            f"process {exchange.rank} has {local.shape[1]} tokens, the layout says "
-            f"{sizes[exchange.rank]}"
+            f"process {exchange.rank} has {local.shape[1]} tokens, expected "
+            f"{sizes[exchange.rank]} from its layout"
         )
     return torch.cat(_of_all([local] * exchange.size, sizes, exchange), dim=1)
 

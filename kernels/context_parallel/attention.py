@@ -122,8 +122,8 @@ def recomputed_context_attention(
     """
     if method == "ulysses":
         raise ValueError(
-            "ulysses keeps the exchanged heads, which recomputation would exchange again; use "
-            f"one of {', '.join(m for m in METHODS if m != 'ulysses')}"
+            "method 'ulysses' does not support recomputed attention; use one of "
+            f"{', '.join(m for m in METHODS if m != 'ulysses')}"
         )
     parameters = [p for p in project.parameters() if p.requires_grad]
     inputs = (project, projected, mask, group, method, scale, softcap)
@@ -151,8 +151,8 @@ def current_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
 def _same_width(key: torch.Tensor, value: torch.Tensor) -> None:
     if key.shape != value.shape:
         raise ValueError(
-            f"keys and values travel together and must have one shape, got {tuple(key.shape)} "
-            f"and {tuple(value.shape)}"
+            f"keys and values are sent together and must have the same shape, got "
+            f"{tuple(key.shape)} and {tuple(value.shape)}"
         )
 
 
@@ -161,16 +161,16 @@ def _call(query, key, mask, group, method, scale, softcap) -> ContextCall:
     expected = group.queries.sizes[group.rank], group.keys.sizes[group.rank]
     if (query.shape[2], key.shape[2]) != expected:
         raise ValueError(
-            f"rank {group.rank} has {query.shape[2]} rows and {key.shape[2]} keys, its layout "
-            f"says {expected[0]} and {expected[1]}"
+            f"rank {group.rank} has {query.shape[2]} rows and {key.shape[2]} keys, expected "
+            f"{expected[0]} and {expected[1]} from its layout"
         )
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
     size = group.exchange.size
     if method == "ulysses" and (query.shape[1] % size or key.shape[1] % size):
         raise ValueError(
-            f"ulysses deals out heads: {query.shape[1]} query and {key.shape[1]} key heads must "
-            f"be multiples of {size} ranks"
+            f"ulysses splits heads over ranks: {query.shape[1]} query heads and {key.shape[1]} "
+            f"key heads must be multiples of {size} ranks"
         )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return ContextCall(group, masks, scale, softcap)

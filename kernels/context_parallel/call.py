@@ -40,8 +40,8 @@ class ContextGroup:
         for name, layout in (("queries", self.queries), ("keys", self.keys)):
             if layout.num_ranks != self.exchange.size:
                 raise ModelError(
-                    f"{name} are split over {layout.num_ranks} ranks, the group has "
-                    f"{self.exchange.size}"
+                    f"{name} are split over {layout.num_ranks} ranks; the group has "
+                    f"{self.exchange.size}, and both must be equal"
                 )
 
     @property

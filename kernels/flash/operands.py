@@ -25,7 +25,7 @@ def prepare(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if {query.dim(), key.dim(), value.dim()} != {4} or key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"expected (B, H, T, D), key and value of the same tokens, got {shapes}")
+        raise ValueError(f"expected (B, H, T, D), keys and values of the same tokens, got {shapes}")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(f"batch and head dim must agree, got {shapes}")
     if not key.shape[1] or query.shape[1] % key.shape[1]:

@@ -77,13 +77,13 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
         innermost = suspects[-1]
         kind = type(model.get_submodule(innermost)).__name__
         raise ModelError(
-            f"{innermost} ({kind}) is cross attention of an unknown make: "
-            f"{', '.join(_PROJECTIONS)} and a forward that takes {_HIDDEN} and one of "
-            f"{', '.join(VISUAL_ARGUMENTS)} are known"
+            f"{innermost} ({kind}) is an unsupported kind of cross attention; accepted: layers "
+            f"with {', '.join(_PROJECTIONS)} whose forward takes {_HIDDEN} and one of "
+            f"{', '.join(VISUAL_ARGUMENTS)}"
         )
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} has no cross attention: no layer of "
+            f"{type(model).__name__} has no cross attention: no layer with "
             f"{', '.join(_PROJECTIONS)} takes one of {', '.join(VISUAL_ARGUMENTS)}"
         )
     before = {m: (type(m), _config(m)._attn_implementation) for m in layers.values()}
@@ -133,7 +133,7 @@ class _SharedCrossAttention(nn.Module):
         if name is None or arguments.get(name) is None:  # a class of both kinds of attention
             return super().forward(**arguments)
         if arguments.get("past_key_values") is not None:
-            raise ModelError("shared cross attention keeps no cache: use_cache=False")
+            raise ModelError("shared cross attention supports no KV cache; set use_cache=False")
         tokens = cross.group.keys.sizes[cross.group.rank]
         arguments[name] = _visual_tokens(arguments[name], arguments[_HIDDEN].shape[0], tokens)
         arguments[MASK_ARGUMENT] = cross.masks
@@ -166,9 +166,9 @@ class _SharedCrossAttention(nn.Module):
                 out = super().forward(**arguments, **{ATTEND_ARGUMENT: attend})
         if not attended:
             raise ModelError(
-                f"{type(self).__name__} did not attend through transformers' AttentionInterface "
-                f"with {NAME!r} (its attn_implementation is "
-                f"{_config(self)._attn_implementation!r})"
+                f"{type(self).__name__} did not attend through transformers' AttentionInterface; "
+                f"expected attn_implementation {NAME!r}, its config has "
+                f"{_config(self)._attn_implementation!r}"
             )
         return out
 
@@ -195,7 +195,7 @@ class _Projections(nn.Module):
             self.run(**inputs, **{ATTEND_ARGUMENT: attend})
         except ForwardLeft as reached:
             return reached.value
-        raise ModelError(f"{type(self.layer).__name__} did not attend")
+        raise ModelError(f"{type(self.layer).__name__} did not attend through AttentionInterface")
 
 
 @cache
@@ -233,8 +233,8 @@ def _visual_tokens(visual: torch.Tensor, batch: int, tokens: int) -> torch.Tenso
     visual = visual.reshape(batch, -1, visual.shape[-1])
     if visual.shape[1] != max(tokens, 1):
         raise ModelError(
-            f"cross attention got {visual.shape[1]} visual tokens per sequence, the layout gives "
-            f"this process {max(tokens, 1)}"
+            f"cross attention got {visual.shape[1]} visual tokens per sequence; expected "
+            f"{max(tokens, 1)} from the layout of this process"
         )
     return visual
 
@@ -281,14 +281,14 @@ def _try(name: str, layer: nn.Module) -> None:
             results.append((out.detach(), *gradients))
     except Exception as error:
         raise ModelError(
-            f"{name} ({type(layer).__name__}) cannot be shared: {error}"
+            f"cannot split the tokens of {name} ({type(layer).__name__}) over processes: {error}"
         ) from error
     finally:
         layer.train(was_training)
     if not all(_alike(result, other) for result, other in zip(*results, strict=True)):
         raise ModelError(
-            f"{name} ({type(layer).__name__}) cannot be shared: before its attention it does more "
-            "with hidden states or visual tokens than to make queries, keys and values"
+            f"cannot split the tokens of {name} ({type(layer).__name__}) over processes: it uses "
+            "hidden states or visual tokens for more than queries, keys and values"
         )
 
 

@@ -94,8 +94,8 @@ def can_use(model: nn.Module) -> bool:
 
 
 _NO_VALUES = (
-    "a layer computes with the values of its attention mask, and a mask of "
-    f"{NAME} attention has none"
+    f"a layer reads the values of its attention mask; {NAME} attention does not support this, "
+    "because its masks are tables of segments, not tensors"
 )
 
 
@@ -203,8 +203,8 @@ def raymm_model_mask(
         if tokens.documents is not None:
             if mask_function is not causal_mask_function and window is None:
                 raise ModelError(
-                    "rows are put together, and a model makes a mask of its own (not causal, no "
-                    "plain window) of them"
+                    "cannot pack rows for this model, because it uses a custom mask function; "
+                    "accepted: a causal mask, or a plain sliding window"
                 )
             packed = tokens
             return ModelMask(lambda: (packed.packed_mask(window),), window)
@@ -319,9 +319,8 @@ def _explicit_masks(
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None:
         raise ModelError(
-            f"{type(module).__name__} attends in chunks of {chunk} tokens, which a "
-            f"{MASK_ARGUMENT} would override: put the chunks into the mask and set "
-            "attention_chunk_size to None"
+            f"{type(module).__name__} attends in chunks of {chunk} tokens, and {MASK_ARGUMENT} "
+            "would override them; add the chunks to the mask and set attention_chunk_size to None"
         )
     masks = (raymm_mask,) if isinstance(raymm_mask, AttentionMask) else tuple(raymm_mask)
     if window is None and isinstance(attention_mask, ModelMask):
@@ -342,12 +341,12 @@ def _plain(
 ) -> AttentionMask:
     if not is_causal:
         if window is not None:
-            raise ModelError(f"a window of {window} without causality has no mask here")
+            raise ModelError(f"a sliding window ({window}) requires causal attention")
         return mask_patterns.full(n_queries, n_keys)
     if n_queries != n_keys:
         raise ModelError(
-            f"causal attention of {n_queries} queries to {n_keys} keys: {NAME} attention is "
-            "for training and keeps no cache (use_cache=False)"
+            f"causal attention has {n_queries} queries and {n_keys} keys; {NAME} attention is for "
+            "training and does not support a KV cache, set use_cache=False"
         )
     return mask_patterns.causal(n_queries, window)
 
@@ -356,12 +355,14 @@ def _from_dense(mask: torch.Tensor) -> tuple[AttentionMask, ...]:
     """Masks from (B or 1, 1, Tq, Tk): bool, or 0 where visible and very negative elsewhere."""
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ModelError(
-            f"an attention_mask is (B, 1, Tq, Tk), the same for all heads; got {tuple(mask.shape)}"
+            f"attention_mask must be (B, 1, Tq, Tk), one for all heads, got {tuple(mask.shape)}"
         )
     if mask.dtype != torch.bool:
         visible = mask == 0
         if bool((~visible & (mask > -1e4)).any()):
-            raise ModelError("an attention_mask that adds a bias has no mask in raymm's sense")
+            raise ModelError(
+                "attention_mask adds a bias to scores; accepted: bool, or 0 and values below -1e4"
+            )
         mask = visible
     return tuple(from_dense(visible_to) for visible_to in mask[:, 0])
 

@@ -40,7 +40,7 @@ def from_bitfield(field: torch.Tensor | np.ndarray) -> AttentionMask:
     """
     field = np.asarray(field)
     if field.ndim != 1 or field.dtype != np.int64:
-        raise ModelError(f"a bit field is (T,) int64, got {field.shape} {field.dtype}")
+        raise ModelError(f"a bit field must be (T,) int64, got {field.shape} {field.dtype}")
     length = len(field)
     is_causal = field < 0
     bits = field & ALL_KINDS
@@ -63,7 +63,7 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
             interval, documents, windows, isolated items); names the first such row.
     """
     if mask.n_queries != mask.n_keys:
-        raise ModelError(f"a bit field is for self attention, the mask is {mask.shape}")
+        raise ModelError(f"a bit field describes self attention, the mask is {mask.shape}")
     length = mask.n_queries
     lo1, hi1, lo2, hi2 = mask.bounds()
     arrays = mask.rows()
@@ -80,8 +80,9 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
         row = int(np.flatnonzero(wrong)[0])
         raise ModelError(
             f"row {row} (keys [{lo1[row]}, {hi1[row]}) and [{lo2[row]}, {hi2[row]}), attend "
-            f"{attend[row]:#x}, identity {identity[row]:#x}) is not one that a bit field can "
-            "say: it sees all keys or all up to itself, and is what it attends to or is text"
+            f"{attend[row]:#x}, identity {identity[row]:#x}) cannot be written as a bit field; "
+            "accepted: rows that see all keys, or all keys up to their own position, and whose "
+            "identity equals their attend bits or is text"
         )
     return torch.from_numpy(np.where(causal, attend | CAUSAL_BIT, attend))
 
@@ -96,7 +97,7 @@ def from_dense(visible: torch.Tensor) -> AttentionMask:
         ModelError: not (Tq, Tk) bool, or more than 63 kinds of key would be needed.
     """
     if visible.dim() != 2 or visible.dtype != torch.bool:
-        raise ModelError(f"a dense mask is (Tq, Tk) bool, got {visible.shape} {visible.dtype}")
+        raise ModelError(f"a dense mask must be (Tq, Tk) bool, got {visible.shape} {visible.dtype}")
     dense = visible.cpu().numpy()
     n_queries, n_keys = dense.shape
     edges = np.diff(np.pad(dense, ((0, 0), (1, 1))).astype(np.int8), axis=1)
@@ -143,8 +144,8 @@ def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
             profiles.append(said[:, key])
     if len(profiles) > 63:
         raise ModelError(
-            f"the dense mask needs {len(profiles)} kinds of key; a mask has at most 63, besides "
-            "two intervals per row"
+            f"the dense mask needs {len(profiles)} kinds of keys in addition to two intervals per "
+            "row; a mask can have at most 63"
         )
     return kinds
 

@@ -40,7 +40,7 @@ def cross_masks(
             shown items in more than 63 different ways besides two runs.
     """
     if shown.dim() != 3:
-        raise ModelError(f"shown items are (B, T, I), got {tuple(shown.shape)}")
+        raise ModelError(f"shown items must be (B, T, I), got {tuple(shown.shape)}")
     if tokens_per_item < 1:
         raise ModelError(f"tokens_per_item must be at least 1, got {tokens_per_item}")
     if blind not in BLIND_ROWS:

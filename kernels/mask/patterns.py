@@ -261,7 +261,7 @@ def cross_images(
     """
     positions = np.asarray(image_positions, dtype=np.int64)
     if len(positions) != len(image_tokens) or (np.diff(positions) < 0).any():
-        raise ModelError("image_positions must ascend and be as many as image_tokens")
+        raise ModelError("image_positions must ascend and have one entry per entry of image_tokens")
     if len(positions) and not (0 <= positions[0] and positions[-1] < length):
         raise ModelError(f"image_positions must be within [0, {length}), got {positions.tolist()}")
     lengths = [length] if document_lengths is None else document_lengths

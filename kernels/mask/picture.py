@@ -103,7 +103,7 @@ def draw_mask(mask: Mask, width: int = 512) -> Figure:
     if width < 16:
         raise ValueError(f"width must be at least 16 pixels, got {width}")
     if not mask.n_queries or not mask.n_keys:
-        raise ValueError(f"a mask of {mask.n_queries} rows and {mask.n_keys} keys has no picture")
+        raise ValueError(f"cannot draw a mask of {mask.n_queries} rows and {mask.n_keys} keys")
     shares, identities = visible_share(mask, width)
     hues = np.array([to_rgb(_HUES[_kind(i) % len(_HUES)]) for i in identities])
     # The least visible pixel is still a tint that the eye finds; order is kept.

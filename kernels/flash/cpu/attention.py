@@ -72,7 +72,7 @@ def cpu_attention(
         ValueError: shapes, dtypes or masks that do not go together.
     """
     if query.device.type != "cpu":
-        raise ValueError(f"query, key and value must be on the CPU, are on {query.device}")
+        raise ValueError(f"query, key and value must be on the CPU, got {query.device}")
     query, key, value = prepare(query, key, value, softcap)
     masks = as_masks(masks, query.shape[0], query.shape[2], key.shape[2])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)

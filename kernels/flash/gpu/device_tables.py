@@ -118,8 +118,8 @@ class AttentionPlan:
         distinct = np.unique(np.concatenate(identities))
         if len(distinct) > MOST_IDENTITIES:
             raise ValueError(
-                f"keys of a batch may have up to {MOST_IDENTITIES} different identities on a "
-                f"GPU, these masks have {len(distinct)}"
+                f"the masks of a batch have {len(distinct)} different key identities; a GPU "
+                f"supports at most {MOST_IDENTITIES}"
             )
         bit = np.left_shift(np.int64(1), np.arange(len(distinct)))
         attends, keys = [], []

@@ -458,7 +458,7 @@ def test_refusals():
         ((query, key, value[:, :, :5]), "of the same tokens"),
         ((query, key.bfloat16(), value), "one floating dtype"),
         ((query.long(), key.long(), value.long()), "one floating dtype"),
-        ((query.to("meta"), key.to("meta"), value.to("meta")), "must be on the CPU, are on meta"),
+        ((query.to("meta"), key.to("meta"), value.to("meta")), "must be on the CPU, got meta"),
     ):
         with pytest.raises(ValueError, match=message):
             cpu_attention(*arguments, (mask,))

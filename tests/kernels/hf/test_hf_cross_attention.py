@@ -316,7 +316,7 @@ class DeafAttention(GatedAttention):
 def test_layers_of_unknown_makes_are_refused_by_name():
     model = mllama()
     layer = model.model.language_model.layers[3]
-    for kind, reason in ((GatedAttention, "it does more"), (DeafAttention, "did not attend")):
+    for kind, reason in ((GatedAttention, "for more than"), (DeafAttention, "did not attend")):
         layer.cross_attn.__class__ = kind
         expected = rf"layers.3.cross_attn \({kind.__name__}.*{reason}"
         with pytest.raises(ModelError, match=expected):

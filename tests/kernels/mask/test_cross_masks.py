@@ -33,7 +33,7 @@ def test_rows_see_the_items_that_they_are_shown(length, items, tokens, share, se
 def test_what_cannot_be_a_mask_is_refused():
     shown = torch.ones(1, 4, 2)
     for wrong, said in (
-        (lambda: cross_masks(shown[0], 5), r"are \(B, T, I\)"),
+        (lambda: cross_masks(shown[0], 5), r"must be \(B, T, I\)"),
         (lambda: cross_masks(shown, 0), "tokens_per_item must be at least 1, got 0"),
         (lambda: cross_masks(shown, 5, blind="some"), "nothing, everything, got 'some'"),
     ):

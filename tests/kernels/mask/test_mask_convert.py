@@ -88,7 +88,7 @@ def test_patterns_come_back_from_their_dense_form_as_short_tables(name):
 
 def test_a_dense_mask_of_too_many_kinds_is_refused():
     noise = torch.from_numpy(np.random.default_rng(0).random((96, 200)) < 0.5)
-    with pytest.raises(ModelError, match="kinds of key"):
+    with pytest.raises(ModelError, match="kinds of keys"):
         from_dense(noise)
     with pytest.raises(ModelError, match="bool"):
         from_dense(torch.ones(3, 3))

@@ -50,5 +50,5 @@ def test_a_mask_of_64k_tokens_draws(tmp_path):
 def test_what_has_no_picture_is_refused():
     with pytest.raises(ValueError, match="at least 16"):
         causal(32).draw(8)
-    with pytest.raises(ValueError, match="no picture"):
+    with pytest.raises(ValueError, match="cannot draw"):
         full(0, 4).draw()
