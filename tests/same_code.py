@@ -2,9 +2,9 @@
 
     python -m tests.same_code [--strings] [COMMIT]
 
-Prints each changed Python file whose syntax tree differs once docstrings are removed, and exits with
-code 1 if there is one. With ``--strings``, the values of string literals are not compared either, so
-that the wording of error messages may change. COMMIT is ``main`` by default.
+Prints each changed Python file whose syntax tree differs once docstrings are removed, and exits
+with code 1 if there is one. With ``--strings``, the values of string literals are not compared
+either, so that the wording of error messages may change. COMMIT is ``main`` by default.
 """
 
 import ast
@@ -58,7 +58,10 @@ def differences(commit: str, strings: bool) -> list[str]:
         ["git", "diff", "--name-only", commit, "--", "*.py"],
         check=True, capture_output=True, text=True,
     ).stdout.split()
-    return [name for name in names if _version(name, commit, strings) != _version(name, None, strings)]
+    return [
+        name for name in names
+        if _version(name, commit, strings) != _version(name, None, strings)
+    ]
 
 
 def _version(name: str, commit: str | None, strings: bool) -> str | None:

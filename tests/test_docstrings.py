@@ -44,7 +44,8 @@ def fields(node: ast.ClassDef) -> set[str]:
 
 def unknown_names(tree: ast.Module) -> Iterator[tuple[int, str, set[str]]]:
     """Yield (line, definition, documented names that the definition does not have)."""
-    derived = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.bases}
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    derived = {node.name for node in classes if node.bases}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             known = parameters(node)
