@@ -1,1 +1,2 @@
-"""Files of buckets and web servers: found, read by ranges, and noticed when they change."""
+"""Data files in buckets and on web servers: listing, range reads, and detection of changed files.
+"""

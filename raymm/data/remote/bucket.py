@@ -1,4 +1,4 @@
-"""Files of S3 and Google's store, through the client that checkpoints go through."""
+"""Data files in S3 and Google Cloud Storage, read through the client that checkpoints also use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from raymm.data.remote.store import (
 from raymm.data.remote.urls import DataUrl
 from raymm.errors import DataError
 
-# Files that a process keeps open: a size and a tag each, no connection.
+# Open files kept per process. Each is a size and a tag; no connection stays open.
 MOST_OPEN = 256
-# Seconds after which one is opened again, to see whether it has changed: ranges of S3 do not say.
+# Seconds after which an open file is opened again to detect changes: S3 range reads do not report
+# the version.
 LOOK_AGAIN_S = 60.0
-# What a store calls that which changes with the file's bytes.
+# Metadata fields that change with the contents of a file.
 _TAGS = ("ETag", "generation", "etag")
 _DENIED = (
     "ACCESS_DENIED", "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ACCESS_KEY", "SIGNATURE",
@@ -37,14 +38,6 @@ class _Open(NamedTuple):
 
 
 class BucketStore(Store):
-    """A bucket.
-
-    Args:
-        scheme: ``"s3"`` or ``"gs"``.
-        bucket: its name.
-        query: options of the connection.
-    """
-
     def __init__(self, scheme: str, bucket: str, query: str) -> None:
         self._scheme, self._bucket, self._query = scheme, bucket, query
         self._opened: OrderedDict[str, _Open] = OrderedDict()
@@ -73,7 +66,7 @@ class BucketStore(Store):
             try:
                 data = opened.file.read_at(size, start)
             except OSError:
-                with self._lock:  # a file that is now shorter is one that has changed
+                with self._lock:  # the file may be shorter now, so its version is read again
                     self._opened.pop(url.key, None)
                 raise
             if len(data) < size:

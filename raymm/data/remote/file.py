@@ -1,4 +1,4 @@
-"""A remote file, or a part of one, as a binary file that is read by ranges."""
+"""A remote file, or a byte range of one, as a binary file object."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from raymm.errors import DataError
 
 
 class RemoteFile(io.RawIOBase):
-    """Every read is one request, so it is to be buffered. Nothing is read ahead.
+    """Raw binary file in which every read is one request; wrap it in a buffer. Nothing is read
+    ahead.
 
-    Libraries may swallow an error of reading, and say that the file is broken: closing it raises
-    the error again.
-
-    Args:
-        url: of the file.
-        version: which it was when it was found.
-        start, size: the part of it; all by default.
-        head: the first bytes of the part, if they were read already.
+    Some libraries swallow read errors and report a corrupt file, so :meth:`close` raises the last
+    read error again. A read raises a ``DataError`` if the file has another version than
+    ``version``. With ``start`` and ``size``, the file is a byte range; ``head`` holds first bytes
+    that were already read.
     """
 
     def __init__(
@@ -85,12 +82,8 @@ class RemoteFile(io.RawIOBase):
 
 
 def buffered(file: RemoteFile, block: int) -> BinaryIO:
-    """A remote file of which blocks are kept, one at a time.
-
-    Args:
-        file: the file.
-        block: bytes of a request; 0 for requests of what is asked for.
-    """
+    """Return a reader with a buffer of ``block`` bytes, which is the size of a request; 0 for no
+    buffer."""
     if not block:
         return cast(BinaryIO, file)
     return io.BufferedReader(file, block)

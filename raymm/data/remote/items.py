@@ -1,4 +1,5 @@
-"""Media by URL: one request tells an item's size and brings its first bytes, of most all."""
+"""Media items by URL. One request returns the size and the first bytes, which often are all bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from raymm.data.remote.store import FileVersion
 from raymm.data.remote.stores import store_of
 from raymm.data.remote.urls import parse
 
-# Of every item so much is read with the first request, and kept for so many: header and content
-# of an item are asked for one after the other.
+# Bytes that the first request of an item reads, and the number of items for which they are cached:
+# the header of an item is read shortly before its content.
 HEAD_BYTES = 2**20
 HEADS_KEPT = 16
-# Bytes of a request where more than the first bytes are read.
+# Bytes per request after the first.
 BLOCK = 2**18
 
 _Part = tuple[str, int, int | None]
@@ -25,7 +26,7 @@ _lock = Lock()
 
 
 def _head(part: _Part, version: FileVersion | None) -> tuple[FileVersion, int, bytes]:
-    """A part's file's version, its size, and its first bytes."""
+    """Return the version of the file, the size of the part in bytes, and its first bytes."""
     with _lock:
         if (kept := _heads.get(part)) is not None:
             _heads.move_to_end(part)
@@ -48,27 +49,21 @@ def _head(part: _Part, version: FileVersion | None) -> tuple[FileVersion, int, b
 
 
 def item_size(url: str) -> int:
-    """Bytes of a file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        DataError: the server does not say.
-    """
+    """Return the size of a file in bytes; see :func:`open_item` for errors."""
     return _head((url, 0, None), None)[1]
 
 
 def open_item(
     url: str, start: int = 0, size: int | None = None, version: FileVersion | None = None
 ) -> BinaryIO:
-    """A file, or a part of one, as a binary file; small ones are in memory.
+    """Open a file, or the byte range ``start``, ``size`` of one; small ones are in memory.
 
     Args:
-        url: of the file.
-        start, size: the part; all by default.
-        version: which the file was when the part was found.
+        version: version of the file when the range was located; None for the current one.
 
     Raises:
-        FileNotFoundError, DataError: as of :func:`item_size`.
+        FileNotFoundError: the file does not exist.
+        DataError: the server does not answer, or denies access.
     """
     current, whole, head = _head((url, start, size), version)
     if len(head) >= whole:

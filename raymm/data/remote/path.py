@@ -1,4 +1,4 @@
-"""Where data files are: a path, or a remote one with the same methods."""
+"""Locations of data files: local paths, or remote paths with the same methods."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from raymm.data.remote.store import FileVersion
 from raymm.data.remote.stores import store_of
 from raymm.data.remote.urls import DataUrl, is_url, parse
 
-# Bytes of a request where a file is read from one end to the other, and where it is read here and
-# there.
+# Bytes per request for sequential reads and for random access.
 SCAN_BLOCK = 4 * 2**20
 ROW_BLOCK = 2**16
 _MAGIC = re.compile(r"[*?\[]")
@@ -23,12 +22,8 @@ _MAGIC = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A file or folder of a bucket, or a file of a web server. What it has of ``pathlib.Path``'s
-    names means the same.
-
-    Attributes:
-        url: its parts.
-    """
+    """File or folder in a bucket, or file on a web server. Attributes and methods that
+    ``pathlib.Path`` also has mean the same."""
 
     url: DataUrl
 
@@ -59,40 +54,33 @@ class RemotePath:
 
     @cached_property
     def version(self) -> FileVersion:
-        """Size and tag when it was first asked for: what is read later must be of the same. A
-        pickled path keeps them.
+        """Size and tag at the first access; pickling keeps them. Later reads fail if the file has
+        changed.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            DataError: the server does not say.
+            FileNotFoundError: the file does not exist.
+            DataError: the server does not answer, or denies access.
         """
         return store_of(self.url).version(self.url)
 
     def is_file(self) -> bool:
-        """Whether there is such a file.
-
-        Raises:
-            DataError: the server does not say.
-        """
+        """Return True if the file exists; raise a ``DataError`` if the server does not answer."""
         try:
             return self.version is not None
         except FileNotFoundError:
             return False
 
     def is_dir(self) -> bool:
-        """Whether there is a folder that can be listed, with a file in it.
-
-        Raises:
-            DataError: the bucket does not say.
-        """
+        """Return True for a folder in a bucket that contains at least one file."""
         return self.url.in_bucket and bool(self.files())
 
     def files(self) -> list[RemotePath]:
-        """All files below a folder, by name."""
+        """Return all files below the folder, recursively, sorted by name."""
         return [RemotePath(self.url.with_key(key)) for key in store_of(self.url).keys(self.url)]
 
     def matches(self) -> list[RemotePath]:
-        """Files that a pattern means (``*``, ``?``, ``[]``; ``**`` for folders), by name."""
+        """Return the files that match the pattern (``*``, ``?``, ``[]``; ``**`` for folders),
+        sorted by name."""
         if not self.has_magic():
             return [self] if self.is_file() else []
         parts = self.url.key.split("/")
@@ -102,15 +90,10 @@ class RemotePath:
         return [file for file in folder.files() if pattern.fullmatch(file.url.key)]
 
     def has_magic(self) -> bool:
-        """Whether it is a pattern."""
         return bool(_MAGIC.search(self.url.key))
 
     def open(self, block: int = ROW_BLOCK) -> BinaryIO:
-        """A binary file of its bytes.
-
-        Args:
-            block: bytes that are read at once.
-        """
+        """Open the file for reading bytes; ``block`` is the number of bytes per request."""
         return buffered(RemoteFile(self.url, self.version), block)
 
 
@@ -118,7 +101,7 @@ DataPath = Path | RemotePath
 
 
 def _expression(parts: list[str]) -> re.Pattern[str]:
-    """What keys must be like that a pattern means, of its parts between slashes."""
+    """Return the regular expression for a glob pattern, given its parts between slashes."""
     text = ""
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
@@ -134,10 +117,10 @@ def _expression(parts: list[str]) -> re.Pattern[str]:
 
 
 def located(path: str | Path | RemotePath) -> DataPath:
-    """Where a path or URL leads, links followed.
+    """Return the location of a path or URL, with symbolic links resolved.
 
     Raises:
-        ValueError: a URL that is not accepted.
+        ValueError: the URL is not accepted.
     """
     if isinstance(path, RemotePath):
         return path
@@ -146,29 +129,21 @@ def located(path: str | Path | RemotePath) -> DataPath:
 
 
 def open_data(path: DataPath, block: int = ROW_BLOCK) -> BinaryIO:
-    """A data file, to be read.
+    """Open a data file for reading.
 
     Args:
-        path: where it is.
-        block: bytes that are read at once where it is remote.
+        block: bytes per request of a remote file.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        DataError: the server does not give it.
+        OSError: the file does not exist or cannot be read.
+        DataError: the server does not answer, or denies access.
     """
     return path.open("rb") if isinstance(path, Path) else path.open(block)
 
 
 def read_range(path: DataPath, start: int, size: int) -> bytes:
-    """Bytes of a data file; fewer if it ends before.
-
-    Args:
-        path: where it is.
-        start, size: of the range, in bytes.
-
-    Raises:
-        OSError, DataError: as of :func:`open_data`.
-    """
+    """Read ``size`` bytes of a data file from ``start`` on; fewer at the end of a local file.
+    Errors are those of :func:`open_data`."""
     if isinstance(path, RemotePath):
         return store_of(path.url).read(path.url, start, size, path.version)
     with open(path, "rb") as file:
@@ -177,21 +152,11 @@ def read_range(path: DataPath, start: int, size: int) -> bytes:
 
 
 def size_of(path: DataPath) -> int:
-    """Bytes of a data file.
-
-    Args:
-        path: where it is.
-
-    Raises:
-        OSError, DataError: as of :func:`open_data`.
-    """
+    """Return the size of a data file in bytes. Errors are those of :func:`open_data`."""
     return path.version.size if isinstance(path, RemotePath) else path.stat().st_size
 
 
 def version_of(path: DataPath) -> Any:
-    """What changes when a data file is written again; plain JSON.
-
-    Args:
-        path: where it is.
-    """
+    """Return a JSON value that changes when a data file is rewritten: the tag of a remote file, the
+    modification time of a local one."""
     return path.version.tag if isinstance(path, RemotePath) else path.stat().st_mtime_ns

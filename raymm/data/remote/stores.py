@@ -1,4 +1,4 @@
-"""The store that a URL is in."""
+"""Lookup of the store for a URL."""
 
 from __future__ import annotations
 
@@ -18,9 +18,5 @@ def _store(scheme: str, host: str, query: str) -> Store:
 
 
 def store_of(url: DataUrl) -> Store:
-    """The store of a URL; one per process.
-
-    Args:
-        url: of a file or folder in it.
-    """
+    """Return the store of a URL. Stores are shared within the process."""
     return _store(url.scheme, url.host, url.query)

@@ -1,4 +1,4 @@
-"""URLs of data: which are accepted, and their parts."""
+"""Parsing and validation of data URLs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from raymm.packages import require
 
 SCHEMES = (*BUCKETS, "https", "http")
 ACCEPTED = "a path, or a URL that begins with s3://, gs:// or https://"
-# Where a connection without encryption leaves nothing for others to see.
+# Hosts for which an unencrypted connection is safe, as no data leaves the machine.
 THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is a URL of a scheme that is read."""
+    """Return True if a text begins with a supported URL scheme."""
     return text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 @dataclass(frozen=True)
 class DataUrl:
-    """The parts of a URL.
+    """Parts of a URL.
 
     Attributes:
         scheme: one of :data:`SCHEMES`.
-        host: the bucket, or the server with its port.
-        key: the path, without what URLs are quoted with, and without the slash before it.
-        query: options of the connection to a bucket.
+        host: the bucket, or the server including the port.
+        key: path without percent-encoding and without the leading slash.
+        query: connection options of a bucket.
     """
 
     scheme: str
@@ -46,25 +46,24 @@ class DataUrl:
 
     @property
     def in_bucket(self) -> bool:
-        """Whether it has folders that can be listed."""
+        """True for a bucket, whose folders can be listed."""
         return self.scheme in BUCKETS
 
     def with_key(self, key: str) -> DataUrl:
-        """Another key of the same bucket or server."""
         return replace(self, key=key)
 
     def within(self, folder: DataUrl) -> bool:
-        """Whether it is below another one, seen as a folder."""
+        """Return True if this URL is below ``folder``."""
         same = (self.scheme, self.host) == (folder.scheme, folder.host)
         root = folder.key.strip("/")
         return same and (not root or self.key.startswith(f"{root}/"))
 
 
 def parse(text: str) -> DataUrl:
-    """The parts of a URL, its path without ``.`` and ``..``.
+    """Split a URL into its parts and resolve ``.`` and ``..`` in its path.
 
     Raises:
-        ValueError: the URL is of another kind, incomplete, or has credentials.
+        ValueError: the URL has an unknown scheme, is incomplete, or contains credentials.
         ConfigError: pyarrow, which reads buckets, is not installed.
     """
     match = _SCHEME.match(text)

@@ -1,4 +1,4 @@
-"""Files of web servers that answer range requests."""
+"""Data files on web servers that support range requests."""
 
 from __future__ import annotations
 
@@ -21,25 +21,20 @@ from raymm.data.remote.store import (
 from raymm.data.remote.urls import DataUrl
 from raymm.errors import DataError
 
-# Servers that hand on to another one, which hands on.
+# Longest chain of redirects that is followed.
 MOST_REDIRECTS = 5
-# Trying again helps against these.
+# Temporary errors, for which a request is retried.
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 _BLOCK = 2**18
-# Certificates of authorities that are trusted instead of the usual ones, as OpenSSL has it.
+# Environment variable of OpenSSL that names a file of trusted certificates.
 CERTIFICATES = "SSL_CERT_FILE"
 Value = TypeVar("Value")
 
 
 class WebStore(Store):
-    """A web server, with what ``~/.netrc`` and the environment say of credentials and proxies.
-
-    Args:
-        scheme: ``"https"``, or ``"http"`` of this machine.
-        host: with its port.
-    """
+    """Web server. Credentials come from ``~/.netrc``, proxies from the environment."""
 
     def __init__(self, scheme: str, host: str) -> None:
         self._scheme, self._host = scheme, host
@@ -69,11 +64,8 @@ class WebStore(Store):
         )
 
     def _get(self, url: DataUrl, start: int, size: int) -> tuple[FileVersion, bytes]:
-        """Version and bytes of a range, of which the file may have fewer.
-
-        Raises:
-            OSError: it may help to try again.
-        """
+        """Return the version of a file and the bytes of a range; fewer if the file ends earlier.
+        Raise an ``OSError`` for temporary errors."""
         with self._answer(url, start, size) as answer:
             status, headers = answer.status_code, answer.headers
             if status == 404 or status == 410:
@@ -102,10 +94,11 @@ class WebStore(Store):
             return FileVersion(int(described[3]), tag), _body(answer, size)
 
     def _answer(self, url: DataUrl, start: int, size: int) -> Any:
-        """A server's answer, of whose body nothing has been read."""
+        """Return the response of the server after redirects, with its body unread."""
         place, named = str(url), f"{self._scheme}://{self._host}/"
         for _ in range(MOST_REDIRECTS + 1):
-            # By itself requests takes credentials from ~/.netrc, which knows no ports, or the URL.
+            # Without `auth`, requests adds credentials from the URL or from ~/.netrc, which ignores
+            # ports.
             auth = None if place.startswith(named) else _no_credentials
             try:
                 answer = self._session().get(
@@ -132,12 +125,11 @@ class WebStore(Store):
         raise DataError(f"{url}: it redirects more than {MOST_REDIRECTS} times")
 
     def _session(self) -> Any:
-        """Of this thread: connections stay open for the next request."""
         if not hasattr(self._threads, "session"):
             import requests
 
             self._threads.session = requests.Session()
-        # requests itself reads REQUESTS_CA_BUNDLE alone, which goes before.
+        # requests itself only reads REQUESTS_CA_BUNDLE, which takes precedence.
         self._threads.session.verify = os.environ.get(CERTIFICATES) or True
         return self._threads.session
 
@@ -146,17 +138,17 @@ class WebStore(Store):
             return tried(operation, retry_for_s)
         except FileNotFoundError:
             raise
-        except OSError as error:  # requests' errors are, too
+        except OSError as error:  # includes all errors of requests
             raise DataError(f"{url}: {error} (tried for {retry_for_s:g} s)") from None
 
 
 def _no_credentials(request: Any) -> Any:
-    """Authentication of a request to a server that the user has not named."""
+    """Send no credentials to a server that the user has not named."""
     return request
 
 
 def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:
-    """What is behind an error of a request, if it is a certificate."""
+    """Return the certificate error that caused an error, or None."""
     while True:
         following = error.__cause__ or error.__context__
         if following is None or isinstance(error, ssl.SSLCertVerificationError):
@@ -165,11 +157,6 @@ def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | N
 
 
 def _body(answer: Any, size: int) -> bytes:
-    """At most so many bytes of an answer.
-
-    Raises:
-        OSError: the connection broke.
-    """
     parts, left = [], size
     for part in answer.iter_content(_BLOCK):
         parts.append(part[:left])

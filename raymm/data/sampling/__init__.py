@@ -1,1 +1,1 @@
-"""Which samples make a step."""
+"""Samplers: the selection of samples for each step."""

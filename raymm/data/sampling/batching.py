@@ -1,4 +1,5 @@
-"""From ``data.batching`` to the sampler of a run: scans the samples where steps are planned."""
+"""Creation of the sampler for ``data.batching``; planned methods first scan the sizes of all
+samples."""
 
 import importlib
 from collections.abc import Mapping
@@ -24,11 +25,11 @@ Sampler = EpochSampler | GroupSampler | WeightedSampler
 
 @dataclass(frozen=True)
 class ItemTokens:
-    """What a model makes of one item of a modality.
+    """Number of tokens that a model makes of one item of a modality.
 
     Attributes:
-        encoder: tokens in the encoder's blocks.
-        prepended: tokens that the language model gets beside those of the text.
+        encoder: tokens in the blocks of the encoder.
+        prepended: tokens that the language model receives in addition to those of the text.
     """
 
     encoder: int = 1
@@ -42,16 +43,11 @@ def training_sampler(
     progress: Progress | None = None,
     measure: Measure | None = None,
 ) -> Sampler:
-    """What the steps of the training data consist of.
+    """Create the sampler of the training data; raise a ``DataError`` if sizes cannot be planned.
 
     Args:
-        config: the data configuration.
-        dataset: its training samples.
-        tokens: modality -> tokens of an item; without, an item is one unit.
-        progress, measure: of the scan, see :func:`raymm.data.scan`.
-
-    Raises:
-        DataError: sizes that cannot be planned, or what the scan raises.
+        tokens: tokens of an item by modality; by default an item counts as one unit.
+        progress, measure: passed to :func:`raymm.data.scan`, which may raise further errors.
     """
     batching = config.batching
     if schedules := [source.schedule for source in config.sources("train") if source.schedule]:
@@ -71,8 +67,8 @@ def training_sampler(
     sizes = sample_sizes(scanned, config, tokens or {})
     samples = config.batch_size // config.microbatches
     try:
-        # What has hundreds of tokens, always the same number, fills groups in whole pieces: the
-        # planner weighs that for small numbers only.
+        # Items that all have the same large number of tokens are planned in units of that number:
+        # the planner considers such granularity only for small numbers.
         common = np.maximum(np.gcd.reduce(sizes.values, axis=0), 1)
         coarse = replace_values(sizes, sizes.values // common)
         options = batching.options
@@ -86,30 +82,24 @@ def training_sampler(
         sampler = kind(
             sizes, config.microbatches, samples, batching.method, config.seed, **options
         )
-        sampler.open()  # plans an epoch: now is the time for errors
+        sampler.open()  # plans an epoch, so that errors appear at startup
     except PlanError as error:
         raise DataError(f"data.batching: {error}") from error
     return sampler
 
 
 def replace_values(sizes: SampleSizes, values: np.ndarray) -> SampleSizes:
-    """The same samples with other sizes."""
     return SampleSizes(sizes.names, values, sizes.sources, sizes.padded)
 
 
 def sample_sizes(
     samples: SampleScan, config: DataConfig, tokens: Mapping[str, ItemTokens]
 ) -> SampleSizes:
-    """Units of every sample: per modality those of ``data.batching.units`` or else the encoder's
-    tokens, and under ``"text"`` the tokens of the language model.
+    """Compute the units of every sample, by modality and for ``"text"``.
 
-    Args:
-        samples: what a scan of the dataset found: items and text tokens of every sample.
-        config: of the data.
-        tokens: of an item, by modality.
-
-    Raises:
-        DataError: a function of units that cannot be imported or does not give units.
+    A modality is measured by its function in ``data.batching.units``, by default in tokens of its
+    encoder. ``"text"`` counts the tokens of the language model. Raise a ``DataError`` for a units
+    function that cannot be imported or returns invalid units.
     """
     units: dict[str, Units] = {}
     text = samples.text_tokens.copy()
@@ -118,7 +108,7 @@ def sample_sizes(
         text += counts * of_item.prepended
         if name in config.batching.units:
             units[name] = _units(name, config.batching.units[name])
-        elif config.processor is not None:  # it has said what becomes of each item
+        elif config.processor is not None:  # the scan has counted the tower inputs of each item
             units[name] = lambda items: items[:, 0]
         else:
             units[name] = lambda items, each=of_item.encoder: np.full(len(items), each, np.int64)
@@ -128,7 +118,7 @@ def sample_sizes(
 
 
 def _units(modality: str, name: str) -> Units:
-    """The function behind ``data.batching.units``, with its results checked."""
+    """Import a function of ``data.batching.units`` and wrap it so that its results are checked."""
     field = f"data.batching.units.{modality}"
     module, _, function = name.partition(":")
     try:
@@ -141,7 +131,7 @@ def _units(modality: str, name: str) -> Units:
     def checked(items: np.ndarray) -> np.ndarray:
         try:
             result = np.asarray(loaded(items))
-        except USER_CODE_RAISES as error:  # whatever a user's function raises
+        except USER_CODE_RAISES as error:  # a user's function may raise anything
             raise DataError(f"{field}: {name!r} raised {type(error).__name__}: {error}") from error
         if result.shape != (len(items),) or result.dtype.kind not in "iu" or (result < 0).any():
             raise DataError(

@@ -1,10 +1,11 @@
-"""Steps made of groups of samples that a planner put together: metadata only.
+"""Steps made of groups of samples that a planner composes, from metadata only.
 
-A data position holds no samples: it says how the steps taken of the epoch were planned, so that
-they can be planned again and the rest anew, with a digest of all sizes, since planning again needs
-the same ones. Steps never cross epochs; the last ones of an epoch may have fewer microbatches.
-All groups of a step are alike, so what replicas of any module get is, too: ``serving`` of the
-planner, which would level sums of neighbouring groups, is not used.
+A data position stores no sample indices. It records how the steps of the epoch so far were planned,
+so that they can be planned again to find the samples that remain. It also stores a digest of all
+sizes, because repeating a plan requires the same sizes. Steps never cross epochs; the last steps of
+an epoch may have fewer microbatches. All groups of a step cost about the same, and therefore also
+the shares of the replicas of any module: the ``serving`` option of the planner, which would level
+the sums of neighbouring groups, is not used.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from raymm.scheduler.minibatch.measured_costs import MeasuredCosts
 from raymm.scheduler.minibatch.methods import plan_minibatches
 from raymm.scheduler.minibatch.problem import SampleSizes
 
-# Planners, what they call the number of samples in a group, and their further options.
+# For each planner, the name of its option for the samples per group, and its further options.
 METHODS = {"balanced": "samples_per_group", "random": "batch", "length_grouped": "batch"}
 OPTIONS = {
     "balanced": {"budgets", "alike", "source_weight"},
@@ -29,8 +30,8 @@ OPTIONS = {
 }
 
 Groups = list[list[int]]
-# {"method", "groups", "samples", "seed", "options", "steps"}: how steps of an epoch were planned,
-# and how many of them were taken; with "costs", if there were measured ones
+# {"method", "groups", "samples", "seed", "options", "steps"}: planner settings for steps of an
+# epoch, and the number of those steps taken; also "costs" for measured costs
 # (:class:`raymm.scheduler.minibatch.measured_costs.MeasuredCosts`). Plain JSON.
 Taken = dict[str, Any]
 # {"epoch": e, "sizes": digest of all samples' sizes, "taken": [Taken, ...]}
@@ -39,15 +40,14 @@ GroupState = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """A place in an epoch, with the steps that come next.
+    """Position in an epoch, with the planned steps that follow.
 
     Attributes:
-        epoch: its number.
-        before: how what was taken before had been planned.
-        how: how the steps were planned: a :data:`Taken` without ``"steps"``.
-        left: samples that were left when they were.
-        steps: the steps that were planned for them.
-        taken: how many of these were taken.
+        before: planner settings of the steps that were taken under earlier plans of this epoch.
+        how: planner settings of ``steps``: a :data:`Taken` without ``"steps"``.
+        left: indices of the samples that ``steps`` was planned from.
+        steps: planned steps.
+        taken: number of ``steps`` already taken.
     """
 
     epoch: int
@@ -59,30 +59,30 @@ class Position:
 
     @property
     def entries(self) -> list[Taken]:
-        """How all that was taken of the epoch had been planned."""
+        """Planner settings of all steps taken in the epoch, in order."""
         return [*self.before, *([{**self.how, "steps": self.taken}] if self.taken else ())]
 
     @property
     def step(self) -> int:
-        """How many steps of the epoch were taken."""
+        """Number of steps taken in the epoch."""
         return sum(entry["steps"] for entry in self.entries)
 
 
 class GroupSampler:
-    """Deterministic stream of steps, epoch after epoch, each of so many groups of samples.
+    """Deterministic, endless stream of steps, each of a number of groups of samples.
 
-    Every epoch is planned anew (:mod:`raymm.scheduler.minibatch.methods`), seeded by its number.
-    A state says how what was taken of its epoch had been planned. So going on with other groups,
-    options or even another method plans what is left of the epoch, and every sample still comes
-    exactly once.
+    Every epoch is planned from scratch (:mod:`raymm.scheduler.minibatch.methods`) with its number
+    in the seed. A state records how the steps taken in its epoch were planned. A run that resumes
+    with other groups, options, or another method therefore plans only the remaining samples of the
+    epoch, and every sample still comes exactly once.
 
     Args:
-        sizes: of all samples.
-        groups: per step, > 0.
-        samples: about how many a group has, > 0.
-        method: one of :data:`METHODS`. What a planner leaves out comes in steps at the end.
+        sizes: sizes of all samples.
+        groups: groups per step, > 0.
+        samples: approximate samples per group, > 0.
+        method: one of :data:`METHODS`. Samples that a planner leaves out come in steps at the end.
         seed: >= 0.
-        options: further ones of the planner, of :data:`OPTIONS`, as plain JSON.
+        options: further options of the planner, see :data:`OPTIONS`, as plain JSON.
     """
 
     def __init__(
@@ -95,21 +95,16 @@ class GroupSampler:
             "options": options,
         }
         self.digest = _digest(sizes)
-        self._whole: tuple[Any, list[Groups]] | None = None  # the last epoch planned as a whole
+        self._whole: tuple[Any, list[Groups]] | None = None  # the last complete plan of an epoch
 
     def batches(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
-        """Endless (groups of one step, state after it), from ``state`` on. A group is never
-        empty, so a step may have fewer groups than asked for.
-
-        Raises:
-            DataError: a state that does not fit this dataset.
-            PlanError: sizes that cannot be planned.
-        """
+        """Yield (groups of one step, state after the step) endlessly from ``state`` on. Groups are
+        never empty, so a step may have fewer groups than configured. Errors are those of
+        :meth:`open`."""
         for groups, position in self.walk(self.open(state)):
             yield groups, self.state(position)
 
     def walk(self, position: Position) -> Iterator[tuple[Groups, Position]]:
-        """Endless (groups of one step, position after it)."""
         while True:
             position = self.settled(position)
             groups = position.steps[position.taken]
@@ -117,11 +112,11 @@ class GroupSampler:
             yield groups, position
 
     def open(self, state: GroupState | None = None) -> Position:
-        """The position that a state says, planned as this sampler plans.
+        """Return the position of a state, planned with the settings of this sampler.
 
         Raises:
-            DataError: a state that does not fit this dataset.
-            PlanError: sizes that cannot be planned.
+            DataError: the state does not fit this dataset.
+            PlanError: the sizes cannot be planned.
         """
         epoch, taken = self.check(state)
         *before, last = taken or [{**self.planner, "steps": 0}]
@@ -139,16 +134,16 @@ class GroupSampler:
         return position
 
     def state(self, position: Position) -> GroupState:
-        """A position as plain JSON, from which :meth:`open` finds it again."""
+        """Return a position as plain JSON that :meth:`open` restores."""
         epoch, taken = position.epoch, position.entries
         if position.taken == len(position.steps):
-            # Of the next epoch only what costs are known now must be known.
+            # The next epoch only needs the costs that are known now.
             epoch, taken = epoch + 1, [{**position.how, "steps": 0}]
             taken = taken if "costs" in position.how else []
         return {"epoch": epoch, "sizes": self.digest, "taken": taken}
 
     def settled(self, position: Position) -> Position:
-        """The same position, or the beginning of the next epoch at the end of one."""
+        """Return the position, or the beginning of the next epoch if all its steps are taken."""
         while position.taken == len(position.steps):
             epoch, left = position.epoch + 1, np.arange(len(self.sizes))
             how = position.how
@@ -156,7 +151,7 @@ class GroupSampler:
         return position
 
     def replanned(self, position: Position, costs: dict[str, Any]) -> Position:
-        """What is left of the position's epoch, planned anew with measured costs."""
+        """Plan the remaining samples of the epoch of a position again with measured costs."""
         gone = [sample for step in position.steps[: position.taken] for sample in flat(step)]
         left = np.setdiff1d(position.left, gone, assume_unique=True)
         before = tuple(position.entries)
@@ -167,12 +162,12 @@ class GroupSampler:
         )
 
     def _costs(self, costs: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Measured costs with which a run goes on that began with these. Here: none, steps are
-        planned by units alone."""
+        """Return the measured costs to plan with after resuming from a state with ``costs``. None
+        here: this class plans by units only."""
         return None
 
     def _left(self, epoch: int, taken: Sequence[Taken]) -> np.ndarray:
-        """Samples of the epoch that were not taken yet, ascending."""
+        """Return the samples of the epoch that were not taken yet, ascending."""
         left = np.arange(len(self.sizes))
         for number, entry in enumerate(taken):
             planned = self._planned(epoch, left, number, entry)
@@ -185,7 +180,8 @@ class GroupSampler:
     def _planned(
         self, epoch: int, left: np.ndarray, number: int, how: dict[str, Any]
     ) -> list[Groups]:
-        """The steps of what is left of an epoch that was planned ``number`` times before."""
+        """Return the steps for the samples ``left``, after ``number`` earlier plans of the epoch.
+        """
         if number:
             return self._plan(epoch, left, number, how)
         key = (epoch, {**how, "steps": 0})
@@ -198,7 +194,7 @@ class GroupSampler:
     ) -> list[Groups]:
         method, groups, samples = how["method"], how["groups"], how["samples"]
         seed = how["seed"] + number
-        # Fewer than the planner of fixed groups takes, or than there are groups.
+        # Too few samples for a planner of groups of fixed size, or fewer samples than groups.
         if len(left) < groups * (samples if METHODS[method] == "batch" else 1):
             random = np.random.default_rng([seed, epoch])
             return _cut(random.permutation(left), groups, samples)
@@ -217,11 +213,8 @@ class GroupSampler:
         return steps + _cut(left[plan.left_out], groups, samples)
 
     def check(self, state: GroupState | None) -> tuple[int, list[Taken]]:
-        """(epoch, what was taken of it) of a state, None being the beginning.
-
-        Raises:
-            DataError: a state of another batching or of other samples, or none at all.
-        """
+        """Return (epoch, entries of the steps taken in it) of a state; None is the beginning. Raise
+        a ``DataError`` for an invalid state, or one of another batching or other samples."""
         if state is None:
             return 0, []
         if isinstance(state, Mapping) and "position" in state:
@@ -239,7 +232,7 @@ class GroupSampler:
         if digest != self.digest:
             if any(entry["steps"] for entry in taken):
                 raise self._misfit(state)
-            taken = []  # costs of other units are not known
+            taken = []  # costs that were measured with other units do not apply
         return epoch, [dict(entry) for entry in taken]
 
     def _misfit(self, state: object) -> DataError:
@@ -274,7 +267,8 @@ def _is_taken(entry: Mapping[str, Any]) -> bool:
 
 
 def _cut(samples: np.ndarray, groups: int, per_group: int) -> list[Groups]:
-    """Samples in order, in as few steps of groups of about equal numbers as hold them."""
+    """Split samples, in order, into the fewest steps that hold them, with groups of nearly equal
+    size."""
     steps = -(-len(samples) // (groups * per_group))
     return [
         [part.tolist() for part in np.array_split(step, min(groups, len(step)))]

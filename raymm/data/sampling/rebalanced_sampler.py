@@ -1,4 +1,4 @@
-"""Planned steps whose rest of an epoch is planned anew while a run goes on."""
+"""Planned steps that can be planned again with measured costs during an epoch."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,14 +12,14 @@ from raymm.data.sampling.group_sampler import Groups, GroupSampler, GroupState, 
 from raymm.data.sampling.sampler import flat
 from raymm.scheduler.minibatch.measured_costs import MeasuredCosts
 
-# Of more samples than this, a part is planned to see what planning all of them would bring.
+# Most samples that a trial plan uses; of larger data it plans a random subset.
 TRIAL_SAMPLES = 8192
-# Steps whose samples are remembered until they are asked for.
+# Most steps for which the samples are kept until :meth:`RebalancedSampler.groups_of` returns them.
 REMEMBERED = 1024
 
 
 class Decision(NamedTuple):
-    """From which step on (counted in its epoch, from 0) steps are planned with which costs."""
+    """Change of the planning costs from a step on. ``step`` counts from 0 within the epoch."""
 
     epoch: int
     step: int
@@ -27,11 +27,11 @@ class Decision(NamedTuple):
 
 
 class RebalancedSampler(GroupSampler):
-    """A :class:`GroupSampler` that takes measured costs while its steps are being taken.
+    """:class:`GroupSampler` that adopts measured costs while the run takes steps.
 
-    Costs hold from the next step that is asked for, for the rest of the epoch and for the epochs
-    after it. States have them, so going on from one needs no more; to repeat steps after a state
-    in the way they were taken before, give the decisions of that time to :meth:`follow`.
+    Costs apply from the next step on, for the rest of the epoch and for later epochs. States
+    contain the costs, so resuming needs nothing else. To repeat the steps after a state exactly as
+    they were taken before, pass the decisions of that time to :meth:`follow`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -46,19 +46,21 @@ class RebalancedSampler(GroupSampler):
         self, replicas: Mapping[str, int], decisions: Sequence[Decision] = (),
         shared: Collection[str] = (),
     ) -> None:
-        """Say, before the first step, what is known of the run.
+        """Configure the sampler for a run, before its first step.
 
         Args:
-            replicas: of modules, by modality; what states and decisions say of another number of
-                copies is left out.
-            decisions: taken earlier, in order; those before the state are not looked at.
-            shared: modalities of whose module the copies share every microbatch by samples.
+            replicas: number of replicas by modality; relative costs of replicas are ignored where
+                they were measured with another number.
+            decisions: earlier decisions to repeat, in order; decisions before the state are
+                ignored.
+            shared: modalities whose replicas split every microbatch by samples.
         """
         self._replicas, self._decisions = dict(replicas), tuple(decisions)
         self._shared = frozenset(shared)
 
     def batches(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
-        """As of :class:`GroupSampler`. The last one started is the one that is steered."""
+        """See :class:`GroupSampler`. :attr:`live` and :meth:`adopt` refer to the iterator started
+        last."""
         self._handed.clear()
         self._live = self.open(state)
         due = deque(d for d in self._decisions if d[:2] >= self.place)
@@ -77,19 +79,19 @@ class RebalancedSampler(GroupSampler):
 
     @property
     def live(self) -> Position:
-        """Where the last :meth:`batches` is, which has begun."""
+        """Current position of the last :meth:`batches` iterator, which must have started."""
         assert self._live is not None
         return self._live
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epoch, step in it) of the next step that will be handed out."""
+        """(epoch, step in the epoch) of the next step."""
         live = self.live
         return (live.epoch + 1, 0) if live.taken == len(live.steps) else (live.epoch, live.step)
 
     def groups_of(self, state_after: GroupState) -> Groups | None:
-        """Samples of a step that was handed out, in the order of the steps; None if it was not,
-        or is asked for again."""
+        """Return the samples of a step by the state after it, or None if the step is unknown. Call
+        it in the order of the steps and once per step: earlier steps are forgotten."""
         while self._handed:
             state, groups = self._handed.popleft()
             if state == state_after:
@@ -97,12 +99,11 @@ class RebalancedSampler(GroupSampler):
         return None
 
     def upcoming(self, steps: int) -> list[Groups]:
-        """The steps that come next, as things are."""
         return [groups for groups, _ in islice(self.walk(self.live), steps)]
 
     def trial(self, costs: MeasuredCosts, steps: int) -> list[Groups]:
-        """Steps like those that would come next with these costs; where there are many samples,
-        of some of them."""
+        """Return steps as they would be planned with ``costs``; from a random subset of large data.
+        """
         live = self.live
         gone = [sample for step in live.steps[: live.taken] for sample in flat(step)]
         left = np.setdiff1d(live.left, gone, assume_unique=True)
@@ -116,7 +117,7 @@ class RebalancedSampler(GroupSampler):
         return self._plan(live.epoch, np.sort(some), len(live.entries), how)[:steps]
 
     def adopt(self, costs: MeasuredCosts) -> None:
-        """Plan all steps from :attr:`place` on with these costs."""
+        """Plan all steps from :attr:`place` on with ``costs``."""
         self._live = self.replanned(self.live, costs.to_dict())
 
     def _costs(self, costs: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Which samples make up a step, and which of them share a microbatch: metadata only."""
+"""Samples of a step, and their assignment to microbatches, from metadata only."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -7,23 +7,23 @@ import numpy as np
 
 from raymm.errors import DataError
 
-# {"epoch": e, "position": samples of that epoch already taken}; planned steps have another
-# (``raymm.data.sampling.group_sampler``). Plain JSON.
+# {"epoch": e, "position": samples of that epoch already taken}. Planned steps have a different
+# state (``raymm.data.sampling.group_sampler``). Plain JSON.
 State = dict[str, Any]
 START: State = {"epoch": 0, "position": 0}
 
 
 class EpochSampler:
-    """Deterministic stream of sample indices, epoch after epoch.
+    """Deterministic, endless stream of sample indices.
 
-    Epoch ``e`` is the permutation drawn from ``numpy``'s generator seeded with (seed, e), or
-    file order. Steps cross epoch boundaries: the last samples of an epoch share a step with the
-    first of the next, so every epoch gives each sample exactly once.
+    The order of epoch ``e`` is a permutation drawn from a NumPy generator seeded with (seed, e), or
+    the file order. Steps cross epoch boundaries: the last samples of an epoch share a step with the
+    first samples of the next, so every epoch contains each sample exactly once.
 
     Args:
         length: samples in the dataset, > 0.
         batch_size: samples per step, > 0; may exceed ``length``.
-        shuffle: permute.
+        shuffle: True to permute every epoch, False for file order.
         seed: >= 0.
     """
 
@@ -31,17 +31,14 @@ class EpochSampler:
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
 
     def order(self, epoch: int) -> np.ndarray:
-        """(N,) int64 sample indices of an epoch, in order."""
+        """Return the sample indices of an epoch in order, (N,) int64."""
         if not self.shuffle:
             return np.arange(self.length)
         return np.random.default_rng([self.seed, epoch]).permutation(self.length)
 
     def batches(self, state: State | None = None) -> Iterator[tuple[list[int], State]]:
-        """Endless (indices of one step, state after it), from ``state`` on.
-
-        Raises:
-            DataError: a state that does not fit this dataset.
-        """
+        """Yield (indices of one step, state after the step) endlessly; errors are those of
+        :meth:`check`."""
         epoch, position = self.check(state)
         order = self.order(epoch)
         while True:
@@ -56,7 +53,7 @@ class EpochSampler:
             yield indices, {"epoch": epoch, "position": position}
 
     def one_pass(self, state: State | None = None) -> Iterator[tuple[list[int], State]]:
-        """The same to the end of the epoch; the last step may be smaller."""
+        """Yield the same until the end of the epoch; the last step may be smaller."""
         epoch, position = self.check(state)
         order = self.order(epoch)
         while position < self.length:
@@ -66,10 +63,10 @@ class EpochSampler:
             yield indices, {"epoch": epoch + done, "position": 0 if done else position}
 
     def check(self, state: State | None) -> tuple[int, int]:
-        """(epoch, position) of a state, None being the beginning.
+        """Return (epoch, position) of a state; None is the beginning.
 
         Raises:
-            DataError: a state that does not fit this dataset.
+            DataError: the state does not fit this dataset.
         """
         state = START if state is None else state
         if "step" in state:
@@ -94,30 +91,30 @@ class EpochSampler:
 
 
 def group_by_modality(indices: Sequence[int], counts: Mapping[str, np.ndarray]) -> list[int]:
-    """``indices`` with samples of the same modalities next to each other, text-only last.
+    """Sort ``indices`` so that samples with the same modalities are adjacent, text-only samples
+    last.
 
-    Cut into microbatches in this order, most have no item at all of some modality, and that
-    encoder then has nothing to do for them. Otherwise the order of ``indices`` is kept. A step's
-    gradient does not depend on it: its loss is a sum over label tokens of the whole step.
+    Microbatches cut in this order often contain no items of some modality, so that its encoder has
+    nothing to compute. The sort is stable. The gradient of a step does not depend on the order,
+    because the loss is a sum over the label tokens of the entire step.
     """
     return sorted(indices, key=lambda i: [counts[name][i] == 0 for name in counts])
 
 
 def is_grouped(indices: Sequence[int] | Sequence[Sequence[int]]) -> bool:
-    """Whether the samples of a step come in groups."""
     return bool(len(indices)) and not isinstance(indices[0], int | np.integer)
 
 
 def flat(indices: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
-    """All samples of a step."""
+    """Return all samples of a step as one list."""
     if is_grouped(indices):
         return [index for group in cast(Sequence[Sequence[int]], indices) for index in group]
     return list(cast(Sequence[int], indices))
 
 
 def split_evenly(samples: Sequence, parts: int) -> list[list]:
-    """``samples`` cut into ``parts`` runs whose lengths differ by at most one, none empty
-    (fewer runs when there are fewer samples)."""
+    """Split ``samples`` into ``parts`` non-empty runs whose lengths differ by at most one; fewer
+    runs if there are fewer samples."""
     parts = min(parts, len(samples))
     cuts = [len(samples) * part // parts for part in range(parts + 1)] if parts else [0]
     return [list(samples[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]

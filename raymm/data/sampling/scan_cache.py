@@ -1,4 +1,5 @@
-"""Scans on disk: one ``.npz`` without pickles per data set, tokenizer and configuration."""
+"""Cache of scans on disk: one ``.npz`` file without pickles per dataset, tokenizer and
+configuration."""
 
 import hashlib
 import json
@@ -17,9 +18,9 @@ from raymm.data.samples.config import DataConfig
 from raymm.data.sampling.scan_result import SampleScan
 
 _VERSION = 3
-# With the code that a folder brings for its processor or tokenizer.
+# Includes Python code that a folder contains for its processor or tokenizer.
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe", ".py")
-# What counts tokens, and decodes and resizes items before it does.
+# Libraries whose version affects token counts: tokenizers, and decoding and resizing of items.
 _LIBRARIES = ("transformers", "tokenizers", "pillow")
 _LENGTHS, _HEADERS = "counts/", "items/"
 
@@ -30,14 +31,9 @@ def default_cache() -> Path:
 
 
 def scan_key(dataset: Dataset, config: DataConfig, measure: str = "") -> str:
-    """Hex digest of all that a scan depends on: files by path, size and modification time,
-    columns, contents of the tokenizer's and the processor's files, and the configuration of text
-    and limits.
-
-    Args:
-        dataset, config: as of a scan.
-        measure: what says how large samples are, by name.
-    """
+    """Return a hex digest of everything that a scan depends on: the path, size and modification
+    time of data files, columns, contents of tokenizer and processor files, the configuration of
+    text and limits, and ``measure``, the name of the function that measures samples."""
     readers = dataset.readers if isinstance(dataset, Mixture) else [dataset]
     sources = [
         {
@@ -77,13 +73,7 @@ def _fingerprint(path: str, field: str) -> str:
 
 
 def save_scan(folder: str | Path, key: str, scan: SampleScan) -> Path:
-    """Write a scan, whole or not at all.
-
-    Args:
-        folder: of scans; it is made.
-        key: of what was scanned, and how.
-        scan: the scan.
-    """
+    """Write a scan atomically and return its path; ``key`` is the result of :func:`scan_key`."""
     folder = Path(folder)
     arrays = {
         "key": np.array(key),
@@ -103,16 +93,10 @@ def save_scan(folder: str | Path, key: str, scan: SampleScan) -> Path:
 def load_scan(
     folder: str | Path, key: str, dataset: Dataset, config: DataConfig
 ) -> SampleScan | None:
-    """The scan of a key; None if there is none or what is there is damaged.
-
-    Args:
-        folder: of scans.
-        key: of what was scanned, and how.
-        dataset: whose samples it must be of.
-        config: whose modalities it must have.
-    """
+    """Load the scan of a key; return None if it is missing, damaged, or does not fit the dataset
+    and the modalities of the configuration."""
     try:
-        # The zip's checksums are compared while the arrays are read.
+        # Reading the arrays verifies the checksums of the zip file.
         with np.load(_file(Path(folder), key), allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         scan = SampleScan(
@@ -132,7 +116,7 @@ def load_scan(
 
 
 def _is_whole(scan: SampleScan, dataset: Dataset) -> bool:
-    """Whether the parts fit each other and the data set."""
+    """Return True if the arrays of a scan are consistent with each other and with the dataset."""
     n = len(dataset)
     arrays = [scan.text_tokens, scan.sources, scan.unusable, *scan.counts.values(),
               *scan.items.values()]

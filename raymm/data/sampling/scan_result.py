@@ -1,4 +1,4 @@
-"""What a scan of a data set found."""
+"""Result of scanning a dataset."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,17 @@ Units = Callable[[np.ndarray], np.ndarray]  # from (M, 3) items to (M,) whole un
 
 @dataclass(frozen=True, eq=False)
 class SampleScan:
-    """What a scan found. N samples, M items of a modality in the order of their samples.
+    """Sizes of N samples, with the M items of each modality in the order of their samples.
 
     Attributes:
-        text_tokens: (N,) int64, within ``max_length``; 0 where ``unusable``.
-        counts: modality -> (N,) int64, items; 0 where ``unusable``.
-        items: modality -> (M, 3) int64: of an image (width, height, frames, which is 1 except
-            for items made of frames), of a sound (length in frames, Hz, channels), of anything
-            else zeros; of what a whole model's processor makes, (numbers that its tower is given,
-            1, 1).
-        sources: (N,) int64, number of the source in ``source_names``.
-        source_names: names of the sources.
-        unusable: (K,) int64, samples that cannot be used, ascending.
-        reasons: why, K of them.
+        text_tokens: (N,) int64, at most ``max_length``; 0 for unusable samples.
+        counts: number of items per sample by modality, (N,) int64; 0 for unusable samples.
+        items: sizes of items by modality, (M, 3) int64: (width, height, frames) of an image, with 1
+            frame unless the item is a list of frames; (frames, Hz, channels) of a sound; (values
+            passed to the tower, 1, 1) for the processor of a Hugging Face VLM; zeros otherwise.
+        sources: (N,) int64, index into ``source_names``.
+        unusable: (K,) int64, indices of unusable samples, ascending.
+        reasons: error messages of the K unusable samples.
     """
 
     text_tokens: np.ndarray
@@ -39,16 +37,17 @@ class SampleScan:
         return len(self.text_tokens)
 
     def seconds(self, modality: str) -> np.ndarray:
-        """(M,) float64, length of every sound of a modality."""
+        """Return the length of every sound of a modality in seconds, (M,) float64."""
         frames, rate = self.items[modality][:, 0], self.items[modality][:, 1]
         return frames / np.maximum(rate, 1)
 
     def sizes(self, units: Mapping[str, Units] | None = None) -> SampleSizes:
-        """Sizes to plan mini-batches from: a column per modality, then ``"text"`` in tokens.
+        """Return the sizes for planning mini-batches: a column per modality, then ``"text"`` in
+        tokens.
 
         Args:
-            units: modality -> function from its (M, 3) ``items`` to (M,) whole units, for
-                example tiles of an image. Without one, every item is one unit.
+            units: by modality, a function from (M, 3) ``items`` to (M,) whole units, for example
+                the tiles of an image. By default, every item is one unit.
         """
         columns = []
         for name, counts in self.counts.items():

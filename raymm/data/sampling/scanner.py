@@ -1,8 +1,8 @@
-"""Sizes of all samples of a data set: what balanced batches need.
+"""Scan of the sizes of all samples of a dataset, which balanced batches need.
 
-Text is tokenized; of images and sounds only headers are read. Where a whole model's processor makes
-the data, it is asked for every sample, once, as nobody else knows what becomes of an item. Worker
-processes share the samples out, and the result is kept in a cache
+Text is tokenized; only the headers of images and sounds are read. With ``data.processor``, the
+processor runs once for every sample, because only the processor knows how many tokens an item
+becomes. Worker processes scan in parallel, and the result is cached
 (``raymm.data.sampling.scan_cache``).
 """
 
@@ -26,16 +26,16 @@ from raymm.data.sampling.scan_result import SampleScan
 from raymm.data.video.frames import FrameSampling
 from raymm.errors import FailureKind, SampleError
 
-# Samples a worker takes at a time, and so the granularity of progress.
+# Samples per task of a worker process, and the granularity of progress.
 _CHUNK = 256
-# A worker process needs seconds to start: fewer samples than this are not worth one.
+# Samples that justify one more worker process, which takes seconds to start.
 _SAMPLES_PER_WORKER = 10_000
 _MAX_WORKERS = 16
 
 Progress = Callable[[int, int], None]  # (samples done, samples in all)
-# Tokens of a sample's text, and by modality three numbers of each of its items.
+# Tokens of the text of a sample, and three numbers per item by modality (``SampleScan.items``).
 Sizes = tuple[int, dict[str, list[tuple[int, int, int]]]]
-# What is made of a data set and its configuration: a function from a sample to its sizes.
+# Factory that takes a dataset and its configuration and returns a function from sample to sizes.
 Measure = Callable[[Dataset, DataConfig], Callable[[Sample], Sizes]]
 
 
@@ -47,25 +47,23 @@ def scan(
     progress: Progress | None = None,
     measure: Measure | None = None,
 ) -> SampleScan:
-    """Sizes of every sample.
+    """Measure the size of every sample.
 
     Args:
-        dataset: of ``open_split``.
-        config: says tokenizer, ``max_length``, modalities, limits and ``on_error``.
-        workers: processes; by default one per CPU and 10,000 samples. 1 scans in this
-            process. A script that starts more needs ``if __name__ == "__main__":`` around its
-            top-level code, as everywhere with multiprocessing.
-        cache: folder that results are kept in; None keeps none. A cached result is used if
-            files, columns, tokenizer and the configuration are the same; media files that are
-            replaced under their name are not noticed.
-        progress: called in this process with (samples done, samples in all).
-        measure: what says how large a sample is, where that is not its text and headers; it can be
-            imported by workers. Results of a function from outside raymm are not kept, as edits
-            of it would not be noticed.
+        workers: number of processes; by default one per CPU, and at most one per 10,000 samples. 1
+            scans in this process. A script that starts more must guard its top-level code with ``if
+            __name__ == "__main__":``, as always with multiprocessing.
+        cache: folder for results; None disables the cache. A cached result is used if files,
+            columns, tokenizer and configuration are unchanged; media files replaced under the same
+            name are not detected.
+        progress: called in this process with (samples done, total samples).
+        measure: factory of the function that measures a sample, by default :class:`HeaderSizes`;
+            must be importable by worker processes. Results of functions from outside raymm are not
+            cached, because edits of such a function would go unnoticed.
 
     Raises:
         SampleError: the first unusable sample, unless ``on_error`` is ``"skip"``.
-        DataError: no tokenizer, or what the readers raise.
+        DataError: the tokenizer is missing, or a reader fails.
     """
     name = "" if measure is None else getattr(measure, "__qualname__", repr(measure))
     if measure is not None and not getattr(measure, "__module__", "").startswith("raymm."):
@@ -86,8 +84,6 @@ def scan(
 
 @dataclass(frozen=True)
 class _Part:
-    """What was found in consecutive samples."""
-
     tokens: list[int]
     counts: dict[str, list[int]]
     items: dict[str, list[tuple[int, int, int]]]
@@ -95,8 +91,6 @@ class _Part:
 
 
 class _Scanner:
-    """Scans ranges of samples in one process."""
-
     def __init__(self, dataset: Dataset, config: DataConfig, measure: Measure):
         self.dataset, self.config = dataset, config
         self._sizes = measure(dataset, config)
@@ -111,7 +105,7 @@ class _Scanner:
                 from raymm.actors.faults.failure_kind import failure_kind  # imports torch
 
                 if failure_kind(error) is FailureKind.RESOURCE:
-                    raise  # of this process, and not of the sample
+                    raise  # the process lacks a resource; the sample is not at fault
                 error.__cause__ = error.__context__ = None  # may not be picklable
                 part.unusable.append((index, error))
                 tokens, items = 0, {name: [] for name in names}
@@ -125,23 +119,14 @@ class _Scanner:
 
 
 class HeaderSizes:
-    """Sizes of samples by their text and the headers of their items.
-
-    Args:
-        _: the samples.
-        config: of the data.
-    """
+    """Measures samples by their text and the headers of their items."""
 
     def __init__(self, _: Dataset, config: DataConfig):
         self.config = config
         self.text = TextEncoder.from_config(config)
 
     def __call__(self, sample: Sample) -> Sizes:
-        """Return the sizes of a sample.
-
-        Raises:
-            SampleError: it cannot be used.
-        """
+        """Return the sizes of a sample; raise a ``SampleError`` for an unusable one."""
         tokens = len(self.text.encode(sample)[0])
         return tokens, {name: self._items(name, sample) for name in self.config.modalities}
 
@@ -199,7 +184,7 @@ def _in_this_process(dataset, config, ranges, _workers, measure) -> Iterator[_Pa
 
 
 def _in_workers(dataset, config, ranges, workers, measure) -> Iterator[_Part]:
-    # Not forked: this process may have threads (Ray, torch), whose locks a fork would copy.
+    # Spawn, not fork: this process may have threads (Ray, torch), and a fork would copy held locks.
     pool = ProcessPoolExecutor(
         min(workers, len(ranges)), get_context("spawn"), _start_worker,
         (dataset, config, measure),

@@ -1,8 +1,8 @@
-"""Steps mixed of sources by weights that may change over the run: metadata only.
+"""Steps mixed from several sources by weights that may change during a run, from metadata only.
 
-How many of a step's samples each source gives is drawn by systematic sampling (Madow, 1944): its
-share of the step, rounded up or down, and its share exactly on the average. Each source has epochs
-of its own, so each of its samples comes once before one comes again, whatever the weights are.
+Systematic sampling (Madow, 1944) determines the number of samples per source in a step: the share
+of the source, rounded up or down, and exact on average. Each source has separate epochs, so each of
+its samples comes once before any sample repeats, whatever the weights.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ import numpy as np
 from raymm.data.sampling.sampler import State
 from raymm.errors import DataError
 
-# First step -> weight from it on.
+# First step -> weight from that step on.
 Schedule = Mapping[int, float]
 _KEYS = {"step", "taken"}
-# What tells the random numbers of steps from those of epochs.
+# Part of the seed that separates the draws of sources from the order within a step.
 _MIX, _ORDER = 1, 2
 
 
 class WeightedSampler:
-    """Deterministic stream of sample indices, of which each source gives its share.
+    """Deterministic, endless stream of sample indices in which each source has its share.
 
-    A state is the number of the step and how many samples each source has given, by its name. So
-    another ``batch_size``, other weights, and sources that come to the end of the list are taken up
-    where the run is; what a step has depends on nothing but the seed, its number and these.
+    A state contains the number of the step and, by source name, the number of samples taken so far.
+    A run can therefore resume with another ``batch_size``, other weights, or additional sources at
+    the end of the list. The samples of a step depend only on the state, the seed and these
+    settings.
 
     Args:
-        names: of the sources.
-        sources: (N,) numbers of the sources of all samples, ascending.
-        weights: of every source, at each step. Not all 0 at any step.
+        sources: (N,) source index of every sample, ascending.
+        weights: weight schedule of every source. Weights that are all 0 at some step raise a
+            ``DataError``.
         batch_size: samples per step, > 0.
-        shuffle: permute each source's samples anew in each of its epochs.
+        shuffle: True to permute the samples of a source in each of its epochs.
         seed: >= 0.
-
-    Raises:
-        DataError: weights that are all 0 at some step.
     """
 
     def __init__(
@@ -53,15 +51,12 @@ class WeightedSampler:
         self._sizes = np.bincount(sources, minlength=len(self.names))
         self._starts = np.cumsum([0, *self._sizes])
         self.length = int(self._starts[-1])
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # of each source's last epoch
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # the current epoch of each source
         for step in sorted({first for schedule in self._weights for first in schedule}):
             self._cumulated(step)
 
     def _cumulated(self, step: int) -> np.ndarray:
-        """(sources,) float64: how much of a step is of a source or of one before it; ends with 1.
-
-        Raises:
-            DataError: all weights are 0 there.
+        """Return the cumulative shares of the sources at a step, (sources,) float64, ending with 1.
         """
         sums = np.cumsum([_at(schedule, step) for schedule in self._weights])
         if not sums[-1]:
@@ -72,11 +67,8 @@ class WeightedSampler:
         return sums / sums[-1]
 
     def batches(self, state: State | None = None) -> Iterator[tuple[list[int], State]]:
-        """Endless (indices of one step, state after it), from ``state`` on.
-
-        Raises:
-            DataError: a state of another sampler.
-        """
+        """Yield (indices of one step, state after the step) endlessly; errors are those of
+        :meth:`check`."""
         step, taken = self.check(state)
         while True:
             generator = np.random.default_rng([self.seed, _MIX, step])
@@ -92,10 +84,10 @@ class WeightedSampler:
             yield [indices[place] for place in order], after
 
     def check(self, state: State | None) -> tuple[int, list[int]]:
-        """(step, how many samples each source has given) of a state, None being the beginning.
+        """Return (step, samples taken from each source) of a state; None is the beginning.
 
         Raises:
-            DataError: a state of another sampler.
+            DataError: the state comes from another sampler.
         """
         if state is None:
             return 0, [0] * len(self.names)
@@ -111,7 +103,7 @@ class WeightedSampler:
         return state["step"], [state["taken"].get(name, 0) for name in self.names]
 
     def _sample(self, source: int, number: int) -> int:
-        """The sample that a source gives after so many."""
+        """Return the sample of a source at position ``number``, counted over all its epochs."""
         size = int(self._sizes[source])
         epoch, place = divmod(number, size)
         if source not in self._orders or self._orders[source][0] != epoch:
@@ -119,7 +111,8 @@ class WeightedSampler:
         return int(self._starts[source] + self._orders[source][1][place])
 
     def _order(self, source: int, epoch: int, size: int) -> np.ndarray:
-        """Of an epoch of a source; of its name, so that another source in front changes nothing."""
+        """Return the order of an epoch of a source. The seed contains the name of the source, so
+        that adding a source does not change the order of others."""
         if not self.shuffle:
             return np.arange(size)
         key = [self.seed, zlib.crc32(self.names[source].encode()), epoch]
@@ -127,7 +120,6 @@ class WeightedSampler:
 
 
 def _at(schedule: Schedule, step: int) -> float:
-    """The weight at a step."""
     firsts = list(schedule)
     return schedule[firsts[bisect_right(firsts, step) - 1]]
 
