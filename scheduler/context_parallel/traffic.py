@@ -69,7 +69,7 @@ class AttentionShape:
             object.__setattr__(self, name, sizes)
         if len(self.query_tokens) != len(self.key_tokens):
             raise PlanError(
-                f"query_tokens and key_tokens must be as many as ranks, got "
+                f"query_tokens and key_tokens must have one entry per rank, got "
                 f"{len(self.query_tokens)} and {len(self.key_tokens)}"
             )
         for name in (
@@ -208,11 +208,11 @@ def refusal(shape: AttentionShape, method: str, needed_keys: Pairs | None = None
     """
     if method == "ulysses" and (shape.query_heads % shape.ranks or shape.key_heads % shape.ranks):
         return (
-            f"deals out heads: query_heads = {shape.query_heads} and key_heads = "
+            f"splits heads: query_heads = {shape.query_heads} and key_heads = "
             f"{shape.key_heads} must be multiples of {shape.ranks} ranks"
         )
     if method == "needed" and needed_keys is None:
-        return "needs needed_keys, which a mask gives"
+        return "needs needed_keys, which the attention mask provides"
     return ""
 
 

@@ -92,7 +92,7 @@ class ProfileTable:
                 )
         if set(self.default) != set(self.modules):
             raise PlanError(
-                f"default is of modules {sorted(self.default)}; it must be of "
+                f"default has modules {sorted(self.default)}; it must have exactly "
                 f"{sorted(self.modules)}"
             )
 

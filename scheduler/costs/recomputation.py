@@ -116,7 +116,7 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
     least = sum(choices[0][1].nbytes for choices in options)
     if least > limit:
         raise InputError(
-            f"activations of {limit:,} bytes are allowed; with the most frugal choice they are "
+            f"limit is {limit:,} bytes of activations; even the most frugal choice needs "
             f"{least:,}"
         )
     rests = _relaxations(options)

@@ -70,7 +70,7 @@ class ScalingSurface:
                 whole(value, f"{name}.{field}[{i}]", 1, most)
             if not values or values != sorted(set(values)):
                 raise PlanError(
-                    f"{name}.{field} is {values}; it must have at least one number, increasing"
+                    f"{name}.{field} is {values}; it must be a non-empty list of increasing numbers"
                 )
             object.__setattr__(self, field, tuple(values))
         rows = items(self.seconds, f"{name}.seconds")
@@ -154,7 +154,7 @@ class ScalingSurface:
         asked, samples = quota * self.steps, [q * steps for q in self.quotas]
         if not samples[0] <= asked <= samples[-1]:
             raise PlanError(
-                f"quota of {self.name} is {quota}/{steps}; sampled are {self.quotas[0]} to "
+                f"quota of {self.name} is {quota}/{steps}; sampled quotas are {self.quotas[0]} to "
                 f"{self.quotas[-1]} of {self.steps}"
             )
         return _bracket(np.log(asked), np.log(samples))
@@ -232,7 +232,7 @@ class SurfaceConditions:
             if asked is not None and asked != measured:
                 raise PlanError(
                     f"{field} is {asked!r:.80}, but the surfaces were measured with {measured!r} "
-                    "and say nothing of others; accepted: the same, or surfaces measured anew"
+                    "and are not valid for other values; use that value or measure new surfaces"
                 )
 
 

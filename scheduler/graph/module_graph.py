@@ -101,7 +101,7 @@ class ModuleGraph:
             raise PlanError(f"edges must be unique, got {self.edges}")
         for edge in self.every:
             if edge not in self.edges:
-                raise PlanError(f"every has {edge}; accepted: edges, {self.edges}")
+                raise PlanError(f"every has {edge}, which is not an edge; edges are {self.edges}")
         for port in self.ports:
             self._check_port(port)
         if len(self.topological) != len(names):
@@ -110,20 +110,20 @@ class ModuleGraph:
         sinks = [name for name in names if not self.consumers(name)]
         if not self.losses:
             raise PlanError(
-                f"one module must compute the loss, but {sinks} have no consumer; accepted: one "
-                "such module, or those that compute losses said"
+                f"one module must compute the loss, but {sinks} have no consumer; set loss=True on "
+                "each module that computes a loss"
             )
         for name in sinks:
             if name not in self.losses:
                 raise PlanError(
-                    f"nothing reads module {name!r}; accepted: modules that a loss depends on"
+                    f"nothing reads module {name!r}; every module must compute a loss or feed one"
                 )
 
     def _check_port(self, port: Port) -> None:
         edges = {(producer, port.consumer) for producer in port.producers}
         several = port.output is not None and len(edges) > 1
         if not edges or several or not edges <= set(self.edges):
-            raise PlanError(f"port {port} is of no edge; edges are {self.edges}")
+            raise PlanError(f"port {port} matches no edge; edges are {self.edges}")
         layers = self.node(port.consumer).num_layers
         ascending = tuple(sorted({n for n in port.layers if 0 <= n < layers}))
         if not ascending or port.layers != ascending:

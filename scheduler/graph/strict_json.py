@@ -146,7 +146,7 @@ def text(value: Any, where: str) -> str:
         PlanError: it is none, or empty.
     """
     if not isinstance(value, str) or not value:
-        raise PlanError(f"{where} is {shown(value)}; it must be a text that is not empty")
+        raise PlanError(f"{where} is {shown(value)}; it must be a non-empty string")
     return value
 
 

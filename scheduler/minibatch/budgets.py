@@ -68,8 +68,8 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     """
     if not samples_per_group >= 1 or not len(sizes):
         raise PlanError(
-            f"samples_per_group must be at least 1 and samples present, got {samples_per_group} "
-            f"and {len(sizes)} samples"
+            f"samples_per_group must be at least 1 and sizes must not be empty, got "
+            f"{samples_per_group} and {len(sizes)} samples"
         )
     used = [column for column, total in enumerate(sizes.totals) if total]
     if not used:

@@ -98,7 +98,7 @@ def split_into_groups(
                     splits[way] = split
         if len(splits) >= len(ways):
             return min(splits.values(), key=lambda split: _seconds(split, cost, ranks))
-    raise InternalError("the largest number of steps is always taken")
+    raise InternalError("no number of steps was accepted, not even the largest")
 
 
 def _seconds(split: Groups, cost: np.ndarray, ranks: int) -> float:

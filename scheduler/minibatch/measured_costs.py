@@ -70,11 +70,11 @@ class MeasuredCosts:
         for name, factors in self.replicas.items():
             if not factors or not all(0 < value < math.inf for value in factors):
                 raise PlanError(
-                    f"copies of {name!r} take {factors}; each must be above 0 and finite"
+                    f"replicas of {name!r} are {factors}; each must be above 0 and finite"
                 )
         if not self.shared <= set(self.replicas):
             raise PlanError(
-                f"shared are {sorted(self.shared)}; accepted: among {sorted(self.replicas)}"
+                f"shared is {sorted(self.shared)}; accepted: modules of {sorted(self.replicas)}"
             )
 
     @property
@@ -194,7 +194,7 @@ class MeasuredCosts:
                 frozenset(map(str, data.get("shared", ()))),
             )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise PlanError(f"{data!r} are no measured costs: {error!r}") from None
+            raise PlanError(f"measured costs {data!r} cannot be read: {error!r}") from None
 
 
 def group_units(

@@ -31,7 +31,7 @@ def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1)
     """
     if mapping.slices > 1:
         raise PlanError(
-            f"slices is {mapping.slices}; accepted to run: 1, modules that are whole"
+            f"slices is {mapping.slices}; only mappings with slices = 1 (whole modules) can run"
         )
     names = graph.topological
     ranks = {
@@ -71,7 +71,7 @@ def _place_losses(
             raise PlanError(f"stages do not have module {name!r}; every module must run")
         if not graph.producers(name):
             raise PlanError(
-                f"loss {name!r} reads no module; the mapping must say where it runs"
+                f"loss {name!r} reads no module; the mapping must place it explicitly"
             )
     for first in range(0, len(unplaced), mapping.steps):
         together = unplaced[first : first + mapping.steps]

@@ -22,18 +22,18 @@ def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:
         return
     if len(options) != max(blocks, 0) or not set(options) <= set(OPTIONS):
         raise PlanError(
-            f"layer_options of stage {stage.id} are {list(options)}; there must be one for "
-            f"each of its {max(blocks, 0)} blocks, of {', '.join(OPTIONS)}"
+            f"layer_options of stage {stage.id} are {list(options)}; each of its "
+            f"{max(blocks, 0)} blocks needs one of {', '.join(OPTIONS)}"
         )
     if set(options) == {OPTIONS[0]}:
         return
     if stage.recompute:
         raise PlanError(
-            f"stage {stage.id} has layer_options and recompute, which runs all of it again; "
-            "give one of them"
+            f"stage {stage.id} has layer_options and recompute, which recomputes the whole stage; "
+            "set only one of them"
         )
     if schedule == "zero_bubble":
         raise PlanError(
-            f"layer_options of stage {stage.id} with schedule 'zero_bubble', whose two "
-            "backward passes would each recompute; use '1f1b' or 'gpipe', or recompute"
+            f"stage {stage.id} has layer_options, but schedule is 'zero_bubble', whose two "
+            "backward passes would each recompute; use '1f1b' or 'gpipe', or set recompute"
         )

@@ -159,13 +159,13 @@ class Plan:
             )
         if stage.replica:
             raise PlanError(
-                f"sharding of stage {stage.id} is 'fsdp', which has no replicas of a module; "
-                "use fsdp, the degree over which samples are split"
+                f"sharding of stage {stage.id} is 'fsdp', which does not support replicas; "
+                "set its degree fsdp, which splits samples, instead of adding replicas"
             )
         if stage.shards > 1 and self.schedule == "zero_bubble":
             raise PlanError(
-                f"schedule is 'zero_bubble', which computes gradients of weights apart, and "
-                f"sharding of {stage.module!r} 'fsdp', which gives its weights away before; "
+                f"schedule is 'zero_bubble', which computes weight gradients later, and "
+                f"sharding of {stage.module!r} is 'fsdp', which frees the weights before that; "
                 "use schedule 1f1b or gpipe, or sharding zero1"
             )
 

@@ -103,7 +103,7 @@ def straddling(plan: Plan, nodes: Sequence[int]) -> str | None:
     if not texts:
         return None
     more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return f"groups straddle nodes, and talk over slower links: {'; '.join(texts[:SHOWN])}{more}"
+    return f"process groups span nodes and use slower links: {'; '.join(texts[:SHOWN])}{more}"
 
 
 # Ranks that a text names.

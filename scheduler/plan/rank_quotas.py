@@ -74,8 +74,8 @@ def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
             degrees = ", ".join(f"{n} {d}" for n, d in stage.degrees._asdict().items() if d > 1)
             raise PlanError(
                 f"quota of stage {stage.id} is {stage.quota} and its {degrees}; accepted: quotas "
-                "on ranks of one process, because processes that share a module's work must meet "
-                "in the same order"
+                "on ranks of one process, because processes that share a module's work must "
+                "run collectives in the same order"
             )
     for (rank, slot), firsts in of_rank.items():
         _check_rank(rank, slot, rank_quotas(list(firsts.values()), rank), firsts)

@@ -33,12 +33,12 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
                 )
             if in_group and last != instruction.group:
                 raise InternalError(
-                    f"rank {rank}: {instruction} stands apart from others of its group"
+                    f"rank {rank}: {instruction} is separated from the others of its group"
                 )
             in_group[instruction.stage.module] = instruction.quota
             if sum(in_group.values()) > 1 + ROUNDING:
                 raise InternalError(
-                    f"rank {rank}: {instruction} brings the quotas of its group above 1"
+                    f"rank {rank}: {instruction} raises the quotas of its group above 1"
                 )
         last = instruction.group
         place = instruction.stage, instruction.microbatch
@@ -47,4 +47,4 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
         elif instruction.op in BACKWARDS and place in kept:
             before = kept[place]
             if (before.group >= 0, before.quota) != (instruction.group >= 0, instruction.quota):
-                raise InternalError(f"rank {rank}: {instruction} is not on the quota of {before}")
+                raise InternalError(f"rank {rank}: {instruction} has another quota than {before}")

@@ -274,7 +274,7 @@ class _Play:
         direction = instruction.direction
         if sent.microbatch != instruction.microbatch:
             raise InternalError(
-                f"rank {rank}: {instruction} would get microbatch {sent.microbatch} instead"
+                f"rank {rank}: {instruction} would receive microbatch {sent.microbatch} instead"
             )
         if sent.direction is not direction:
             raise InternalError(
@@ -341,9 +341,9 @@ class _Play:
         for edge, messages in self._edges.items():
             if messages.sent:
                 left = [sent.microbatch for sent in messages.sent]
-                raise InternalError(f"edge {edge[0]} -> {edge[1]}: nobody receives {left}")
+                raise InternalError(f"edge {edge[0]} -> {edge[1]}: no rank receives {left}")
         for stage, state in self.stages.items():
             if state.live:
                 raise InternalError(
-                    f"stage {stage}: {state.live} forward(s) never get their backward"
+                    f"stage {stage}: {state.live} forward(s) have no backward"
                 )

@@ -92,8 +92,8 @@ class _Check:
         for (module, index, microbatch), ranges in self._of_module.items():
             if not _tiles(ranges, has := self.of[microbatch].of(module)):
                 raise InternalError(
-                    f"{module}.{index} #{microbatch} runs on samples {_listed(ranges)}; it must be "
-                    f"each of {_listed(has)} once"
+                    f"{module}.{index} #{microbatch} runs on samples {_listed(ranges)}; it must "
+                    f"run on each of {_listed(has)} once"
                 )
         for edge in self._sent.keys() | self._received.keys():
             sent, received = self._sent.get(edge), self._received.get(edge)
@@ -154,8 +154,8 @@ class _Rank:
             ]
             if not _tiles(ranges, needed):
                 raise self._error(
-                    instruction, f"has samples {_listed(ranges)} of {module}; it must be each of "
-                    f"{_listed(needed)} once"
+                    instruction, f"has samples {_listed(ranges)} of {module}; it must have "
+                    f"each of {_listed(needed)} once"
                 )
         check.forward(instruction)
         place = stage.module, stage.index, microbatch
@@ -187,7 +187,7 @@ class _Rank:
         stage, microbatch = instruction.stage, instruction.microbatch
         own = self._check.samples(instruction)
         if own != self._forwards.get((stage, microbatch)):
-            raise self._error(instruction, "is not of the samples of its forward")
+            raise self._error(instruction, "has other samples than its forward")
         due = {
             rank: overlap(ranges, own)
             for rank, ranges in self._check.readers(stage, microbatch).items()
@@ -197,7 +197,7 @@ class _Rank:
             raise self._error(instruction, f"before the backward of {', '.join(map(str, owing))}")
         ranks = self._gradients.pop((stage, microbatch), {})
         if ranks != due:
-            raise self._error(instruction, f"has gradients by rank of {ranks}; it must be {due}")
+            raise self._error(instruction, f"has gradients by rank {ranks}; they must be {due}")
         self._backwards.add((stage, microbatch))
 
 

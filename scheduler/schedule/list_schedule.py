@@ -164,7 +164,7 @@ class ListScheduler:
                 )
             end, waited = results[key]
             if end < 0:
-                assert bound < sys.maxsize, "a schedule's ranks wait for each other"
+                assert bound < sys.maxsize, "deadlock: the ranks of a schedule wait for each other"
                 return float(end), True
             last, delayed = max(last, float(end)), delayed or bool(waited)
         return last, delayed
@@ -190,8 +190,8 @@ class ListScheduler:
         for stage, count in zip(part.stages, left.tolist(), strict=True):
             if count and rules.byte_limits is not None:
                 raise NoPlanError(
-                    f"activation limits {rules.byte_limits} leave {count} task(s) of stage "
-                    f"{stage.id} without room; a rank needs room for one microbatch"
+                    f"activation limits {rules.byte_limits} leave no room for {count} task(s) of "
+                    f"stage {stage.id}; a rank needs room for one microbatch"
                 )
             if count:  # cannot happen: every limit is at least one and the graph is acyclic
                 raise AssertionError(f"{count} task(s) of stage {stage.id} are unscheduled")

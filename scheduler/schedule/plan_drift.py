@@ -114,7 +114,7 @@ class PlanDrift:
         """
         profile = self._profile
         if lacking := sorted(set(profile.modules) - set(profile.tokens)):
-            raise PlanError(f"the plan's profile does not say tokens of {lacking}")
+            raise PlanError(f"the plan's profile has no tokens of {lacking}")
         modules = {}
         for name, layers in profile.modules.items():
             scaled = list(layers)

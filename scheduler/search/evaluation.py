@@ -186,7 +186,7 @@ def limit_text(plan: Plan, seconds: float) -> str:
     names = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
     share = busy / seconds if seconds else 1.0
     again = any(stage.recompute or stage.layer_options for stage in plan.rank_stages(rank))
-    text = f"{names} computes {share:.0%} of it" + (", for want of memory twice" if again else "")
+    text = f"{names} computes {share:.0%} of it" + (", recomputed to save memory" if again else "")
     return text if share > 0.5 else f"bubbles and messages are {1 - share:.0%} of it"
 
 

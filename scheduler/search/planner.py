@@ -166,7 +166,7 @@ class _Planner:
         work = sum(layer.total for layers in works for layer in layers)
         if space.num_microbatches * work / ranks * (1 - ROUNDING) < self._incumbent:
             return False
-        self.candidates.refused.append((layout, "it is slower than what is known"))
+        self.candidates.refused.append((layout, "it cannot beat the best plan so far"))
         return True
 
     def _try_modality_parallel(self) -> None:
@@ -250,7 +250,7 @@ class _Planner:
         incumbent = self._incumbent
         plans = [plan for plan in plans if step_bound(plan, self.candidates.network) < incumbent]
         if not plans:
-            self.candidates.refused.append((layout, "it is slower than what is known"))
+            self.candidates.refused.append((layout, "it cannot beat the best plan so far"))
             return
         fitting = [plan for plan in plans if self.candidates.fits(plan)]
         best = (

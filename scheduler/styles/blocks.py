@@ -236,7 +236,7 @@ class StyleProblem:
         for block in layout.blocks:
             for place, module in enumerate(block.modules):
                 ranges = self._ranges(layout.microbatches, block, module)
-                assert ranges is not None, "layouts are made of what can be cut so"
+                assert ranges is not None, "layouts have only blocks that can be cut"
                 quota = block.quotas[place] / self.steps if block.quotas else None
                 stages += [
                     Stage(

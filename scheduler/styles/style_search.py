@@ -139,7 +139,7 @@ def search_between(
         _descend(problem, candidates, layout)
     candidates.finish()
     if candidates.best is None:
-        raise NoPlanError("no plan fits, of either style or between them")
+        raise NoPlanError("no plan fits, neither of one style nor of a mix of both")
     return StyleSearch(candidates.best, starts, candidates.ways, candidates.tried, exhaustive)
 
 

@@ -277,7 +277,7 @@ def test_a_plan_that_must_straddle_nodes_says_so(raymm, make_config, tmp_path, w
     for per_node, straddles in ((1, True), (2, False)):
         code, text = raymm(*arguments, "--ranks-per-node", str(per_node))
         assert code == 0, text
-        assert ("note: groups straddle nodes, and talk over slower links: " in text) == straddles
+        assert ("note: process groups span nodes and use slower links: " in text) == straddles
 
 
 @pytest.mark.parametrize(

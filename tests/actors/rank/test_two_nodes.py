@@ -26,7 +26,7 @@ def test_ranks_of_several_processes_on_nodes_of_different_sizes():
     assert "nodes: [0, 0, 0, 3, 3] [0, 0, 0, 1, 1]" in first
     # One of 4 and one of 1: the former has to straddle, its tensor groups need not.
     assert second.startswith(
-        "groups straddle nodes, and talk over slower links: rank 1 (llm.0; cp 2) has processes on "
+        "process groups span nodes and use slower links: rank 1 (llm.0; cp 2) has processes on "
         "2 nodes"
     )
     assert done.stdout.count("have the variable: [True, True, True, True, True]") == 2

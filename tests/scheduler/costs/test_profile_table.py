@@ -106,7 +106,7 @@ LLM = ("modules", "llm", 0)
         (("dtype",), "fp16", "dtype is 'fp16'"),
         (("device",), 3, "device is 3; it must be a string"),
         (("default", "llm"), "200", "default.llm is '200'"),
-        (("default",), {"llm": 200}, r"default is of modules \['llm'\]"),
+        (("default",), {"llm": 200}, r"default has modules \['llm'\]"),
         (("modules",), [], "modules is a list; it must be an object"),
         (("modules", "llm"), {}, "modules.llm is a dict; it must be a list"),
         (("modules", "llm"), [], "modules.llm is empty"),

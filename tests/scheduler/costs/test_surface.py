@@ -79,7 +79,7 @@ def test_outside_what_was_sampled_is_refused() -> None:
     ):
         with pytest.raises(PlanError, match=words):
             SURFACE.seconds_at(degree, quota)
-    with pytest.raises(PlanError, match="quota of vision is 1/20; sampled are 1 to 10 of 10"):
+    with pytest.raises(PlanError, match="1/20; sampled quotas are 1 to 10 of 10"):
         SURFACE.seconds_at(1, 1, 20)
 
 

@@ -94,7 +94,7 @@ def test_what_must_straddle_is_said():
     assert straddling(plan, [p // 4 for p in range(24)]) is None
     text = straddling(plan, [p // 2 for p in range(24)])
     assert text is not None and text.startswith(
-        "groups straddle nodes, and talk over slower links: rank 0 (llm.0; cp 2) has processes on "
+        "process groups span nodes and use slower links: rank 0 (llm.0; cp 2) has processes on "
         "2 nodes; rank 1"
     )
     assert text.endswith("; and 2 more")

@@ -266,12 +266,12 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
             [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
              Instruction(F, StageId("b", 0), 0),
              Instruction(F, StageId("c", 0), 0, group=0, quota=0.5)],
-            "stands apart from others of its group",
+            "is separated from the others of its group",
         ),
         (
             [Instruction(F, StageId("a", 0), 0, group=0, quota=0.6),
              Instruction(F, StageId("b", 0), 0, group=0, quota=0.5)],
-            "brings the quotas of its group above 1",
+            "raises the quotas of its group above 1",
         ),
         (
             [Instruction(Op.SEND, StageId("a", 0), 0, StageId("b", 0), group=0, quota=0.5)],
@@ -280,7 +280,7 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
         (
             [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
              Instruction(B, StageId("a", 0), 0)],
-            r"backward a\.0 #0 is not on the quota of forward a\.0 #0 \(group 0, quota 0\.5\)",
+            r"backward a\.0 #0 has another quota than forward a\.0 #0 \(group 0, quota 0\.5\)",
         ),
     ],
 )  # fmt: skip

@@ -75,7 +75,7 @@ def test_the_message_names_both_microbatches() -> None:
     sender = tuple(
         i for m in range(2) for i in (Instruction(N, FIRST, m), Instruction(S, FIRST, m, SECOND))
     )
-    with pytest.raises(InternalError, match=r"rank 1: recv b <- a #1 would get microbatch 0"):
+    with pytest.raises(InternalError, match=r"rank 1: recv b <- a #1 would receive microbatch 0"):
         check_program(Program((sender, rank)))
 
 
@@ -118,10 +118,10 @@ def test_the_messages_say_what_is_wrong() -> None:
     assert message(edited(program, 0, 5, backward, backward)) == (
         "rank 0: backward llm.0 #0 runs twice")
     assert message(edited(program, 0, 5)) == (
-        "stage llm.0: 1 forward(s) never get their backward")
+        "stage llm.0: 1 forward(s) have no backward")
     assert message(edited(program, 0, 3)) == (
         "deadlock: rank 0 waits forever in recv llm.0 <- llm.1 #1")
-    assert message(edited(program, 0, 6)) == "edge llm.1 -> llm.0: nobody receives [1]"
+    assert message(edited(program, 0, 6)) == "edge llm.1 -> llm.0: no rank receives [1]"
     assert message(edited(program, 0, 0, Instruction(N, StageId("llm", 0), 0))) == (
         "rank 0: backward llm.0 #0, but its forward kept nothing")
     assert message(exchanged(program, 0, 0, 1)) == (

@@ -123,5 +123,5 @@ def test_what_cannot_be_compared():
     plan = plan_of(CostProfile(nothing))
     drift = PlanDrift(plan)
     assert drift.observe(measured(plan_of(), {})) is None
-    with pytest.raises(PlanError, match=r"does not say tokens of \['llm', 'vision'\]"):
+    with pytest.raises(PlanError, match=r"has no tokens of \['llm', 'vision'\]"):
         drift.profile({})
