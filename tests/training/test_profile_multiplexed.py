@@ -70,7 +70,7 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
         "plan", "--style", "multiplexed", config, "--ranks", "2", "--profile", str(target),
         "--out", str(tmp_path / "plan"), "--microbatches", "64",
     )
-    assert code == 2 and f"the surfaces were measured with {batch} and say nothing" in text
+    assert code == 2 and f"the surfaces were measured with {batch} and are not valid" in text
 
 
 def test_what_is_refused(raymm, make_config, tmp_path, no_new_actors):
