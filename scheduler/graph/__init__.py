@@ -1,1 +1,1 @@
-"""Modules and nodes, who reads whom; reading plain data strictly."""
+"""Module graphs, sample ranges and strict reading of plain data."""

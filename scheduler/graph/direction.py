@@ -1,26 +1,26 @@
-"""Which way data goes through a graph, and how much of it at the same time."""
+"""Direction of data through a graph, and the limit on messages in flight."""
 
 from enum import StrEnum
 
 MESSAGE_BOUND = 4
-"""Messages of one edge under way, sent and not yet received, where a program ends with so few: what
-keeps a frozen encoder from running ahead of the rest by all of a step's microbatches."""
+"""Most messages of one edge that may be in flight, sent but not yet received, in programs with a
+bounded end. The bound keeps a frozen encoder from running ahead by all microbatches of a step."""
 
 
 def posted_receives(in_order: bool) -> int:
-    """Messages of one edge whose buffers a receiver has while it computes, the one that it works
-    on among them.
+    """Return how many receive buffers of one edge a receiver holds while it computes, including the
+    one that it is working on.
 
     Args:
-        in_order: receives are posted just when their sender sends
-            (:mod:`raymm.scheduler.program.issue_order`), as on a GPU; else as many are posted at
-            once as may be under way.
+        in_order: True if each receive is posted when its sender sends
+            (:mod:`raymm.scheduler.program.issue_order`), as on a GPU; else :data:`MESSAGE_BOUND`
+            receives are posted at once.
     """
     return 1 if in_order else MESSAGE_BOUND
 
 
 class Direction(StrEnum):
-    """Outputs go forward, from producers to consumers; gradients of them go backward."""
+    """Direction of a message: outputs go forward to consumers, their gradients go backward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -1,4 +1,4 @@
-"""The module graph: which modules a model has, their layers, and where data flows."""
+"""The module graph: the modules of a model, their layers, and the data flow between them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class ModuleNode:
 
     Attributes:
         name: unique name, e.g. ``"vision"`` or ``"llm"``.
-        trainable: one flag per layer: does it hold a parameter with ``requires_grad``?
-            What comes before the first block (embeddings) counts with the first layer,
-            what comes after the last block (norm, head) with the last block's layer.
-        projector: whether the last layer is the projector (encoders only). The
-            projector is a layer of its own, so that it can have a stage to itself.
-            A module that cannot be cut has one block.
-        loss: whether it computes a loss, as every module does that nothing reads.
+        trainable: one flag per layer, True if the layer has a parameter with ``requires_grad``.
+            Parameters before the first block (embeddings) count with the first layer, parameters
+            after the last block (norm, head) with the layer of the last block.
+        projector: True if the last layer is the projector (encoders only). The projector is a
+            separate layer so that it can be a separate stage. A module that cannot be split has one
+            block.
+        loss: True if the module computes a loss. Every module without consumers must compute one.
     """
 
     name: str
@@ -39,23 +39,23 @@ class ModuleNode:
 
     @property
     def frozen_blocks(self) -> int:
-        """How many of its first blocks are frozen: what they make of an item of data is always the
-        same."""
+        """Number of leading blocks that are frozen. Their output for a data item never changes."""
         return next((n for n in range(self.num_blocks) if self.trainable[n]), self.num_blocks)
 
 
 class Port(NamedTuple):
-    """A tensor with a gradient that layers of a module read beside what the layer before hands
-    them: states that cross attention reads, features for several layers.
+    """A differentiable tensor that layers of a module read in addition to the previous layer's
+    output, such as encoder states for cross attention or features for several layers.
 
     Attributes:
-        consumer: whose layers read it.
-        name: keyword argument of its forward.
-        layers: those that read it, in ascending order; what is around the blocks counts with the
-            block before it.
-        producers: modules that it is made of; a microbatch that has none of them has no such port.
-        output: what its only producer calls it; None: the consumer's first stage makes it of what
-            its producers hand on, as a merge policy does.
+        consumer: module whose layers read the port.
+        name: keyword argument of the layers' forward.
+        layers: layers that read the port, in ascending order. Code around the blocks counts with
+            the block before it.
+        producers: modules that the port is computed from. A microbatch without data for them has no
+            such port.
+        output: name of the output of the only producer. None if the consumer's first stage computes
+            the port from the outputs of its producers, as a merge policy does.
     """
 
     consumer: str
@@ -67,21 +67,21 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleGraph:
-    """A DAG of modules. No edge exists that the data does not have (no false dependency between
-    encoders: Cornstarch v1 §4.1).
+    """A DAG of modules. Edges exist only where data flows, so encoders do not depend on each other
+    (Cornstarch v1 §4.1).
 
     Attributes:
-        nodes: the modules, losses among them, in any order.
+        nodes: the modules, including losses, in any order.
         edges: (producer, consumer) pairs of module names.
-        every: edges whose consumer reads the samples of the whole microbatch (what contrastive
-            losses compare with), not only those that it works on itself.
-        ports: what layers read of an edge, where a module may be cut between them. What is no port
-            is read by a module's first stage.
+        every: edges whose consumer reads the samples of the whole microbatch, as contrastive losses
+            do, and not only its own share of the samples.
+        ports: tensors that later layers read over an edge, for modules that may be split there. The
+            first stage of a module reads all other inputs.
 
     Raises:
-        PlanError: duplicate or unknown names, a duplicate edge, a port without an edge, a
-            cycle, or a module that nothing reads and that computes no loss. Where no module is said
-            to compute one, the only one that nothing reads does.
+        PlanError: duplicate or unknown names, a duplicate edge, a port without an edge, a cycle, or
+            a module that has no consumer and computes no loss. If no module is flagged as a loss,
+            the only module without consumers is the loss.
     """
 
     nodes: tuple[ModuleNode, ...]
@@ -133,34 +133,26 @@ class ModuleGraph:
             )
 
     def node(self, name: str) -> ModuleNode:
-        """A module by its name.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the module with this name; raise ``KeyError`` if there is none."""
         try:
             return self._by_name[name]
         except KeyError:
             raise KeyError(f"no module {name!r}; modules are {list(self._by_name)}") from None
 
     def producers(self, name: str) -> tuple[str, ...]:
-        """Modules that one reads."""
         return self._producers[name]
 
     def consumers(self, name: str) -> tuple[str, ...]:
-        """Modules that read one."""
         return self._consumers[name]
 
     def ports_of(self, consumer: str) -> tuple[Port, ...]:
-        """What layers of a module read."""
         return tuple(port for port in self.ports if port.consumer == consumer)
 
     @cached_property
     def backbone(self) -> str:
-        """The module that layouts are made around, a language model mostly: before or after which
-        all others come, and which reads some if any such does; of several that with the most
-        layers, of equals the last. Where there is none (towers of contrastive losses), the one with
-        the most layers."""
+        """The module that layouts are built around, usually the language model: before or after all
+        other modules, if possible with inputs, and of several the last one with most layers.
+        Without such a module (towers of contrastive losses), the module with most layers."""
         ordered = self.topological
         before: dict[str, set[str]] = {}
         for name in ordered:
@@ -184,14 +176,14 @@ class ModuleGraph:
 
     @cached_property
     def losses(self) -> frozenset[str]:
-        """Modules that compute a loss; empty if it is not clear which."""
+        """Modules that compute a loss; empty if none is flagged and several have no consumer."""
         flagged = frozenset(node.name for node in self.nodes if node.loss)
         sinks = frozenset(node.name for node in self.nodes if not self.consumers(node.name))
         return flagged or (sinks if len(sinks) == 1 else frozenset())
 
     @cached_property
     def backward(self) -> frozenset[str]:
-        """Modules that have a backward: something trainable is in them or before them."""
+        """Modules with a backward pass: they, or modules before them, have trainable layers."""
         with_backward: set[str] = set()
         for name in self.topological:
             if any(self.node(name).trainable) or with_backward.intersection(self.producers(name)):
@@ -200,8 +192,8 @@ class ModuleGraph:
 
     @cached_property
     def topological(self) -> tuple[str, ...]:
-        """Module names, producers before consumers, otherwise in declaration order; without those
-        in or behind a cycle."""
+        """Module names, producers before consumers, otherwise in declaration order. Modules in or
+        behind a cycle are left out."""
         done: list[str] = []
         waiting = [node.name for node in self.nodes]
         while waiting:

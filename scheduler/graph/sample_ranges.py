@@ -1,4 +1,4 @@
-"""Ranges of a batch's samples: dealing them out, unions and intersections."""
+"""Ranges of the samples of a batch: splitting, unions and intersections."""
 
 from __future__ import annotations
 
@@ -17,46 +17,40 @@ class Range(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many samples."""
         return max(0, self.hi - self.lo)
 
     def meet(self, other: Range) -> Range:
-        """Samples in both; an empty range has no particular bounds."""
+        """Return the samples in both ranges; the bounds of an empty result are arbitrary."""
         return Range(max(self.lo, other.lo), min(self.hi, other.hi))
 
     def holds(self, other: Range) -> bool:
-        """Whether all of the other's samples are in this one."""
+        """Return True if ``other`` is contained in this range."""
         return self.lo <= other.lo and other.hi <= self.hi
 
 
 def share(size: int, index: int, count: int) -> Range:
-    """Of so many samples, one of ``count`` consecutive shares whose sizes differ by at most one;
-    some are empty where there are fewer samples than shares.
+    """Return one of ``count`` consecutive shares of ``size`` samples whose sizes differ by at most
+    one.
 
-    Shares of counts that divide each other nest, whatever the size: what several of the finer
-    have is what one of the coarser has.
-
-    Args:
-        size: samples.
-        index: of the share.
-        count: shares.
+    Shares nest if one count divides the other: a coarse share is the union of the finer shares in
+    it.
     """
     return Range(index * size // count, (index + 1) * size // count)
 
 
 def rows_of(samples: Range, offsets: Sequence[int] | None) -> Range:
-    """Where samples' rows are in a tensor of the whole batch.
+    """Return the rows of samples in a tensor of the whole batch.
 
     Args:
-        samples: of the batch.
-        offsets: by sample, its first row, and behind the last one the number of rows; None: a
-            row per sample.
+        samples: range of samples of the batch.
+        offsets: (samples + 1,) first row of each sample, followed by the number of rows. None means
+            one row per sample.
     """
     return samples if offsets is None else Range(offsets[samples.lo], offsets[samples.hi])
 
 
 def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same samples as ascending ranges that neither overlap nor touch."""
+    """Return the same samples as ascending ranges that neither overlap nor touch."""
     merged: list[Range] = []
     for part in sorted(r for r in ranges if r):
         if merged and part.lo <= merged[-1].hi:
@@ -67,9 +61,5 @@ def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def overlap(ranges: Iterable[Range], others: Sequence[Range]) -> tuple[Range, ...]:
-    """The samples that are in both, as ascending ranges that neither overlap nor touch.
-
-    Args:
-        ranges, others: of samples.
-    """
+    """Return the samples in both lists, as ascending ranges that neither overlap nor touch."""
     return union(r.meet(other) for r in ranges for other in others)

@@ -1,4 +1,5 @@
-"""Reading JSON that others wrote: every field is checked, every error names it."""
+"""Strict reading of JSON from other tools: every field is checked, and every error names its
+field."""
 
 from __future__ import annotations
 
@@ -10,22 +11,19 @@ from typing import Any
 
 from raymm.errors import PlanError
 
-# Whole numbers fit into a word of 64 bits, and products of others still are numbers.
+# Whole numbers fit into 64 bits, and products of other numbers do not overflow.
 MOST_WHOLE = 2**63 - 1
 MOST_NUMBER = 1e100
-# Objects and lists in each other; nothing that is read here has more than ten.
+# Largest nesting depth of objects and lists. Accepted formats need at most ten.
 MOST_DEPTH = 50
-# Tables have an entry per GPU and per step of its quota.
+# Tables have one entry per GPU and one per step of a GPU's quota.
 MOST_GPUS = 2**16
 MOST_STEPS = 10_000
 
 
 def read_file(path: str | Path) -> str:
-    """The text of a file, which must be UTF-8; a byte order mark is left out.
-
-    Raises:
-        PlanError: it is in another encoding, or cannot be read; names the file.
-    """
+    """Return the text of a UTF-8 file without its byte order mark; raise ``PlanError`` naming the
+    file if it cannot be read."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -35,19 +33,15 @@ def read_file(path: str | Path) -> str:
 
 
 def json_value(source: str, what: str) -> Any:
-    """What a JSON text says, without what readers disagree on: no object has a field twice, and
-    nothing is nested deeper than :data:`MOST_DEPTH`.
-
-    Raises:
-        PlanError: no such text.
-    """
+    """Parse JSON; raise ``PlanError`` for duplicate fields in an object and for nesting deeper than
+    :data:`MOST_DEPTH`, which parsers treat differently."""
     try:
         data = json.loads(source, object_pairs_hook=lambda pairs: _once(pairs, what))
     except PlanError:
         raise
     except RecursionError:
         raise PlanError(_too_deep(what)) from None
-    except ValueError as error:  # also a number of thousands of digits
+    except ValueError as error:  # also raised for numbers of thousands of digits
         raise PlanError(f"{what} is not JSON: {error}") from None
     level = [data]
     for _ in range(MOST_DEPTH + 1):
@@ -76,18 +70,11 @@ def _once(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
 def parsed(
     source: str, what: str, version: int, fields: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The object in a text that has ``format`` = ``version``, exactly the given fields, and any
-    of the optional ones.
-
-    Args:
-        source: the text.
-        what: what it is, for errors.
-        version: of the format.
-        fields: names that must be there.
-        optional: names that may be there.
+    """Parse a JSON object that has ``format`` = ``version``, exactly the given fields, and any of
+    the optional ones. ``what`` names the document in error messages.
 
     Raises:
-        PlanError: no JSON, another format, a field too few or too many.
+        PlanError: not JSON, another format, or missing or unknown fields.
     """
     data = members(json_value(source, what), what, ("format", *fields), optional)
     if type(data["format"]) is not int or data["format"] != version:
@@ -98,17 +85,8 @@ def parsed(
 def members(
     data: Any, where: str, fields: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The object itself, if it has exactly the given fields, and any of the optional ones.
-
-    Args:
-        data: what is read.
-        where: names the value in errors.
-        fields: names that must be there.
-        optional: names that may be there.
-
-    Raises:
-        PlanError: it is no object, or has a field too few or too many.
-    """
+    """Return the object; raise ``PlanError`` unless it has exactly the given fields and any of the
+    optional ones. ``where`` names the value in error messages."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} is {shown(data)}; it must be an object")
     for name in fields:
@@ -121,48 +99,29 @@ def members(
 
 
 def shown(value: Any) -> str:
-    """A value as an error message has it."""
     try:
         return f"{value!r:.80}"
-    except ValueError:  # Python prints no number of thousands of digits
+    except ValueError:  # Python refuses to print numbers of thousands of digits
         return "a number of thousands of digits"
 
 
 def items(value: Any, where: str) -> list[Any]:
-    """The list itself.
-
-    Raises:
-        PlanError: it is none.
-    """
+    """Return the value as a list; raise ``PlanError`` if it is neither a list nor a tuple."""
     if not isinstance(value, list | tuple):
         raise PlanError(f"{where} is {shown(value)}; it must be a list")
     return list(value)
 
 
 def text(value: Any, where: str) -> str:
-    """The text itself.
-
-    Raises:
-        PlanError: it is none, or empty.
-    """
+    """Return the value; raise ``PlanError`` if it is not a non-empty string."""
     if not isinstance(value, str) or not value:
         raise PlanError(f"{where} is {shown(value)}; it must be a non-empty string")
     return value
 
 
 def whole(value: Any, where: str, least: int = 0, most: int | None = None) -> int:
-    """The whole number itself.
-
-    Args:
-        value: what is read.
-        where: names the value in errors.
-        least: the smallest that is accepted.
-        most: the largest that is accepted.
-
-    Raises:
-        PlanError: it is none, or outside ``least`` to ``most`` (if not given,
-            :data:`MOST_WHOLE`).
-    """
+    """Return the value if it is a whole number from ``least`` to ``most`` (default
+    :data:`MOST_WHOLE`); else raise ``PlanError``. ``where`` names the value in error messages."""
     if type(value) is not int or not least <= value <= (MOST_WHOLE if most is None else most):
         above = type(value) is int and value > MOST_WHOLE
         accepted = f"from {least} to {most}"
@@ -175,21 +134,18 @@ def whole(value: Any, where: str, least: int = 0, most: int | None = None) -> in
 def number(
     value: Any, where: str, least: float = -math.inf, most: float = math.inf, above: bool = False
 ) -> float:
-    """The number as a float.
+    """Return the number as a float.
 
     Args:
-        value: what is read.
-        where: names the value in errors.
-        least: the smallest that is accepted.
-        most: the largest that is accepted.
-        above: whether ``least`` itself is refused.
+        where: name of the value in error messages.
+        above: True to reject ``least`` itself.
 
     Raises:
-        PlanError: it is none, not finite, outside ``least`` (exclusive if ``above``) to
-            ``most``, or further from 0 than :data:`MOST_NUMBER`.
+        PlanError: the value is not a finite number, is outside the range, or its absolute value is
+            above :data:`MOST_NUMBER`.
     """
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    # Comparisons hold for whole numbers that are too large for a float, too.
+    # This comparison also works for whole numbers that are too large for a float.
     finite = plain and -MOST_NUMBER <= value <= MOST_NUMBER
     if finite and least <= value <= most and not (above and value == least):
         return float(value)
