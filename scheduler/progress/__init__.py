@@ -1,1 +1,1 @@
-"""How far a search is, and when it ends early."""
+"""Progress and early end of searches."""

@@ -1,7 +1,8 @@
-"""What a search tells while it runs, and what ends it early: a time limit, or Ctrl-C.
+"""Progress reports and early end (time limit or Ctrl-C) of a search.
 
-A search asks :meth:`SearchControl.should_stop` often. It goes on with what it has once that is
-true, so that the best plan so far is what comes of it."""
+A search polls :meth:`SearchControl.should_stop`. Once that returns True, the search ends and
+returns the best plan so far.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Seconds between two lines.
+# Seconds between two progress lines.
 EVERY = 3.0
 
 
 @dataclass(frozen=True)
 class SearchState:
-    """How far a search is.
+    """Progress of a search.
 
     Attributes:
-        subject: what is searched.
-        tried: plans that were evaluated.
-        best: seconds of a step of the best plan so far; None: there is none yet.
-        limit: what limits that plan.
+        subject: kind of plans that is being searched.
+        tried: number of plans evaluated.
+        best: step time of the best plan so far, in seconds; None before the first one.
+        limit: text that says what limits the best plan.
         elapsed: seconds since the search began.
     """
 
@@ -36,19 +37,18 @@ class SearchState:
 
     @property
     def line(self) -> str:
-        """For a person."""
         best = "none fits yet" if self.best is None else f"best {self.best:.4g} s, {self.limit}"
         return f"{self.elapsed:.0f} s: searching {self.subject}; {self.tried} plans tried, {best}"
 
 
 class SearchControl:
-    """One search's progress and end. It begins when this is made.
+    """Progress and end of one search, which starts when this object is created.
 
     Args:
-        time_limit: seconds after which the search ends with the best so far, or else its first
-            plan; None: none.
-        say: takes a line every :data:`EVERY` seconds; None: nobody listens.
-        clock: seconds.
+        time_limit: seconds after which the search ends with the best plan so far, or else with its
+            first plan. None means no limit.
+        say: called with a progress line every :data:`EVERY` seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -65,38 +65,35 @@ class SearchControl:
         self._interrupted = False
 
     def begin(self) -> None:
-        """Plans so far do not count any more: they turned out not to run. A search that was to end
-        already goes on to its next plan."""
+        """Forget the best plan so far because it turned out not to run. A search that was about to
+        end continues until it finds another plan."""
         self._best = None
 
     def searching(self, subject: str) -> None:
-        """What is searched from now on."""
         self._subject = subject
 
     def tried(self) -> None:
-        """One more plan was evaluated."""
         self._tried += 1
 
     def fits(self, seconds: float, limit: Callable[[], str]) -> None:
-        """A plan that fits takes so long.
+        """Record a plan that fits in memory.
 
         Args:
-            seconds: of a step.
-            limit: what limits it; asked when a line is printed.
+            seconds: step time.
+            limit: returns the text that says what limits the plan; called when a line is printed.
         """
         if self._best is None or seconds < self._best:
             self._best, self._limit = seconds, limit
 
     @property
     def state(self) -> SearchState:
-        """Now."""
         return SearchState(
             self._subject, self._tried, self._best, self._limit(), self._clock() - self._began
         )
 
     @property
     def stopped(self) -> str | None:
-        """Why the search is to end before it is done, if it is."""
+        """Reason to end the search early, or None."""
         if self._interrupted:
             return "Ctrl-C"
         if self._time_limit is not None and self._clock() - self._began >= self._time_limit:
@@ -104,8 +101,8 @@ class SearchControl:
         return None
 
     def should_stop(self) -> bool:
-        """Whether the search is to end with what it has; not before it has a plan. Now and then it
-        says how far it is."""
+        """Return True if the search must end with the best plan so far; False as long as there is
+        none. Also report progress every :data:`EVERY` seconds."""
         now = self._clock()
         if self._say is not None and now - self._spoke >= EVERY:
             self._spoke = now
@@ -114,9 +111,9 @@ class SearchControl:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Where a Ctrl-C ends the search with the best so far; one before there is a plan, or a
-        second one, ends the program. Signals reach the main thread only; in others nothing
-        changes."""
+        """Let Ctrl-C end the search with the best plan so far. A Ctrl-C before the first plan, or a
+        second one, ends the program. Other threads than the main thread receive no signals, so
+        there this has no effect."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
