@@ -1,2 +1,2 @@
-"""Plans between the styles: any module on devices of its own, on a quota beside others, or in
+"""Plans that mix styles: each module has separate devices, or shares devices on quotas or in
 turns."""

@@ -1,9 +1,9 @@
-"""Plans made of blocks: sets of modules, each on devices of its own.
+"""Plans made of blocks: sets of modules, each set on separate devices.
 
-A block of one module may be a pipeline, whose stages may each be shared over several devices by
-samples. In a block of several all are on all of its devices, by samples, on quotas or in turns. A
-pipeline may have guests: modules that are whole on some of its devices, in turns with its stages,
-of which those with guests then have fewer layers.
+A block of one module may be a pipeline whose stages split samples over several devices. In a block
+of several modules, all of them run on all devices of the block, split by samples, on quotas or in
+turns. A pipeline may have guests: unsplit modules that take turns with its stages on some of the
+devices. Stages with guests get fewer layers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from raymm.scheduler.search.options import SEARCHED_SCHEDULES
 from raymm.scheduler.search.partition import Ranges, partition_matrix
 from raymm.scheduler.search.stage_space import StageSpace
 
-# A block's quotas that are all tried; of more only those around the balanced ones are.
+# Up to this many quotas of a block are all tried; of more, only those near the balanced ones.
 MOST_QUOTAS = 12
-# So often numbers of microbatches are halved.
+# Numbers of microbatches are halved up to this many times.
 MOST_HALVED = 3
 
 
 class Guest(NamedTuple):
-    """A module on devices of another's pipeline: so many from the first on."""
+    """A module on ``copies`` consecutive devices of another module's pipeline, from device
+    ``first``."""
 
     module: str
     first: int
@@ -41,14 +42,14 @@ class Guest(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Modules, and how they are on their devices.
+    """Modules and their arrangement on the devices of the block.
 
     Attributes:
-        modules: in the order of the data.
-        stages: of the module, if it is one.
-        copies: devices of each stage, which share every microbatch by samples.
-        quotas: of each module, in steps; without any they take turns.
-        guests: further modules, if there is one.
+        modules: in the order of the data flow.
+        stages: pipeline stages; above 1 only if there is one module.
+        copies: devices per stage, which split every microbatch by samples.
+        quotas: quota of each module, in steps; empty if the modules take turns.
+        guests: modules on devices of the pipeline; only if there is one module.
     """
 
     modules: tuple[str, ...]
@@ -59,35 +60,32 @@ class Block(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """How many it has."""
         return self.stages * self.copies
 
 
 class Layout(NamedTuple):
-    """Blocks that have every module once, and microbatches of a step."""
+    """Blocks that together have every module once, and the number of microbatches per step."""
 
     blocks: tuple[Block, ...]
     microbatches: int
 
     @property
     def devices(self) -> int:
-        """Of all blocks."""
         return sum(block.devices for block in self.blocks)
 
 
 @dataclass(frozen=True)
 class StyleProblem:
-    """What a search between the styles is given.
+    """Input of a search that mixes styles.
 
     Attributes:
-        graph: the modules.
-        profiles: by microbatches of a step, what layers cost on one of so many; with surfaces.
-        ranks: how many devices there are.
-        memory_limit: bytes of each; None: no limit.
-        network: what messages take.
-        steps: of a device's quota; 1: no quotas.
-        whole: modules that cannot be cut.
-        schedules: the first is searched with, the others are tried of what was found.
+        profiles: cost profile with scaling surfaces, by number of microbatches per step.
+        ranks: number of devices.
+        memory_limit: bytes per device; None means no limit.
+        network: cost model of messages.
+        steps: quota steps per device; 1 means no quotas.
+        whole: modules that cannot be split into stages.
+        schedules: the search uses the first schedule and tries the others on the best layouts.
     """
 
     graph: ModuleGraph
@@ -118,13 +116,12 @@ class StyleProblem:
         }
 
     def alone(self, microbatches: int, module: str, copies: int, quota: float = 1.0) -> float:
-        """Seconds of a microbatch of a module that nothing runs beside.
+        """Return the seconds of a microbatch of a module that runs alone on its devices.
 
         Args:
-            microbatches: of a step.
-            module: which.
-            copies: devices that share its samples.
-            quota: of each device.
+            microbatches: microbatches per step.
+            copies: devices that split the samples.
+            quota: share of each device.
         """
         sharing = self.profiles[microbatches].sharing
         slower = 1 / copies / quota
@@ -133,21 +130,18 @@ class StyleProblem:
         return self._work[microbatches][module] * slower
 
     def most_copies(self, microbatches: int, module: str) -> int:
-        """Devices that a module may share samples over: as far as its surface goes."""
+        """Return the largest number of devices that the module's surface covers."""
         sharing = self.profiles[microbatches].sharing
         return 1 if sharing is None else sharing.most_devices(module)
 
     def partition(
         self, microbatches: int, module: str, stages: int, added: tuple[float, ...] = ()
     ) -> Ranges | None:
-        """Balanced layers of so many stages; None if there cannot be so many.
+        """Return balanced layer ranges for a number of stages; None if there cannot be so many.
 
         Args:
-            microbatches: of a step.
-            module: which.
-            stages: how many.
-            added: seconds that the devices of each stage have to do besides, as the module would
-                take them alone.
+            microbatches: microbatches per step.
+            added: additional seconds of work on the devices of each stage, scaled to one device.
         """
         if stages > 1 and module in self.whole:
             return None
@@ -167,7 +161,7 @@ class StyleProblem:
         return {}
 
     def guest_seconds(self, microbatches: int, block: Block) -> list[float]:
-        """Per device of a block, what guests take of a microbatch."""
+        """Return the seconds per microbatch that guests take on each device of a block."""
         seconds = [0.0] * block.devices
         for guest in block.guests:
             for device in range(guest.first, guest.first + guest.copies):
@@ -175,10 +169,10 @@ class StyleProblem:
         return seconds
 
     def _ranges(self, microbatches: int, block: Block, module: str) -> Ranges | None:
-        """Of a module of a block's own."""
+        """Return the layer ranges of a block's module, with fewer layers where guests run."""
         if not block.guests:
             return self.partition(microbatches, module, block.stages)
-        # A stage of several devices takes its share of the whole.
+        # A stage on several devices takes ``share`` of the time on one device.
         share = self.alone(microbatches, module, block.copies) / self.alone(microbatches, module, 1)
         seconds = self.guest_seconds(microbatches, block)
         added = tuple(
@@ -188,8 +182,8 @@ class StyleProblem:
         return self.partition(microbatches, module, block.stages, added)
 
     def bound(self, layout: Layout) -> float:
-        """Seconds that no step of a layout undercuts, as long as nothing is faster with less of a
-        device."""
+        """Return a lower bound of the step time in seconds, valid if no module gets faster on a
+        smaller share of a device."""
         most = 0.0
         for block in layout.blocks:
             times = [
@@ -201,7 +195,7 @@ class StyleProblem:
         return most * layout.microbatches
 
     def allowed(self, layout: Layout) -> bool:
-        """Whether there are devices enough, and modules may be on theirs as they are."""
+        """Return True if there are enough devices and every module can run as its block says."""
         return layout.devices <= self.ranks and all(
             block.copies & (block.copies - 1) == 0
             and (len(block.modules) == 1 or block.stages == 1)
@@ -224,13 +218,6 @@ class StyleProblem:
         ))
 
     def plan(self, layout: Layout, schedule: str, recompute: bool = False) -> Plan:
-        """A layout as a plan.
-
-        Args:
-            layout: one that is allowed.
-            schedule: of the plan.
-            recompute: whether stages recompute, except those of losses.
-        """
         stages: list[Stage] = []
         first = 0
         for block in layout.blocks:
@@ -264,13 +251,13 @@ class StyleProblem:
 
 
 def halved_counts(microbatches: int) -> list[int]:
-    """As many as are asked for, and half of that, as often as it can be halved."""
+    """Return the number of microbatches and its halves, as long as they are whole numbers."""
     times = range(MOST_HALVED + 1)
     return [microbatches >> n for n in times if microbatches % (1 << n) == 0]
 
 
 def layouts(problem: StyleProblem) -> Iterator[Layout]:
-    """Every layout of a problem without guests, except that large blocks have only some quotas."""
+    """Yield every layout without guests. Blocks of many modules get only some of the quotas."""
     for count in sorted(problem.profiles):
         for groups in _partitions(problem.graph.topological):
             options = [list(_blocks(problem, count, group)) for group in groups]
@@ -281,7 +268,7 @@ def layouts(problem: StyleProblem) -> Iterator[Layout]:
 
 
 def _partitions(modules: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """All ways to put modules into groups."""
+    """Yield all partitions of the modules into groups."""
     if not modules:
         yield ()
         return
@@ -309,14 +296,12 @@ def _blocks(problem: StyleProblem, count: int, group: tuple[str, ...]) -> Iterat
 def quota_choices(
     problem: StyleProblem, microbatches: int, modules: tuple[str, ...], copies: int
 ) -> list[tuple[int, ...]]:
-    """Quotas of modules that are on the same devices: none, and all that leave nothing, or if those
-    are many the balanced ones and those that differ by a step.
+    """Return quotas for modules on the same devices: no quotas, and all quotas that sum to the
+    whole device. If those are many, return the balanced ones and a few that differ by one step.
 
     Args:
-        problem: with steps of quotas.
-        microbatches: of a step.
-        modules: two or more.
-        copies: devices that they are on.
+        microbatches: microbatches per step.
+        copies: devices of the block.
     """
     count = len(modules)
     if count < 2 or count > problem.steps:
@@ -325,13 +310,13 @@ def quota_choices(
     if every is not None:
         return [(), *every]
     quotas = [1] * count
-    for _ in range(problem.steps - count):  # each step to whoever is slowest
+    for _ in range(problem.steps - count):  # each step goes to the slowest module
         slowest = max(range(count), key=lambda i: problem.alone(
             microbatches, modules[i], copies, quotas[i] / problem.steps
         ))
         quotas[slowest] += 1
     balanced = tuple(quotas)
-    # A step from the one that has most to another.
+    # Move one step from the module with the largest quota to another.
     fullest = max(range(count), key=lambda i: balanced[i])
     moved = [
         tuple(q - (i == fullest) + (i == to) for i, q in enumerate(balanced))
@@ -341,7 +326,8 @@ def quota_choices(
 
 
 def _compositions(total: int, parts: int, most: int) -> list[tuple[int, ...]] | None:
-    """All ways to write a number as a sum of so many; None if there are more than asked for."""
+    """Return all ordered sums of ``parts`` positive numbers; None if there are more than
+    ``most``."""
     sums: list[tuple[int, ...]] = [()]
     for left in range(parts, 0, -1):
         sums = [

@@ -1,6 +1,9 @@
-"""A search between the styles: from the best pipelines and the best mapping on, over all layouts
-where they are few, else by local moves from several beginnings. Everything is judged alike, by the
-simulator with messages, surfaces, interference and memory."""
+"""Search over plans that mix styles.
+
+The search starts from the best pipelines and the best mapping. It tries all layouts if there are
+few, and otherwise makes local moves from several starting points. The simulator judges all plans
+with messages, surfaces, interference and memory.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,26 @@ from raymm.scheduler.styles.blocks import (
 
 OWN, QUOTA, IN_TIME = "devices of its own", "a quota beside others", "turns with others"
 BETWEEN = "between the styles"
-# Of so many layouts all are tried, unless bounds rule them out; else so many plans at most.
+# Up to FEW_LAYOUTS layouts are all tried, except those that a bound rules out. A local search from
+# one starting point tries at most MOST_TRIED plans.
 FEW_LAYOUTS = 1_500
 MOST_TRIED = 250
 FINALISTS = 2
-# Layouts from which local moves go on where all were tried.
+# Number of best layouts to start local moves from, after all layouts were tried.
 BEGINNINGS = 4
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class StyleSearch:
-    """What came of it.
+    """Result of a search that mixes styles.
 
     Attributes:
-        best: what runs.
-        starts: the beginnings, by name.
-        ways: by module and way (:func:`way_of`), seconds of the fastest plan that was tried.
-        tried: plans that were simulated.
-        exhaustive: whether no other layout without guests is faster.
+        best: fastest plan.
+        starts: the starting points, by name.
+        ways: seconds of the fastest plan tried, by module and way (:func:`way_of`).
+        tried: number of plans simulated.
+        exhaustive: True if no other layout without guests is faster.
     """
 
     best: Option
@@ -51,8 +55,8 @@ class StyleSearch:
     exhaustive: bool
 
     def lines(self) -> list[str]:
-        """A line per module: where it runs, and what the fastest plan takes in which it runs
-        otherwise."""
+        """Return one line per module: where the module runs, and the step time of the fastest plan
+        that runs the module in another way."""
         plan, result = self.best.plan, []
         for node in plan.graph.nodes:
             own = way_of(plan, node.name)
@@ -69,7 +73,7 @@ class StyleSearch:
 
 
 def way_of(plan: Plan, module: str) -> str:
-    """How a module is on its devices."""
+    """Return the way in which a module uses its devices: alone, on a quota, or in turns."""
     stages = plan.module_stages(module)
     together = [
         other for stage in stages for other in plan.rank_stages(stage.rank)
@@ -112,15 +116,15 @@ def _place(plan: Plan, module: str) -> str:
 def search_between(
     problem: StyleProblem, starts: Mapping[str, Option], control: SearchControl | None = None
 ) -> StyleSearch:
-    """The fastest plan that is found, never slower than any of the beginnings.
+    """Return the fastest plan found, which is never slower than any of the starting points.
 
     Args:
-        problem: what is planned.
-        starts: the best plans of the styles, which fit, judged by the same profiles.
-        control: is told how far the search is, and may end it.
+        starts: the best plans of each style, which fit in memory and were judged by the same
+            profiles.
+        control: reports progress and may end the search early.
 
     Raises:
-        NoPlanError: nothing fits.
+        NoPlanError: no plan fits in memory.
     """
     candidates = _Candidates(problem, starts, control or SearchControl())
     few = list(islice(layouts(problem), FEW_LAYOUTS + 1)) if _is_small(problem) else []
@@ -149,8 +153,6 @@ def _is_small(problem: StyleProblem) -> bool:
 
 @dataclass
 class _Candidates:
-    """Plans that were tried, and the best of them."""
-
     problem: StyleProblem
     starts: Mapping[str, Option]
     control: SearchControl
@@ -165,7 +167,8 @@ class _Candidates:
             self._keep(option)
 
     def seconds(self, layout: Layout) -> float:
-        """Of a layout's plan; infinite if it does not fit, or cannot be faster than the best."""
+        """Return the step time; infinite if the plan does not fit or cannot be faster than the
+        best."""
         if layout not in self._seconds:
             self._seconds[layout] = float("inf")
             most = self.best.seconds if self.best else float("inf")
@@ -190,11 +193,9 @@ class _Candidates:
         return float("inf")
 
     def fastest(self, count: int) -> list[Layout]:
-        """Of the layouts that were tried."""
         return sorted(self._seconds, key=self._seconds.__getitem__)[:count]
 
     def finish(self) -> None:
-        """The best layouts with another schedule, too."""
         for layout in self.fastest(FINALISTS):
             for schedule in self.problem.schedules[1:]:
                 if self._seconds[layout] < float("inf") and not self._is_over:
@@ -235,9 +236,9 @@ def _beginnings(
 
 
 def _descend(problem: StyleProblem, candidates: _Candidates, layout: Layout) -> None:
-    """To the best layout beside this one, until none is better. Bounds order what is tried."""
+    """Move to the best neighbouring layout until none is better. Bounds order the neighbours."""
     seconds, budget = candidates.seconds(layout), candidates.tried + MOST_TRIED
-    # What is ruled out by a bound may still lead to something.
+    # A layout that a bound rules out may still lead to a better one.
     seconds = min(seconds, _guess(problem, layout))
     while candidates.tried < budget and not candidates.control.should_stop():
         near = sorted({*_moves(problem, layout)}, key=lambda other: (problem.bound(other), other))
@@ -249,7 +250,7 @@ def _descend(problem: StyleProblem, candidates: _Candidates, layout: Layout) -> 
             if took < seconds * (1 - ROUNDING) and (best is None or took < best[0]):
                 best = took, other
         if best is None:
-            # Nothing that could be faster than what is known: towards a lower bound.
+            # No neighbour is faster: move to one with a lower bound.
             lower = near[0] if near else layout
             is_lower = problem.bound(lower) < problem.bound(layout)
             if not is_lower or candidates.seconds(lower) < float("inf"):
@@ -263,13 +264,13 @@ def _guess(problem: StyleProblem, layout: Layout) -> float:
 
 
 def _moves(problem: StyleProblem, layout: Layout) -> Iterator[Layout]:
-    """Layouts that differ in one decision, or in two about devices."""
+    """Yield layouts that differ in one decision, or in two decisions about devices."""
     blocks = layout.blocks
     for at, block in enumerate(blocks):
         others = (*blocks[:at], *blocks[at + 1 :])
         for other in _changed(problem, layout.microbatches, block):
             yield from _with(problem, layout, (*others, other))
-            for shrunk in range(len(others)):  # whose devices it takes
+            for shrunk in range(len(others)):  # block that gives up devices
                 less = _smaller(others[shrunk])
                 kept = (*others[:shrunk], *others[shrunk + 1 :])
                 yield from (
@@ -280,7 +281,7 @@ def _moves(problem: StyleProblem, layout: Layout) -> Iterator[Layout]:
             kept = (*others[:place], *others[place + 1 :])
             for merged in _merged(problem, layout.microbatches, block, partner):
                 yield from _with(problem, layout, (*kept, merged))
-        for guest in block.guests:  # to a device of its own
+        for guest in block.guests:  # move the guest to a separate device
             left = tuple(other for other in block.guests if other is not guest)
             alone = Block((guest.module,), 1, 1)
             for main in (block, *_smaller(block)):
@@ -348,8 +349,8 @@ def _merged(problem: StyleProblem, count: int, block: Block, other: Block) -> It
 
 
 def _visits(main: Block, other: Block) -> Iterator[Block]:
-    """A pipeline with the modules of another block as guests, on as many devices as both had or on
-    those that it has."""
+    """Yield pipelines that have the modules of another block as guests, on the pipeline's devices
+    or on the devices of both blocks."""
     for stages in sorted({main.stages, main.stages + other.devices // main.copies}):
         wide = main._replace(stages=stages)
         copies = 1
