@@ -1,1 +1,1 @@
-"""Which process has which of a sample's tokens, and what attention then sends."""
+"""Split of a sample's tokens over processes, and the resulting traffic of attention."""

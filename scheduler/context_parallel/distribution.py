@@ -1,10 +1,10 @@
-"""Which rank of a context-parallel group gets which blocks of a sequence's tokens.
+"""Split of a sequence's blocks of tokens over the ranks of a context-parallel group.
 
-Attention work per block differs (:mod:`raymm.scheduler.context_parallel.workload`), everything
-else a layer does costs the same for every token. ``balanced``, the default, gives every rank
-equally many tokens *and* equal attention work; Cornstarch's LPT (v2 §3.2.1) looks at attention
-alone and can leave one rank with many more tokens than another. Where equal counts leave a rank
-with more than its share of both together, counts may differ by a block or two
+Attention work differs between blocks (:mod:`raymm.scheduler.context_parallel.workload`); all other
+work of a layer costs the same for every token. ``balanced``, the default, gives every rank equally
+many tokens *and* equal attention work. Cornstarch's LPT (v2 §3.2.1) balances attention only and can
+leave one rank with many more tokens than another. If equal counts leave one rank with too much work
+in total, counts may differ by a block or two
 (:mod:`raymm.scheduler.context_parallel.uneven_counts`).
 """
 
@@ -23,22 +23,20 @@ from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """Blocks of one sequence split to ranks.
+    """Blocks of one sequence, split over ranks.
 
     Attributes:
-        policy: which policy made it.
+        policy: name of the policy.
         n_tokens: tokens of the sequence.
         block: tokens per block; the last block may have fewer.
-        blocks: block numbers of every rank, ascending, so that a rank's tokens keep their
-            order.
-        work: work of every rank, in the unit of the work that was given.
+        blocks: block numbers of every rank, ascending, so that a rank's tokens keep their order.
+        work: attention work of every rank, in the unit of the input.
         tokens: tokens of every rank.
-        bound: no distribution (for ``balanced``: with counts that are allowed) has a largest cost
-            below this.
-        status: ``optimal`` if the largest cost is at the bound, else ``heuristic``: nothing is
-            proven.
-        token_work: what a block costs beside its attention, in the unit of the work; 0 if
-            attention was all that was looked at, and counts had to be equal.
+        bound: lower bound of the largest cost over all distributions (for ``balanced``: over those
+            with the accepted counts).
+        status: ``optimal`` if the largest cost equals the bound, else ``heuristic``.
+        token_work: cost of a block besides its attention, in the unit of the work. 0 if only
+            attention was balanced and counts had to be equal.
     """
 
     policy: str
@@ -53,17 +51,16 @@ class TokenDistribution:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the sequence."""
         return len(self.blocks)
 
     @property
     def imbalance(self) -> float:
-        """Largest work over mean work; 1 is perfect."""
+        """Largest work divided by the mean; 1 is perfect."""
         return max(self.work) * self.ranks / sum(self.work) if any(self.work) else 1.0
 
     @property
     def costs(self) -> tuple[int, ...]:
-        """Of every rank: attention and what else its blocks cost."""
+        """Cost of every rank: attention and all other work of its blocks."""
         return tuple(
             work + self.token_work * len(blocks)
             for work, blocks in zip(self.work, self.blocks, strict=True)
@@ -71,22 +68,23 @@ class TokenDistribution:
 
     @property
     def cost_imbalance(self) -> float:
-        """Largest over mean cost: time of the slowest rank over the mean."""
+        """Largest cost divided by the mean: time of the slowest rank relative to the mean."""
         costs = self.costs
         return max(costs) * self.ranks / sum(costs) if any(costs) else 1.0
 
     @property
     def gap(self) -> float:
-        """How far the largest cost is above the bound, relative to it."""
+        """Distance of the largest cost from the bound, relative to the bound."""
         return max(self.costs) / self.bound - 1.0 if self.bound else 0.0
 
     @property
     def token_imbalance(self) -> float:
-        """Largest number of tokens over mean; what MLPs and norms feel."""
+        """Largest number of tokens divided by the mean; determines the time of MLPs and norms."""
         return max(self.tokens) * self.ranks / self.n_tokens if self.n_tokens else 1.0
 
     def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Tokens of a rank as ascending [start, stop) ranges, neighbouring blocks joined."""
+        """Return the tokens of a rank as ascending [start, stop) ranges; adjacent blocks are
+        joined."""
         result: list[tuple[int, int]] = []
         for number in self.blocks[rank]:
             start, stop = number * self.block, min((number + 1) * self.block, self.n_tokens)
@@ -109,20 +107,19 @@ def distribute(
     """Split blocks over ranks.
 
     Args:
-        work: (blocks,) integers, work per block in any unit.
+        work: (blocks,) integers, attention work per block in any unit.
         ranks: size of the context-parallel group.
-        policy: who gets what; others than the default are what benchmarks compare with.
+        policy: how blocks are assigned; the policies other than the default are for benchmarks.
         n_tokens: tokens of the sequence. Default: every block is full.
         block: tokens per block.
-        seed: of policies that draw.
-        token_work: what a block costs beside its attention, in the unit of ``work``. Above 0,
-            ``balanced`` is left for counts that differ by a block or two where that makes the
-            largest cost clearly less.
+        seed: for random policies.
+        token_work: cost of a block besides its attention, in the unit of ``work``. If above 0,
+            ``balanced`` may use counts that differ by a block or two where that clearly lowers the
+            largest cost.
 
     Raises:
-        PlanError: ranks, block or token_work below what is accepted;
-            work that is negative, not integers, not one per block, or so large that sums
-            overflow.
+        PlanError: ``ranks``, ``block`` or ``token_work`` is too small, or ``work`` is negative, not
+            integers, not one per block, or so large that sums overflow.
     """
     if token_work < 0:
         raise PlanError(f"token_work must be at least 0, got {token_work}")
@@ -138,7 +135,7 @@ def distribute(
             f"work has {len(work)}"
         )
     last = len(work) - 1 if n_tokens % block else -1
-    # A shorter last block may make up for a whole one only where that rank has one more.
+    # A short last block may go to a rank without an extra block only if counts are all equal.
     pinned = last if len(work) % ranks else -1
     rank_of, bound = policy(work, ranks, pinned, seed)
     if token_work and policy is balanced:
@@ -174,7 +171,7 @@ def _result(
     tokens = counts * block
     if len(work):
         tokens[rank_of[-1]] -= len(work) * block - n_tokens
-    # Stable, so every rank's blocks ascend; 16 bits are sorted digit by digit.
+    # The stable sort keeps every rank's blocks ascending. 16-bit keys use a faster radix sort.
     small = np.uint16 if ranks <= 1 << 16 else np.int64
     order = np.argsort(rank_of.astype(small), kind="stable")
     before = np.concatenate([[0], np.cumsum(work[order])])

@@ -1,4 +1,4 @@
-"""Equal counts of blocks with equal work, and bounds of what any distribution can reach."""
+"""Equal counts of blocks with equal work, and lower bounds for any distribution."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from numba import njit
 
 from raymm.scheduler.context_parallel import swaps as token_swaps
 
-# ``balanced`` is content this near to its lower bound,
+# ``balanced`` stops within this relative distance of its lower bound,
 TOLERANCE = 5e-5
-# and stops after this many comparisons, about a millisecond.
+# or after this many comparisons, about a millisecond.
 BUDGET = 300_000
 
 
 Policy = Callable[[np.ndarray, int, int, int], tuple[np.ndarray, int]]
-"""From (work, ranks, pinned, seed) to the (blocks,) rank of every block and a lower bound of the
-largest work of a rank: ``work`` is (blocks,) integers in any unit, ``pinned`` the block that must
-lie where there is one block more (-1 for none), ``seed`` that of what is random."""
+"""Function of (work, ranks, pinned, seed) that returns the (blocks,) rank of every block and a
+lower bound of the largest work of a rank. ``work`` is (blocks,) integers in any unit. ``pinned`` is
+a block that must go to a rank with one block more, or -1. ``seed`` is for random policies."""
 
 
 def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.ndarray, int]:
-    """Equal counts and equal work: LPT of equal cardinality, then exchanges between ranks; the
-    same result everywhere for the same work, within milliseconds.
+    """Balance counts and work: LPT with equal cardinality, then exchanges between ranks.
+
+    The result is deterministic and takes milliseconds.
 
     Args:
         work: (blocks,) int64, work per block.
-        ranks: how many share it.
-        pinned: a block that must lie where there is one block more, or -1.
-        seed: not used; of policies that draw.
+        pinned: a block that must go to a rank with one block more, or -1.
+        seed: not used.
+
+    Returns:
+        The (blocks,) rank of every block, and a lower bound of the largest work of a rank.
     """
     order = descending(work)
     members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
@@ -41,7 +44,7 @@ def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.n
 
 
 def descending(work: np.ndarray) -> np.ndarray:
-    """Blocks by descending work, of equal work by position."""
+    """Return the blocks by descending work; blocks of equal work keep their order."""
     if not len(work):
         return np.zeros(0, dtype=np.int64)
     below = work.max() - work
@@ -50,17 +53,18 @@ def descending(work: np.ndarray) -> np.ndarray:
 
 @njit(cache=True)
 def _crowded_bound(before, ranks, bound):
-    """A largest work that no counts equal to within one get below, where few blocks are heavy.
+    """Return a lower bound of the largest work for counts equal to within one, which is tight if
+    few blocks are heavy.
 
-    Of the ``k * ranks + h`` heaviest blocks (h from 1 to ranks), ranks have k each or more: those
-    that have more, g say, have ``g * k + h`` at least, so g is at most h, or one each is enough.
-    Beside them they have as many others as make up their counts. What these g have, at least the
-    lightest of both kinds, is g times the largest work at most; whatever g is.
+    Take the ``k * ranks + h`` heaviest blocks (h from 1 to ranks). If every rank has at least k of
+    them and g ranks have more, these g ranks have at least ``g * k + h``, and other blocks fill up
+    their counts. The lightest blocks of both kinds bound their total work, which is at most g times
+    the largest work. The bound is the minimum over g; g is at most h, or one more block per rank is
+    enough.
 
     Args:
-        before: (n + 1,) int64, work of the heaviest blocks.
-        ranks: how many.
-        bound: one that is known.
+        before: (blocks + 1,) int64, cumulative work of the heaviest blocks.
+        bound: a known lower bound.
     """
     blocks = before.shape[0] - 1
     least_count = blocks // ranks
@@ -72,7 +76,7 @@ def _crowded_bound(before, ranks, bound):
             heavy = g * k + h
             others = max(0, g * least_count - heavy)
             work = before[top] - before[top - heavy] + before[blocks] - before[blocks - others]
-            if work <= bound * g:  # this top says nothing new; so it is with most of them
+            if work <= bound * g:  # the usual case: this top does not improve the bound
                 least = bound
                 break
             least = min(least, -(-work // g))
@@ -81,10 +85,10 @@ def _crowded_bound(before, ranks, bound):
 
 
 def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
-    """A largest work that no distribution with counts equal to within one gets below.
+    """Return a lower bound of the largest work for counts equal to within one.
 
-    For every k some rank has k + 1 of the k * ranks + 1 heaviest blocks, and beside them as
-    many others as make up its count: at least the lightest of both kinds.
+    For every k, some rank has k + 1 of the k * ranks + 1 heaviest blocks, and other blocks that
+    fill up its count. Its work is at least that of the lightest blocks of both kinds.
     """
     before = _heaviest(work, order)
     heavy = np.arange(0, len(work), ranks)  # k * ranks
@@ -95,10 +99,10 @@ def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
 
 
 def _heaviest(work: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """(blocks + 1,) work of the heaviest blocks: of none, of the heaviest, of all."""
+    """Return the (blocks + 1,) cumulative work by descending work, starting with 0."""
     return np.concatenate([[0], np.cumsum(work[order])])
 
 
 def any_counts_bound(work: np.ndarray, ranks: int) -> int:
-    """A largest work that no distribution gets below."""
+    """Return a lower bound of the largest work of a rank, for any counts."""
     return max(-(-int(work.sum()) // ranks), int(work.max())) if len(work) else 0

@@ -1,14 +1,16 @@
-"""Equal counts of blocks with balanced work, compiled: LPT of equal cardinality, then exchanges.
+"""Compiled search for equal counts of blocks with balanced work: LPT of equal cardinality, then
+exchanges.
 
-The most loaded rank is relieved over and over, by the first of these that can:
+Each step relieves the most loaded rank by the first of these moves that helps:
 
-1. one of its blocks for a lighter one of another rank;
-2. two of its blocks for two of another rank;
-3. a chain: one for a lighter one of a second rank, which passes what is too much for it on to a
-   third by another such exchange.
+1. exchange one of its blocks for a lighter block of another rank;
+2. exchange two of its blocks for two blocks of another rank;
+3. a chain: exchange one block for a lighter one of a second rank, which passes its excess to a
+   third rank by another such exchange.
 
-It ends when the largest load is at the target, no exchange helps, or the budget is spent. The
-budget counts comparisons, not seconds, so that every rank that plans for itself plans the same.
+The search ends when the largest load is at the target, no exchange helps, or the budget is spent.
+The budget counts comparisons instead of seconds, so that ranks that plan independently get the same
+result.
 """
 
 from __future__ import annotations
@@ -16,36 +18,35 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-# Pairs are made of this many of a rank's blocks, spread from heaviest to lightest: 276 pairs.
+# Pairs are formed from this many blocks of a rank, spread from heaviest to lightest: 276 pairs.
 PAIRED = 24
-# A pair's sum and its number among the rank's pairs share one integer.
+# One integer holds the sum of a pair and, in its low bits, the number of the pair.
 PAIR_BITS = 9
 MAX_WORK = 1 << (62 - PAIR_BITS)
-"""The sum of all work must stay below this, so that sums do not overflow."""
+"""The total work must be below this, so that sums do not overflow."""
 
 
 @njit(cache=True)
 def lpt_equal_counts(work, order, ranks, pinned):
-    """Blocks in the given order, each to the least loaded rank that may still take one.
+    """Assign blocks in the given order, each to the least loaded rank that has room.
 
-    Of n blocks every rank gets n // ranks, and n % ranks of them one more.
+    Every rank gets ``n // ranks`` of the n blocks, and ``n % ranks`` of the ranks get one more.
 
     Args:
         work: (n,) int64.
         order: (n,) int64, blocks by descending work.
-        ranks: how many.
-        pinned: a block that goes to rank 0, which then has one block more if any has; or -1.
+        pinned: a block that goes to rank 0, which then is among the ranks with one more; or -1.
 
     Returns:
-        members (ranks, n // ranks + 1) int64, the blocks of every rank by descending work,
-        without the pinned one; counts (ranks,), how many these are; loads (ranks,), their work
-        and the pinned one's.
+        members (ranks, n // ranks + 1) int64, the blocks of every rank by descending work, without
+        the pinned one; counts (ranks,), the number of members; loads (ranks,), the work including
+        the pinned block.
     """
     base, extra = order.shape[0] // ranks, order.shape[0] % ranks
     members = np.empty((ranks, base + 1), np.int64)
     counts, loads = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     limits = np.full(ranks, base)
-    heap = np.arange(1, ranks + 1)  # by load; rank 0 last, as only it can have work by now
+    heap = np.arange(1, ranks + 1)  # by load; rank 0 is last because only it can have work already
     heap[ranks - 1] = 0
     if pinned >= 0:
         loads[0] = work[pinned]
@@ -92,12 +93,12 @@ def _sift_down(heap, size, loads):
 
 @njit(cache=True)
 def ranks_of(members, counts, blocks):
-    """(blocks,) int64, the rank of every block; 0 for the pinned one, which is no member.
+    """Return the (blocks,) int64 rank of every block; 0 for the pinned block, which is not a
+    member.
 
     Args:
         members: (ranks, most) int64, blocks of every rank.
-        counts: (ranks,) int64, how many each has.
-        blocks: how many there are.
+        counts: (ranks,) int64, number of blocks of every rank.
     """
     rank_of = np.zeros(blocks, np.int64)
     for rank in range(counts.shape[0]):
@@ -112,12 +113,12 @@ def exchange(work, members, counts, loads, target, budget):
 
     Args:
         work: (n,) int64.
-        members, counts, loads: what :func:`lpt_equal_counts` returns.
-        target: a largest load that is good enough.
-        budget: comparisons to spend.
+        members, counts, loads: results of :func:`lpt_equal_counts`, updated in place.
+        target: largest load that is good enough.
+        budget: number of comparisons to spend.
 
     Returns:
-        Comparisons left, below 0 if the budget ended the search.
+        Remaining comparisons, negative if the budget ended the search.
     """
     ranks = loads.shape[0]
     first_pairs = np.empty(PAIRED * (PAIRED - 1) // 2, np.int64)
@@ -127,7 +128,8 @@ def exchange(work, members, counts, loads, target, budget):
         if loads[heavy] <= target:
             break
         lightest = np.argmin(loads)
-        # No exchange of two ranks gets both below this; what comes near needs no rival.
+        # No exchange of two ranks gets both below the middle, so a result close to it is accepted
+        # without looking at the other ranks.
         middle = (loads[heavy] + loads[lightest] + 1) // 2
         enough = max(target, middle + (loads[heavy] - middle) // 8)
 
@@ -156,7 +158,7 @@ def exchange(work, members, counts, loads, target, budget):
                 continue
             m = _pairs(work, members[p], counts[p], second_pairs)
             d, a, b = _pair_for_pair(first_pairs, n, second_pairs, m, gap)
-            budget -= n + 4 * m  # which also had to be sorted
+            budget -= n + 4 * m  # sorting the pairs also costs time
             larger = max(loads[heavy] - d, loads[p] + d)
             if larger < best:
                 best, other, i, j = larger, p, a, b
@@ -175,11 +177,11 @@ def exchange(work, members, counts, loads, target, budget):
 
 @njit(cache=True, inline="always")
 def _one_for_one(work, a, a_count, b, b_count, gap):
-    """The exchange of a block of ``a`` for one of ``b`` that moves nearest to half of ``gap``,
-    the difference of their loads.
+    """Return the exchange of a block of ``a`` for one of ``b`` that moves closest to half of
+    ``gap``, the difference of the loads.
 
-    Both by descending work. Returns the work moved, above 0 and below gap, and the places; 0
-    if there is none.
+    Both rows are in descending order of work. Returns the work moved (above 0 and below ``gap``, or
+    0 if there is no exchange) and the two positions.
     """
     best, moved, best_i, best_j = gap, np.int64(0), 0, 0
     i, j = 0, 0
@@ -198,7 +200,7 @@ def _one_for_one(work, a, a_count, b, b_count, gap):
 
 @njit(cache=True)
 def _place(work, row, count, i):
-    """Move entry i of a row that is otherwise in descending order to where it belongs."""
+    """Move entry i of a row that is otherwise in descending order to its sorted position."""
     block = row[i]
     while i and work[row[i - 1]] < work[block]:
         row[i] = row[i - 1]
@@ -222,13 +224,14 @@ def _swap(work, members, counts, loads, p, i, q, j):
 
 @njit(cache=True, inline="always")
 def _picked(count, i):
-    """Place in the row of pick i."""
+    """Return the position in the row of pick i."""
     return i if count <= PAIRED else i * count // PAIRED
 
 
 @njit(cache=True)
 def _pairs(work, row, count, pairs):
-    """Sums of two picks, ascending; the low bits say which two. Returns how many."""
+    """Compute the ascending sums of all pairs of picks and return their number. The low bits of a
+    sum identify the pair."""
     picks, n = min(count, PAIRED), 0
     for i in range(picks):
         for j in range(i + 1, picks):
@@ -241,7 +244,7 @@ def _pairs(work, row, count, pairs):
 
 @njit(cache=True)
 def _pair(count, number):
-    """Places in the row of a pair's two blocks."""
+    """Return the positions in the row of the two blocks of a pair."""
     picks, i = min(count, PAIRED), 0
     while number >= picks - 1 - i:
         number -= picks - 1 - i
@@ -251,7 +254,7 @@ def _pair(count, number):
 
 @njit(cache=True)
 def _pair_for_pair(a, a_count, b, b_count, gap):
-    """As :func:`_one_for_one` for pairs; the places are pair numbers."""
+    """Do the same as :func:`_one_for_one` for pairs; the positions are pair numbers."""
     best, moved, best_i, best_j = gap, np.int64(0), 0, 0
     i, j = 0, 0
     while i < a_count and j < b_count:
@@ -284,10 +287,9 @@ def _swap_pairs(work, members, counts, loads, p, p_pair, q, q_pair):
 
 @njit(cache=True)
 def _pass_on(work, members, counts, loads, heavy, target, budget):
-    """Make the best chain of two exchanges that starts at rank ``heavy``.
+    """Apply the best chain of two exchanges that starts at rank ``heavy``.
 
-    Returns:
-        Comparisons spent, and whether a chain was found.
+    Returns the comparisons spent, and whether a chain was found.
     """
     ranks = loads.shape[0]
     best = loads[heavy]
@@ -307,14 +309,14 @@ def _pass_on(work, members, counts, loads, heavy, target, budget):
                 d = work[block] - work[taken]
                 if d <= 0 or (j and work[taken] == work[members[p, j - 1]]):
                     continue
-                # Rank p with the given block in place of the taken one.
+                # Row of rank p after the exchange of ``taken`` for ``block``.
                 row[:count] = members[p, :count]
                 row[j] = block
                 _place(work, row, count, j)
                 load = loads[p] + d
                 for q in range(ranks):
                     gap = load - loads[q]
-                    # The two can end no lower than in the middle.
+                    # The larger load of the two cannot get below their mean.
                     if q == p or q == heavy or load - gap // 2 >= best:
                         continue
                     e, a, b = _one_for_one(work, row, count, members[q], counts[q], gap)
@@ -337,12 +339,11 @@ def _pass_on(work, members, counts, loads, heavy, target, budget):
 
 @njit(cache=True)
 def lpt(work, order, ranks):
-    """Blocks in the given order, each to the least loaded rank (Graham 1969).
+    """Assign blocks in the given order, each to the least loaded rank (LPT, Graham 1969).
 
     Args:
         work: (n,) int64.
         order: (n,) int64.
-        ranks: how many.
 
     Returns:
         (n,) int64, the rank of every block.

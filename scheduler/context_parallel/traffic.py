@@ -1,23 +1,24 @@
 """Bytes that context-parallel attention sends, per rank, and the method that sends the least.
 
-Payload only, as ``raymm.kernels.collectives.p2p.Exchange`` counts it; the methods are those of
-``raymm.kernels.context_parallel.attention``. With ``n`` ranks, ``Sq`` rows and ``Skv`` keys of the
-whole sequence, ``Hq`` and ``Hk`` heads, head dim ``D``, ``e`` bytes per activation and ``a`` per
-accumulator, the mean over ranks, whatever the layout, is (LV-XAttn §3.2 counts likewise):
+Only payload is counted, as in ``raymm.kernels.collectives.p2p.Exchange``; the methods are those of
+``raymm.kernels.context_parallel.attention``. The table shows the mean over ranks, for any layout
+(as in LV-XAttn §3.2). ``n`` is the number of ranks, ``Sq`` rows and ``Skv`` keys of the whole
+sequence, ``Hq`` and ``Hk`` heads, ``D`` the head dim, ``e`` bytes per activation and ``a`` bytes
+per accumulator.
 
 =========  ===========================================  ======================================
 method     forward                                      backward
 =========  ===========================================  ======================================
 gather     (n-1)/n Skv Hk D 2e                          (n-1)/n Skv Hk D (2e + 2a)
-needed     the same for F/n instead of (n-1)/n Skv: F keys on other ranks that a rank's rows
-           see, summed over ranks
+needed     as gather, with F/n instead of (n-1)/n Skv; F is the number of keys on other ranks
+           that a rank's rows see, summed over ranks
 ring       as gather                                    as gather
 ulysses    (n-1)/n^2 D e (2 Sq Hq + 2 Skv Hk)           as forward
 rotate     (n-1)/n Sq Hq [D (e + a) + 4]                (n-1)/n Sq Hq [D (2e + a) + 8]
 =========  ===========================================  ======================================
 
-(4 and 8: an fp32 LSE, and beside it rowsum(dO * O).) Single ranks of a ragged layout differ from
-the mean; these functions return each rank's own.
+(The 4 is an fp32 LSE; the 8 is the LSE and rowsum(dO * O).) Single ranks of a ragged layout differ
+from the mean; the functions return the bytes of each rank.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from operator import index
 
 from raymm.errors import PlanError
 
-LSE_BYTES = 4  # LSE and rowsum(dO * O) are fp32, whatever the accumulator
+LSE_BYTES = 4  # LSE and rowsum(dO * O) are always fp32
 
 Pairs = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention call over the ranks of a group.
+    """Shape of one attention call over the ranks of a group.
 
     Attributes:
         query_tokens: rows of every rank, in the group's order.
         key_tokens: keys of every rank.
         query_heads, key_heads, head_dim: Hq, Hk, D.
-        activation_bytes: e, of one element of Q, K, V, O.
-        accumulator_bytes: a, of one element of a sum over ranks.
-        sequences: B, of a batch with one layout.
+        activation_bytes: e, bytes per element of Q, K, V, O.
+        accumulator_bytes: a, bytes per element of a sum over ranks.
+        sequences: number of sequences in a batch with one layout.
 
     Raises:
-        PlanError: sizes below what is accepted, as many key sizes as there are not
-            query sizes, query heads that are no multiple of key heads.
+        PlanError: a size is too small, the numbers of query and key sizes differ, or key heads do
+            not divide the query heads.
     """
 
     query_tokens: tuple[int, ...]
@@ -88,33 +89,24 @@ class AttentionShape:
 
     @classmethod
     def even(cls, ranks: int, queries: int, keys: int, **rest: int) -> AttentionShape:
-        """Sq ``queries`` and Skv ``keys`` in contiguous parts that differ by at most one token;
-        the other fields by name.
-
-        Args:
-            ranks: that share the tokens.
-            queries: Sq, of all ranks.
-            keys: Skv, of all ranks.
-            rest: the other fields.
-        """
+        """Return a shape whose Sq ``queries`` and Skv ``keys`` are split in contiguous parts that
+        differ by at most one token. ``rest`` has the other fields."""
         if ranks < 1:
             raise PlanError(f"ranks must be at least 1, got {ranks}")
         return cls(_even(queries, ranks), _even(keys, ranks), **rest)
 
     @property
     def ranks(self) -> int:
-        """n."""
         return len(self.query_tokens)
 
 
 @dataclass(frozen=True)
 class MethodBytes:
-    """What one method sends.
+    """Bytes that one method sends.
 
     Attributes:
-        method: its name.
-        forward, backward: bytes sent by every rank; empty where it is refused.
-        refused: why it cannot be used, or empty.
+        forward, backward: bytes sent by every rank; empty if the method is refused.
+        refused: reason why the method cannot be used, or empty.
     """
 
     method: str
@@ -124,40 +116,35 @@ class MethodBytes:
 
     @property
     def per_rank(self) -> tuple[int, ...]:
-        """Both passes, of every rank."""
+        """Bytes of both passes, by rank."""
         return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
 
     @property
     def largest(self) -> int:
-        """Both passes, of the rank that sends most: what the others wait for."""
+        """Bytes of both passes of the rank that sends most, which the other ranks wait for."""
         return max(self.per_rank)
 
     @property
     def total(self) -> int:
-        """Both passes, of all ranks."""
+        """Bytes of both passes of all ranks."""
         return sum(self.per_rank)
 
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """Which method, and the bytes that decided it.
-
-    Attributes:
-        method: the one chosen.
-        table: all that were considered, in the order in which ties are broken.
-    """
+    """Chosen method, and the bytes of all methods considered, in the order in which ties are
+    broken."""
 
     method: str
     table: tuple[MethodBytes, ...] = field(repr=False)
 
     @property
     def chosen(self) -> MethodBytes:
-        """The row of the chosen method."""
         return next(row for row in self.table if row.method == self.method)
 
     def describe(self) -> str:
-        """One line per method: mean bytes per rank forward and backward, the largest of a rank;
-        an asterisk before the chosen one."""
+        """Return one line per method: mean bytes per rank forward and backward, and the largest of
+        a rank. An asterisk marks the chosen method."""
         lines = [f"  {'method':8} {'forward':>14} {'backward':>14} {'largest rank':>14}"]
         for row in self.table:
             mark = "*" if row.method == self.method else " "
@@ -173,17 +160,16 @@ class MethodChoice:
 def method_bytes(
     shape: AttentionShape, method: str, needed_keys: Pairs | None = None
 ) -> MethodBytes:
-    """What every rank sends, forward and backward.
+    """Return the bytes that every rank sends, forward and backward.
 
     Args:
-        shape: of the call.
         method: one of :data:`METHODS`.
-        needed_keys: for ``needed`` only, (n, n): ``needed_keys[r][s]`` of the keys of rank ``s``
-            are seen by some row of rank ``r`` in some sequence; the diagonal is not read.
+        needed_keys: (n, n), only for ``needed``: rows of rank ``r`` see ``needed_keys[r][s]`` keys
+            of rank ``s`` in some sequence. The diagonal is not read.
 
     Raises:
-        PlanError: an unknown method, heads that ``ulysses`` cannot deal out,
-            ``needed`` without ``needed_keys``, or these of another shape or out of range.
+        PlanError: unknown method, heads that ``ulysses`` cannot split, ``needed`` without
+            ``needed_keys``, or ``needed_keys`` of the wrong shape or out of range.
     """
     if method not in METHODS:
         raise PlanError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
@@ -199,13 +185,7 @@ def method_bytes(
 
 
 def refusal(shape: AttentionShape, method: str, needed_keys: Pairs | None = None) -> str:
-    """Why a method cannot be used for this shape; empty if it can.
-
-    Args:
-        shape: what is attended to.
-        method: one of :data:`METHODS`.
-        needed_keys: how many keys each rank needs of each, if known.
-    """
+    """Return the reason why a method cannot be used for this shape; empty if it can."""
     if method == "ulysses" and (shape.query_heads % shape.ranks or shape.key_heads % shape.ranks):
         return (
             f"splits heads: query_heads = {shape.query_heads} and key_heads = "
@@ -223,17 +203,18 @@ def choose_method(
     backward: bool = True,
     methods: Sequence[str] | None = None,
 ) -> MethodChoice:
-    """The method whose busiest rank sends the fewest bytes; of equal ones the fewest in all,
-    then the first of :data:`METHODS`: one attention over all keys before one per hop.
+    """Choose the method whose busiest rank sends the fewest bytes.
+
+    Ties are broken by the fewest bytes in total, then by the order of :data:`METHODS`, which puts
+    one attention over all keys before one attention per hop.
 
     Args:
-        shape: of the call.
-        needed_keys: as :func:`method_bytes` takes them; without them ``needed`` is left out.
-        backward: whether there is a backward pass; if not, its bytes are 0.
-        methods: which may be chosen (default: all); those that cannot be used are passed over.
+        needed_keys: as in :func:`method_bytes`; without them ``needed`` is not considered.
+        backward: False to count the backward pass as 0 bytes.
+        methods: accepted methods (default: all); those that cannot be used are skipped.
 
     Raises:
-        PlanError: an unknown method, or none that can be used: with the reasons.
+        PlanError: unknown method, or none can be used; the message has the reasons.
     """
     allowed = METHODS if methods is None else tuple(methods)
     unknown = [method for method in allowed if method not in METHODS]
@@ -253,7 +234,7 @@ def choose_method(
     if not usable:
         reasons = "; ".join(f"{row.method} {row.refused}" for row in table)
         raise PlanError(f"methods {list(allowed)}: none can be used: {reasons}")
-    # min keeps the first of equal ones.
+    # min keeps the first of equal rows.
     best = min(usable, key=lambda row: (row.largest, row.total))
     return MethodChoice(best.method, tuple(table))
 
@@ -285,8 +266,8 @@ def _others_but(sizes: Sequence[int], rank: int) -> int:
 
 
 def _needed(shape: AttentionShape, pairs: list[list[int]]):
-    """Keys and values to those who need them, forward and again backward; gradients of what
-    was taken back to where it came from."""
+    """Return the bytes by rank, forward and backward: keys and values go to the ranks that need
+    them in both passes, and their gradients go back."""
     ranks = range(shape.ranks)
     unit = 2 * shape.key_heads * shape.head_dim
     sent = [unit * sum(pairs[r][me] for r in ranks if r != me) for me in ranks]
@@ -303,8 +284,9 @@ def _gather(shape: AttentionShape, _: object):
 
 
 def _carousel(tokens: Sequence[int], payload: int, result: int) -> list[int]:
-    """Along a ring a rank passes on every payload but that of the next rank, which is at home
-    there, and every result but those of its own payload, which end with it."""
+    """Return the bytes that each rank passes along a ring: every payload except that of the next
+    rank, which already has it, and every result except that for its own payload, which ends
+    there."""
     return [
         payload * _others_but(tokens, me + 1) + result * _others_but(tokens, me)
         for me in range(len(tokens))
@@ -318,7 +300,8 @@ def _ring(shape: AttentionShape, _: object):
 
 
 def _rotate(shape: AttentionShape, _: object):
-    """Forward: Q out, O and LSE home. Backward: Q, dO, LSE and rowsum(dO * O) out, dQ home."""
+    """Forward: Q circulates, O and LSE return. Backward: Q, dO, LSE and rowsum(dO * O) circulate,
+    dQ returns."""
     heads, dim = shape.query_heads, shape.head_dim
     row, sums = dim * shape.activation_bytes, dim * shape.accumulator_bytes
     tokens = shape.query_tokens
@@ -329,8 +312,8 @@ def _rotate(shape: AttentionShape, _: object):
 
 
 def _ulysses(shape: AttentionShape, _: object):
-    """A rank's own tokens of the others' heads go out, the others' tokens of its own heads go
-    home: Q, K, V and O forward; dO, dQ, dK and dV backward."""
+    """Return the bytes of both all-to-alls: local tokens of other ranks' heads go out, other ranks'
+    tokens of local heads return. Forward: Q, K, V and O; backward: dO, dQ, dK and dV."""
     unit = shape.head_dim * shape.activation_bytes
     forward, backward = [], []
     for me in range(shape.ranks):
@@ -357,4 +340,4 @@ _BYTES: dict[str, Callable[..., tuple[list[int], list[int]]]] = {
     "rotate": _rotate,
 }
 METHODS = tuple(_BYTES)
-"""Methods that are known, first those that win ties."""
+"""Known methods, in the order in which ties are broken."""

@@ -1,10 +1,10 @@
-"""Counts of blocks that differ, where equal ones make a rank slow.
+"""Uneven counts of blocks, for sequences where equal counts make one rank slow.
 
-Where a few blocks see far more than all others (the last block of
-``raymm.kernels.mask.patterns.causal_blockwise``, tokens that see everything), whoever has one has
-more attention than the others, however equal counts are dealt out. But attention is only a part of
-its time. So it gets fewer of the other blocks, and the others get more: as few more that memory
-hardly differs.
+A few blocks may see far more keys than all others: the last block of
+``raymm.kernels.mask.patterns.causal_blockwise``, or tokens that see everything. With equal counts,
+a rank with such a block always has more attention work than the others. But attention is only a
+part of a rank's time, so that rank gets fewer of the other blocks, and the other ranks get more: so
+few more that memory hardly changes.
 """
 
 from __future__ import annotations
@@ -14,39 +14,34 @@ import numpy as np
 from raymm.scheduler.context_parallel.equal_counts import any_counts_bound, balanced
 
 MORE_BLOCKS = 1
-"""A rank has at most so many more than with equal counts. More than one gains next to nothing, as
-those who take over a rank's blocks are many (``python -m benchmarks.token_time``)."""
+"""Blocks that a rank may have above the largest equal count. More than one gains next to nothing,
+because many ranks share the blocks that a rank gives up (``python -m benchmarks.token_time``)."""
 LEAST_GAIN = 0.02
-"""Of the largest cost; what counts that differ save is to be worth that shapes differ."""
+"""Uneven counts are used only if they lower the largest cost by at least this fraction, because
+shapes then differ between ranks."""
 
 
 def most_blocks(blocks: int, ranks: int) -> int:
-    """How many blocks a rank has at most, where counts may differ.
-
-    Args:
-        blocks: of the sequence.
-        ranks: that share it.
-    """
+    """Return the largest number of blocks of a rank if counts may differ."""
     return -(-blocks // ranks) + MORE_BLOCKS
 
 
 def relieve(costs: np.ndarray, ranks: int, rank_of: np.ndarray) -> tuple[np.ndarray, int]:
-    """Give up equal counts if that makes the largest cost less by :data:`LEAST_GAIN`.
+    """Give up equal counts if that lowers the largest cost by :data:`LEAST_GAIN`.
 
     Args:
-        costs: (blocks,) int64, of every block all that it costs: attention and the rest.
-        ranks: how many share them.
-        rank_of: (blocks,) the rank of every block, counts being equal.
+        costs: (blocks,) int64, total cost of every block: attention and all other work.
+        rank_of: (blocks,) rank of every block with equal counts.
 
     Returns:
-        The rank of every block, and a largest cost that no distribution with up to
-        :func:`most_blocks` gets below.
+        The rank of every block, and a lower bound of the largest cost for up to :func:`most_blocks`
+        blocks per rank.
     """
     bound = any_counts_bound(costs, ranks)
     enough = (1 - LEAST_GAIN) * _largest(costs, ranks, rank_of)
     if enough <= bound:
         return rank_of, bound
-    # At most so many blocks are equally many blocks and places that stay empty.
+    # Add blocks of cost 0 as empty places, so that up to most_blocks becomes an equal count.
     places = np.zeros(most_blocks(len(costs), ranks) * ranks, dtype=np.int64)
     places[: len(costs)] = costs
     filled, bound = balanced(places, ranks, -1, 0)

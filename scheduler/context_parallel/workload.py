@@ -1,20 +1,20 @@
-"""How much attention every block of queries costs: its active key blocks, counted from a mask's
-segment table and never from its tokens.
+"""Attention work per block of queries: the number of its active key blocks, computed from the
+segment table of a mask instead of its tokens.
 
-A key block is active for a query block if at least one (query, key) pair of the tile is
-visible; a kernel computes exactly the active tiles (Cornstarch v2 §3.2.1). Rows are worked off
-as pieces, each within one query block and one segment, where every bound is affine with slope
-0 or 1. The rows of a piece then see, together, one contiguous range of keys per interval:
+A key block is active for a query block if at least one (query, key) pair of the tile is visible; a
+kernel computes exactly the active tiles (Cornstarch v2 §3.2.1). Rows are processed in pieces, each
+within one query block and one segment, where every bound is affine with slope 0 or 1. The rows of a
+piece together see one contiguous range of keys per interval:
 
-- slopes (lo, hi) = (0, 0), (0, 1) and (1, 0): the rows' ranges are nested; lo of the first row
-  and hi of the last row are those of the largest;
-- (1, 1): all have the same width and move by one, so nothing is left out between them; a width
-  of 0 or less is empty, which the first lo and the last hi alone would not show.
+- slopes (lo, hi) = (0, 0), (0, 1) and (1, 0): the ranges of the rows are nested; the largest range
+  has lo of the first row and hi of the last row;
+- (1, 1): all ranges have the same width and move by one, so there are no gaps. A width of 0 or less
+  is empty, which the first lo and the last hi alone would not show.
 
-Clipping to the keys that exist clips the union as well. The blocks inside such a range are
-looked up in prefix counts per attend value, the at most two that it cuts are tested exactly.
-Where ranges with different attend values overlap, a block counts if it has a key that any of
-them matches, that is one that the OR of their attend values matches.
+Clipping to the existing keys clips the union as well. Blocks inside such a range are looked up in
+prefix counts per attend value; the at most two blocks that are partly covered are tested exactly.
+If ranges with different attend values overlap, a block counts if it has a key that matches the OR
+of their attend values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from numba import njit
 from raymm.errors import PlanError
 
 DEFAULT_BLOCK = 128
-"""Tokens per block that kernels and distributions use unless told otherwise."""
+"""Default tokens per block of kernels and distributions."""
 
-# Prefix counts are kept for this many attend values; the blocks of further ones are looked at
-# one by one. Bounds memory to 64 x 32 KB for a million keys.
+# Number of attend values with prefix counts; blocks of further values are tested one by one. This
+# bounds memory to 64 x 32 KB for a million keys.
 MAX_PREFIXES = 64
-# Shorter runs of blocks are looked at one by one, which is as fast and makes no prefix counts.
+# Shorter runs of blocks are tested one by one, which is as fast and needs no prefix counts.
 SHORT_RUN = 8
 QUERY_COLUMNS, KEY_COLUMNS = 10, 2
 
@@ -44,17 +44,17 @@ def active_key_blocks(
     query_block: int = DEFAULT_BLOCK,
     key_block: int = DEFAULT_BLOCK,
 ) -> np.ndarray:
-    """Exact number of active key blocks of every query block.
+    """Return the exact number of active key blocks of every query block.
 
     The arguments are the attributes of the same names of ``raymm.kernels.mask.mask.AttentionMask``.
 
     Args:
-        query_table: (S, 10) int64, one row per segment of query rows: first row, attend bits,
-            bases of lo1, hi1, lo2, hi2, and their slopes (0 or 1). A bound is
-            ``base + slope * row``, cut to [0, n_keys].
+        query_table: (S, 10) int64, one row per segment of query rows: first row, attend bits, bases
+            of lo1, hi1, lo2, hi2, and their slopes (0 or 1). A bound is ``base + slope * row``,
+            clipped to [0, n_keys].
         key_table: (Sk, 2) int64, one row per segment of keys: first key, identity bits.
-        n_queries: rows.
-        n_keys: keys.
+        n_queries: number of rows.
+        n_keys: number of keys.
         query_block: rows per query block; the last block may be shorter.
         key_block: keys per key block; the last block may be shorter.
 
@@ -62,8 +62,8 @@ def active_key_blocks(
         (ceil(n_queries / query_block),) int64.
 
     Raises:
-        PlanError: sizes below 0, blocks below 1, tables of another shape, segments
-            that do not start at 0 or do not ascend, slopes other than 0 and 1.
+        PlanError: sizes below 0, blocks below 1, tables of the wrong shape, segments that do not
+            start at 0 or do not ascend, or slopes other than 0 and 1.
     """
     for name, value, least in (
         ("n_queries", n_queries, 0), ("n_keys", n_keys, 0),
@@ -98,7 +98,7 @@ def _table(name: str, table: np.ndarray, columns: int, size: int) -> np.ndarray:
 
 @njit(cache=True)
 def _key_blocks(key, n_keys, key_block):
-    """Per key block the OR of its keys' identities and the segment of its first key."""
+    """Return, per key block, the OR of its keys' identities and the segment of its first key."""
     count = (n_keys + key_block - 1) // key_block
     kinds = np.zeros(count, np.int64)
     first = np.zeros(count, np.int64)
@@ -124,7 +124,7 @@ def _ceil_log2(number):
 
 @njit(cache=True, inline="always")
 def _has_key(key, s, n_keys, lo, hi, attend):
-    """Whether [lo, hi) has a key that attend matches; segment s begins at lo or before."""
+    """Return True if [lo, hi) has a key that matches attend; segment s begins at or before lo."""
     while s < key.shape[0] and key[s, 0] < hi:
         stop = key[s + 1, 0] if s + 1 < key.shape[0] else n_keys
         if stop > lo and stop > key[s, 0] and key[s, 1] & attend:
@@ -135,7 +135,7 @@ def _has_key(key, s, n_keys, lo, hi, attend):
 
 @njit(cache=True, inline="always")
 def _matching(kinds, values, prefixes, used, start, stop, attend):
-    """Blocks of [start, stop) with a key that attend matches."""
+    """Return the number of blocks of [start, stop) with a key that matches attend."""
     if stop - start > SHORT_RUN:
         slot = 0
         while slot < used[0] and values[slot] != attend:
@@ -158,12 +158,10 @@ def _matching(kinds, values, prefixes, used, start, stop, attend):
 
 @njit(cache=True, inline="always")
 def _gather(query, n_keys, s, row, stop, ranges):
-    """Into ``ranges``, as (attend, lo, hi), what rows [row, stop) see, the first in segment s.
+    """Write the (attend, lo, hi) ranges that rows [row, stop) see to ``ranges``.
 
-    Ranges of equal attend value that touch are joined.
-
-    Returns:
-        How many ranges, and the segment of row ``stop``.
+    Segment s holds the first row. Touching ranges of equal attend value are joined. Returns the
+    number of ranges, and the segment of row ``stop``.
     """
     count = 0
     while row < stop:
@@ -198,8 +196,9 @@ def _gather(query, n_keys, s, row, stop, ranges):
 
 @njit(cache=True, inline="always")
 def _runs(key, first, n_keys, key_block, shift, attend, lo, hi):
-    """The key blocks of a range: (start, stop) of those that it covers whole, then the blocks
-    left and right of them that it cuts and that have a visible key in the range, or -1."""
+    """Return the key blocks of a range: (start, stop) of the blocks that it covers completely, and
+    the partly covered blocks to the left and right if they have a visible key in the range, else
+    -1."""
     if shift >= 0:
         left, right = lo >> shift, (hi - 1) >> shift
     else:
@@ -220,7 +219,8 @@ def _runs(key, first, n_keys, key_block, shift, attend, lo, hi):
 
 @njit(cache=True, inline="always")
 def _sort(events, count):
-    """Ascending, in place; most query blocks have a handful."""
+    """Sort ascending, in place. Insertion sort is fastest for the few events of most query
+    blocks."""
     if count > 64:
         events[:count].sort()
         return
@@ -235,15 +235,15 @@ def _sort(events, count):
 @njit(cache=True)
 def _count(query, key, n_queries, n_keys, query_block, key_block):
     kinds, first = _key_blocks(key, n_keys, key_block)
-    # Dividing would be what this function spends most time on.
+    # Shifts replace divisions, which would take most of the time of this function.
     shift = _ceil_log2(key_block) if key_block & (key_block - 1) == 0 else -1
     values = np.empty(MAX_PREFIXES, np.int64)
     prefixes = np.empty((MAX_PREFIXES, kinds.shape[0] + 1), np.int32)
     used = np.zeros(1, np.int64)
     most = 2 * min(query_block, query.shape[0])
     ranges = np.empty((most, 3), np.int64)
-    # Where runs of blocks begin and end: the block, in the low bits twice the number of an
-    # attend value, plus 1 where a run begins. Number 0 is all bits: what is known to be active.
+    # Starts and ends of runs of blocks. An event holds the block; its low bits hold twice the
+    # number of an attend value, plus 1 for a start. Number 0 matches all bits: known to be active.
     events = np.empty(6 * most, np.int64)
     distinct, open_runs = np.empty(most + 1, np.int64), np.zeros(most + 1, np.int64)
     distinct[0] = -1
@@ -258,7 +258,7 @@ def _count(query, key, n_queries, n_keys, query_block, key_block):
             apart = ranges[0, 1] - ranges[1, 2], ranges[1, 1] - ranges[0, 2]
             separate = max(apart) >= key_block
         total = 0
-        if separate:  # no two ranges in one key block: nothing is counted twice
+        if separate:  # no key block has two ranges, so none is counted twice
             for r in range(count):
                 attend = ranges[r, 0]
                 start, stop, left, right = _runs(
