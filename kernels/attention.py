@@ -1,7 +1,7 @@
-"""Attention with a raymm mask, on whatever device the tensors are.
+"""Attention with a raymm mask, on the device of the tensors.
 
-Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` rows, ``Tk`` keys,
-``D`` head dim.
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` rows, ``Tk`` keys, ``D`` head
+dim.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * Q K^T where visible) V: ATen's flash attention by blocks on a CPU, Triton
-    kernels on a GPU, or what is faster there (:mod:`raymm.kernels.choice.choice`). No memory of
-    the order of Tq x Tk.
+    """Compute softmax(scale * Q K^T where visible) V without O(Tq * Tk) memory.
+
+    A CPU runs ATen's flash attention block by block. A GPU runs Triton kernels, or a faster kernel
+    if :mod:`raymm.kernels.choice.choice` finds one.
 
     Args:
         query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D), of the same dtype; Hq is a multiple of Hk (GQA). Under
-            autocast all three are cast to its dtype, as PyTorch's own attention does.
+        key: (B, Hk, Tk, D), of the same dtype; Hq is a multiple of Hk (GQA). Under autocast all
+            three are cast to its dtype, as PyTorch's attention does.
         value: (B, Hk, Tk, Dv); its head dim is the output's.
         mask: one for all sequences, or one each.
         scale: default ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
 
     Returns:
-        Output (B, Hq, Tq, Dv) in the dtype of the query, and LSE (B, Hq, Tq) fp32 (natural
-        log), which carries no gradient. A row that sees nothing has output 0, LSE -inf and no
-        gradient.
+        Output (B, Hq, Tq, Dv) in the dtype of the query, and LSE (B, Hq, Tq) fp32 (natural log),
+        which carries no gradient. A row that sees no key has output 0, LSE -inf and no gradient.
 
     Raises:
-        ModelError: masks that do not fit the tensors.
-        ValueError: tensors that do not fit one another.
+        ModelError: the masks do not fit the tensors.
+        ValueError: the tensors do not fit one another.
     """
     device = query.device.type
     query, key, value = prepare(query, key, value, softcap)

@@ -1,9 +1,9 @@
 """Token cross entropy as a sum, so that any split of a step adds up to the same loss.
 
-Logits are the largest tensor of a step: 8,192 tokens of a vocabulary of 152,000 are 2.5 GB in
-bf16, and torch's cross entropy makes three more in fp32 of twice that size. Here fp32 lives for
-some tokens at a time; what is kept for the backward pass is the logits as they came, and a number
-per token.
+Logits are the largest tensor of a step: 8,192 tokens with a vocabulary of 152,000 take 2.5 GB in
+bf16, and torch's cross entropy allocates three more tensors in fp32, each twice that size. This
+implementation converts a few rows at a time to fp32. For the backward pass it saves the logits in
+their own dtype and one number per token.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from torch.autograd.function import once_differentiable
 
 from raymm.kernels.collectives.tensor_group import TensorGroup
 
-# Logits that are in fp32 at the same time: 64 MiB.
+# Logits that are held in fp32 at a time: 64 MiB.
 CHUNK_ELEMENTS = 1 << 24
 
 
 def token_cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of cross entropies over tokens, in fp32.
+    """Return the sum of the cross entropies of tokens, a scalar in fp32.
 
     Args:
         logits: (N, V), any floating dtype.
         targets: (N,) int64, no ignored entries. N may be 0.
-
-    Returns:
-        Scalar fp32: the sum over N of -log softmax(logits)[target].
     """
     return _CrossEntropy.apply(logits, targets, 0, None)
 
@@ -36,16 +33,16 @@ def token_cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torc
 def vocabulary_parallel_cross_entropy_sum(
     logits: torch.Tensor, targets: torch.Tensor, start: int, group: TensorGroup
 ) -> torch.Tensor:
-    """:func:`token_cross_entropy_sum` of logits whose columns are split over a group.
+    """Return :func:`token_cross_entropy_sum` of logits whose columns are split over a group.
 
-    Only three numbers per token travel: the largest logit, the sum of exponentials, and the
-    target's logit (Megatron-LM's vocabulary-parallel cross entropy). All members compute the
-    same sum, which therefore counts once; each member's gradient is that of its own columns.
+    Only three numbers per token are communicated: the largest logit, the sum of exponentials, and
+    the target's logit (Megatron-LM's vocabulary-parallel cross entropy). All members compute the
+    same sum, so callers count it once. Each member's gradient covers its own columns.
 
     Args:
         logits: (N, V_local), any floating dtype: columns [start, start + V_local) of the
-            vocabulary. Shares may differ in width, and be empty.
-        targets: (N,) int64 in the whole vocabulary, no ignored entries, the same on all
+            vocabulary. Shards may differ in width, and may be empty.
+        targets: (N,) int64 indices into the full vocabulary, no ignored entries, the same on all
             members. N may be 0.
         start: this member's first column.
         group: the members, in the order of their columns.
@@ -69,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
             top.copy_(logits.amax(1))
         if group is not None:
             top = group.all_reduce_max(top)
-        sums = top.new_zeros(2, tokens)  # of exponentials; the target's logit
+        sums = top.new_zeros(2, tokens)  # sum of exponentials; the target's logit
         for rows in _chunks(logits):
             shifted = logits[rows] - top[rows, None]  # in fp32
             own = shifted.gather(1, columns[rows, None])[:, 0]
@@ -94,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    """Rows whose fp32 copies live one after another; none without columns."""
+    """Yield slices of rows that are converted to fp32 one after another; none without columns."""
     tokens, width = logits.shape
     step = max(CHUNK_ELEMENTS // max(width, 1), 1)
     for start in range(0, tokens if width else 0, step):

@@ -1,8 +1,8 @@
-"""Small tensors that host and device both know, so that nobody has to wait to read one.
+"""Small device tensors whose values the host keeps, so that reading them needs no device sync.
 
-What a step is made of (token ids, labels, whose items are whose) comes from the host. Where it
-goes to a GPU, the tensor there keeps what the host had: :func:`on_host` gives it back at once.
-Copies to a GPU are from pinned memory, in the order of its work: the host does not wait for them.
+Token ids, labels and item indices of a step come from the host. When such a tensor is copied to a
+GPU, the copy keeps a reference to the host tensor, and :func:`on_host` returns that reference at
+once. Copies use pinned memory and run in stream order, so the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ _COPY = "_raymm_host_copy"
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host's on a device, which nobody waits for. Its values stay known to the
-    host, until they are changed there.
+    """Copy a host tensor to a device without waiting, and remember its values for :func:`on_host`.
 
-    Args:
-        tensor: any; one that is on the device is returned as it is.
-        device: where it is to be.
+    A tensor that is already on the device is returned unchanged. The values are forgotten when the
+    copy is modified in place.
     """
     if tensor.device.type == device.type:
         return tensor
@@ -33,19 +31,13 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def remember(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """Keep with a tensor what the host knows of it.
-
-    Args:
-        tensor: on a device.
-        host: of the same values.
-    """
+    """Attach a host tensor with the same values to a device tensor, for :func:`on_host`."""
     marked: Any = tensor
     setattr(marked, _COPY, (host, tensor._version))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values where the host can read them: what it knows of it, if it does. Else, waits
-    for the device."""
+    """Return a tensor's values on the host; wait for the device if the host has no copy."""
     if tensor.device.type == "cpu":
         return tensor
     host, version = getattr(tensor, _COPY, (None, -1))

@@ -1,6 +1,5 @@
-"""Direct preference optimisation (Rafailov et al. 2023): a loss of the log-probabilities that a
-model and a reference give to pairs of answers.
-"""
+"""Direct preference optimization (Rafailov et al. 2023): a loss on pairs of answers, computed from
+the log-probabilities of the trained model and of a reference model."""
 
 from __future__ import annotations
 
@@ -14,18 +13,19 @@ BASE, INITIAL = "base", "initial"
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """``-log sigmoid(beta * ((c - C) - (r - R)))`` of a pair (eq. 7), where c and r are the
-    log-probabilities of the chosen and the rejected answer, C and R the reference's.
+    """DPO loss ``-log sigmoid(beta * ((c - C) - (r - R)))`` of a pair (eq. 7), where c and r are
+    the log-probabilities of the chosen and the rejected answer, and C and R those under the
+    reference.
 
     Attributes:
-        beta: how much it costs to be another than the reference.
-        label_smoothing: probability that a pair is the wrong way round (conservative DPO).
-        reference: ``"base"``, the model without its adapters; ``"initial"``, the model with the
-            weights that a run begins with, which is asked once, before the first step.
+        beta: weight of the deviation from the reference.
+        label_smoothing: probability that the labels of a pair are swapped (conservative DPO).
+        reference: ``"base"``, the model without its adapters; ``"initial"``, the model with its
+            initial weights, which is evaluated once, before the first step.
         disable_dropout: train without the dropout of layers and adapters, as TRL does by default.
 
     Raises:
-        ValueError: naming the field, its value and what is accepted.
+        ValueError: a field is out of range; the message names the field, its value and the range.
     """
 
     beta: float = 0.1
@@ -46,17 +46,14 @@ class PreferenceLoss:
 
     @property
     def asked_once(self) -> bool:
-        """Whether the reference is the model that a run begins with."""
+        """True if the reference is the model with its initial weights."""
         return self.reference == INITIAL
 
     def rewards(self, scores: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-        """Means over pairs of what the model has won over its reference, as TRL names them:
-        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, and the share of pairs whose
-        chosen answer has won more, ``rewards/accuracies``.
-
-        Args:
-            scores, reference: as of a call.
-        """
+        """Return means over pairs of the implicit rewards, with the metric names that TRL uses:
+        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, and ``rewards/accuracies``,
+        the fraction of pairs whose chosen answer has the higher reward. Arguments are those of the
+        call."""
         won = self.beta * (scores - reference)
         chosen, rejected = won[0::2], won[1::2]
         means = {
@@ -66,11 +63,11 @@ class PreferenceLoss:
         return {f"rewards/{name}": float(values.mean()) for name, values in means.items()}
 
     def __call__(self, scores: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """Sum over pairs, scalar.
+        """Return the loss summed over pairs, a scalar.
 
         Args:
-            scores: (B,), log-probabilities of answers: chosen and rejected one after another.
-            reference: (B,), the reference's.
+            scores: (B,) log-probabilities of answers; chosen and rejected answers alternate.
+            reference: (B,) log-probabilities of the same answers under the reference.
         """
         ratios = scores - reference
         margins = self.beta * (ratios[0::2] - ratios[1::2])

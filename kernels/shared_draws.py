@@ -1,9 +1,9 @@
-"""Random numbers of a tensor of which a process computes a part: those that one process would draw.
+"""Random numbers for a shard of a tensor, equal to those that a single process would draw.
 
-A process that has some rows, tokens, heads or features of a tensor draws random numbers in the
-shape of the full tensor and takes the ones of its part. Then dropout masks and router noise do
-not depend on how many processes share the work, and the generators stay in the state that one
-process would leave them in.
+A process that holds some rows, tokens, heads or features of a tensor draws random numbers in the
+shape of the full tensor and keeps those of its shard. Dropout masks and router noise then do not
+depend on the number of processes, and every generator ends in the state that a single process would
+leave it in.
 
 Legend: ``b`` local rows, ``t`` local tokens of a row, ``f`` local features, ``h`` local heads.
 """
@@ -30,12 +30,12 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class Cut:
-    """Part of a dimension that this process has.
+    """The part of a dimension that this process holds.
 
     Attributes:
-        size: local length. Entries beyond those of ``ranges`` are padding.
-        whole: length in one process.
-        ranges: [start, stop) of each stretch of the local entries in the whole, in order.
+        size: local length. Entries beyond the ``ranges`` are padding.
+        whole: length of the full dimension.
+        ranges: [start, stop) of each stretch of local entries in the full dimension, in order.
     """
 
     size: int
@@ -44,26 +44,21 @@ class Cut:
 
     @classmethod
     def from_range(cls, start: int, stop: int, whole: int) -> Cut:
-        """Cut of one stretch.
-
-        Args:
-            start, stop: of the stretch.
-            whole: length in one process.
-        """
+        """Return the cut of a single stretch [start, stop) of a dimension of length ``whole``."""
         return cls(stop - start, whole, ((start, stop),))
 
     @classmethod
     def uncut(cls, size: int) -> Cut:
-        """Dimension that is not cut."""
+        """Return the cut of a dimension that is not split."""
         return cls(size, size, ((0, size),))
 
     @property
     def is_uncut(self) -> bool:
-        """Whether the local dimension is the whole one."""
+        """True if this process holds the full dimension."""
         return self.size == self.whole and self.ranges == ((0, self.whole),)
 
     def take(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the local entries of a tensor along ``dim``; zeros for padding."""
+        """Return the local entries of a full tensor along ``dim``, with zeros for padding."""
         if self.is_uncut:
             return whole
         parts = [
@@ -75,12 +70,8 @@ class Cut:
         return F.pad(local, (0, 0) * (local.dim() - dim - 1) + (0, missing)) if missing else local
 
     def grouped(self, count: int) -> Cut | None:
-        """Return the cut of a dimension whose entries are groups of these; None if a group would
-        be split.
-
-        Args:
-            count: local number of groups.
-        """
+        """Return the cut of a dimension with ``count`` local entries that each stand for a group of
+        these. Return None if a group would be split."""
         width, rest = divmod(self.size, max(count, 1))
         if rest or not width or self.whole % width:
             return None
@@ -92,11 +83,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows and tokens that this process has of a microbatch.
+    """Rows and tokens of a microbatch that this process holds.
 
     Attributes:
-        rows: of the first dimension.
-        tokens: of the second one; None if the number of tokens is unknown and none are cut.
+        rows: cut of the first dimension.
+        tokens: cut of the second dimension; None if its length is unknown and it is not split.
     """
 
     rows: Cut
@@ -105,10 +96,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Features:
-    """Features that this process has between the columns and the rows of a sharded module.
+    """Features that this process holds between the columns and the rows of a sharded module.
 
     Attributes:
-        cut: of the last dimension; None if shapes do not tell which features these are.
+        cut: cut of the last dimension; None if the shapes do not show which features these are.
         heads: local number of attention heads, None if unknown.
     """
 
@@ -117,11 +108,11 @@ class Features:
 
 
 class SharedDraws(TorchDispatchMode):
-    """Context in which random numbers are those of one process.
+    """Context in which random numbers equal those of a single process.
 
     Args:
-        grid: rows and tokens of this process; None while it has all of them.
-        features: features of this process; None while it has all of them.
+        grid: rows and tokens of this process; None if it holds all of them.
+        features: features of this process; None if it holds all of them.
     """
 
     def __init__(self, grid: Grid | None = None, features: Features | None = None) -> None:
@@ -147,31 +138,27 @@ class SharedDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         schema = func._schema.arguments
         named = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-        # A call comes without the arguments that have their default values.
+        # Arguments with default values are not passed to this function.
         defaults = {argument.name: argument.default_value for argument in schema}
         if named.get("dropout_p", defaults.get("dropout_p")) == 0 or named.get("train") is False:
             return func(*args, **kwargs)
-        with _disable_current_modes():  # selective checkpointing knows the model's operators only
+        with _disable_current_modes():  # selective checkpointing must see model operators only
             drawn = self._draw(func, args, kwargs, named)
         return func(*args, **kwargs) if drawn is None else drawn
 
     def _draw(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], named: dict[str, Any]
     ) -> Any:
-        """Return what an operator draws of the local part; None if that is what it draws anyway.
-
-        Args:
-            func, args, kwargs: its call.
-            named: all arguments by name.
-        """
-        if "dropout_p" in named:  # a fused kernel, which makes its mask by itself
+        """Return the local part of an operator's random numbers, or None if the operator draws
+        exactly those when it runs on the local tensor."""
+        if "dropout_p" in named:  # a fused kernel, which draws its own mask
             return self._fused(func, args, kwargs)
         like = named.get("self", named.get("input"))
         if "size" in named:
             shape = tuple(named["size"])
         elif "n" in named:  # randperm
             shape = (named["n"],)
-        else:  # normal has a mean and a deviation, of which one is a tensor
+        else:  # normal: either the mean or the deviation is a tensor
             tensors = (value for value in (like, *args) if isinstance(value, torch.Tensor))
             shape = tuple(getattr(next(tensors, None), "shape", ()))
         axes = self._axes(shape, func)
@@ -195,8 +182,8 @@ class SharedDraws(TorchDispatchMode):
         raise self._refusal(func, shape)
 
     def _fused(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an attention kernel, whose mask cannot be cut: processes draw different masks for
-        different rows, and leave the generators in the same state."""
+        """Run a fused attention kernel, whose dropout mask cannot be split. Processes with
+        different rows draw different masks, and all generators end in the same state."""
         device, rows = args[0].device, None if self.grid is None else self.grid.rows
         if rows is None or rows.is_uncut or device.type != "cuda":
             return None
@@ -210,7 +197,7 @@ class SharedDraws(TorchDispatchMode):
             torch.empty((), device=device).uniform_()
 
     def _axes(self, shape: tuple[int, ...], func: Any) -> list[list[Cut]]:
-        """Return the cuts that each dimension of a local shape consists of."""
+        """Return, for each dimension of a local shape, the cuts that it consists of."""
         axes = [[Cut.uncut(size)] for size in shape]
         if prod(shape) == 1 and len(shape) < 2:
             return axes
@@ -224,8 +211,8 @@ class SharedDraws(TorchDispatchMode):
     def _place_features(
         self, axes: list[list[Cut]], shape: tuple[int, ...], func: Any
     ) -> Cut | None:
-        """Cut the dimension of features or heads; return the cut of heads that share the first
-        dimension with the rows."""
+        """Cut the dimension of features or heads. Return the cut of the heads if they share the
+        first dimension with the rows."""
         assert self.features is not None
         cut, count = self.features.cut, self.features.heads
         if cut is None:
@@ -243,7 +230,7 @@ class SharedDraws(TorchDispatchMode):
         return heads
 
     def _has_heads_in_front(self, shape: tuple[int, ...]) -> bool:
-        """Whether (b * h, t, s) rather than (b, t, f)."""
+        """Return True if the shape is (b * h, t, s) rather than (b, t, f)."""
         assert self.features is not None
         if self.features.heads is None or self.grid is None:
             return False
@@ -297,7 +284,7 @@ class SharedDraws(TorchDispatchMode):
 
 
 def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return an empty tensor of another shape whose dimensions lie in memory in the same order."""
+    """Return an empty tensor of another shape with the same memory order of dimensions."""
     order = sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
     return torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
 
@@ -322,21 +309,23 @@ def current_draws() -> SharedDraws | None:
 
 
 def set_grid(grid: Grid | None) -> None:
-    """Set the rows and tokens that this process has from here on, within :class:`SharedDraws`."""
+    """Set the rows and tokens that this process holds for the following draws, within
+    :class:`SharedDraws`."""
     if (draws := current_draws()) is not None:
         draws.grid = grid
 
 
 def set_features(features: Features | None) -> None:
-    """Set the features that this process has from here on, within :class:`SharedDraws`."""
+    """Set the features that this process holds for the following draws, within
+    :class:`SharedDraws`."""
     if (draws := current_draws()) is not None:
         draws.features = features
 
 
 @contextmanager
 def draws_suspended() -> Iterator[None]:
-    """Within it nothing is drawn: what is compiled runs compiled, as outside of
-    :class:`SharedDraws`."""
+    """Disable :class:`SharedDraws`, so that compiled code runs compiled. Code in this context must
+    not draw random numbers."""
     draws = current_draws()
     if draws is None:
         yield
@@ -346,7 +335,7 @@ def draws_suspended() -> Iterator[None]:
 
 
 def same_draws(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that draws, whenever it is called later, as it would here."""
+    """Wrap a function so that later calls draw with the grid and features of this moment."""
     draws = current_draws()
     if draws is None:
         return forward

@@ -1,1 +1,1 @@
-"""Which kernel computes attention: raymm's, or FlexAttention where it is faster."""
+"""Choice of the attention kernel: raymm's, or FlexAttention where it is faster."""

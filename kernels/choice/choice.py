@@ -1,9 +1,8 @@
-"""Which kernel computes attention on a GPU: raymm's, or the one that is faster on this device.
+"""Choice between raymm's attention kernel on a GPU and a faster one on the same device.
 
-``auto`` measures raymm's kernel and FlexAttention forward and backward, once per shape class and
-process, on the tensors of the first call, and keeps to the faster one. Processes may choose
-differently and runs too: their results then differ in the last bits, which is why it is not the
-default.
+``auto`` measures raymm's kernel and FlexAttention, forward and backward, once per shape class and
+process, on the tensors of the first call, and then uses the faster one. Processes and runs may
+choose differently, and their results then differ in the last bits, so ``auto`` is not the default.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from raymm.kernels.choice.flex import flex_attention
 from raymm.kernels.mask.mask import AttentionMask
 
 KERNELS = ("raymm", "raymm_unordered", "auto")
-"""Values of ``run.kernels``. Unordered are raymm's that sum up the query's gradient in any order:
-fewer products, and results that differ in the last bits from run to run."""
+"""Values of ``run.kernels``. ``raymm_unordered`` sums the query's gradient in any order: it needs
+fewer products, and its results differ in the last bits from run to run."""
 REPEATS = 3
-"""Calls that are timed, after one that compiles and one that warms up."""
+"""Timed calls, after one that compiles and one for warm-up."""
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """``attend(query, key, value, masks, scale=, softcap=)`` -> output and LSE."""
@@ -31,16 +30,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """Calls that are taken to be alike: what is measured once.
+    """Class of calls that share one measurement.
 
     Attributes:
-        device, dtype: by name.
-        heads: of queries and of keys.
+        device, dtype: names.
+        heads: number of query heads and of key heads.
         head_dims: of keys and of values.
-        batch, queries, keys: bits of their numbers, so that a class spans a factor of two.
-        needs_bits: whether masks hide kinds of keys.
-        softcap: whether scores are capped.
-        backward: whether gradients are wanted.
+        batch, queries, keys: bit lengths of the sizes, so that a class spans a factor of two.
+        needs_bits: True if masks hide kinds of keys.
+        softcap: True if scores are soft-capped.
+        backward: True if gradients are needed.
     """
 
     device: str
@@ -59,15 +58,7 @@ class ShapeClass:
         cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         masks: tuple[AttentionMask, ...], softcap: float | None,
     ) -> ShapeClass:  # fmt: skip
-        """Of a call.
-
-        Args:
-            query: (B, Hq, Tq, D).
-            key: (B, Hk, Tk, D).
-            value: (B, Hk, Tk, Dv).
-            masks: one per sequence.
-            softcap: of the scores.
-        """
+        """Return the class of a call; arguments as in :func:`chosen_attention`."""
         batch, heads, queries, dim = query.shape
         return cls(
             str(query.device), str(query.dtype), (heads, key.shape[1]), (dim, value.shape[3]),
@@ -78,37 +69,28 @@ class ShapeClass:
 
 
 class KernelChoice:
-    """What a process computes attention with.
-
-    Attributes:
-        kernels: of :data:`KERNELS`.
-    """
+    """The attention kernels of a process; ``kernels`` is one of :data:`KERNELS`."""
 
     def __init__(self) -> None:
         self.kernels = "raymm"
         self._chosen: dict[ShapeClass, str] = {}
 
     def use(self, kernels: str) -> None:
-        """From now on.
-
-        Raises:
-            ValueError: kernels that are none of :data:`KERNELS`.
-        """
+        """Set ``kernels`` and forget all measurements; raise ValueError for an unknown value."""
         check_kernels(kernels)
         self.kernels = kernels
         self._chosen.clear()
 
     def fastest(self, shape: ShapeClass, contenders: Mapping[str, Callable[[], float]]) -> str:
-        """The contender that took least, measured when its shape class is first asked for. One
-        that raises is out.
+        """Return the fastest contender of a shape class, measured on the first call. Contenders
+        that raise are excluded.
 
         Args:
-            shape: of the call.
-            contenders: by name, what measures it, in seconds; the first is taken where several
-                are as fast.
+            contenders: functions that measure a contender in seconds, by name; the first wins a
+                tie.
 
         Raises:
-            Exception: of the first contender, where all raise.
+            Exception: the error of the first contender, if all raise.
         """
         if shape not in self._chosen:
             seconds: dict[str, float] = {}
@@ -116,7 +98,7 @@ class KernelChoice:
             for name, measure in contenders.items():
                 try:
                     seconds[name] = measure()
-                except Exception as error:  # each has its own limits, and its own words for them
+                except Exception as error:  # each kernel has its own limits and errors
                     _log.info("kernel %s failed: %s: %s", name, type(error).__name__, error)
                     errors.append(error)
             if not seconds:
@@ -126,20 +108,16 @@ class KernelChoice:
         return self._chosen[shape]
 
     def keep_to(self, shape: ShapeClass, name: str) -> None:
-        """Take a contender for a shape class from now on, whatever was measured."""
+        """Use a contender for a shape class from now on, overriding any measurement."""
         self._chosen[shape] = name
 
 
 KERNEL_CHOICE = KernelChoice()
-"""Of this process."""
+"""The choice of this process."""
 
 
 def check_kernels(kernels: str) -> None:
-    """Refuse what is none of :data:`KERNELS`.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Raise ValueError if ``kernels`` is not one of :data:`KERNELS`."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; accepted: {', '.join(KERNELS)}")
 
@@ -148,15 +126,11 @@ def chosen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     masks: tuple[AttentionMask, ...], *, scale: float | None, softcap: float | None, own: Attend,
 ) -> Attend:  # fmt: skip
-    """What computes a call on a device that has several kernels.
+    """Return the attention function for a call on a device with several kernels.
 
     Args:
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         masks: one per sequence.
-        scale: of the scores.
-        softcap: of the scores.
         own: raymm's kernel.
     """
     if KERNEL_CHOICE.kernels != "auto" or not query.numel() or not key.numel():
@@ -182,7 +156,7 @@ def chosen_attention(
             return flex_attention(query, key, value, masks, **options)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # such as more lengths than it compiles for
+        except Exception as error:  # for example too many recompilations
             _log.warning("flex attention failed, using raymm's kernel instead: %s", error)
             KERNEL_CHOICE.keep_to(shape, "raymm")
             return own(query, key, value, masks, **options)
@@ -193,18 +167,18 @@ def chosen_attention(
 def seconds(
     attend: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], backward: bool
 ) -> float:
-    """Of the fastest of some calls, the backward pass included if it is wanted.
+    """Return the shortest duration of several calls, in seconds.
 
     Args:
-        attend: gives the output.
-        tensors: that it is given, or copies that share their memory.
-        backward: whether gradients are taken.
+        attend: returns the output.
+        tensors: its inputs; detached copies that share their memory are passed.
+        backward: True to include the backward pass.
     """
     device = tensors[0].device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     took = []
-    # Not the forward pass under way: its hooks (recomputation counts what is saved) must not see
-    # this one.
+    # Hide these calls from the hooks of the surrounding forward pass: recomputation counts saved
+    # tensors.
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         torch.autocast(device.type, enabled=False),

@@ -27,18 +27,9 @@ def flex_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`raymm.kernels.attention.attention` by FlexAttention: compiled on a GPU; a CPU runs it
-    as it is, and has no backward pass of it.
-
-    Args:
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
-        masks: one per sequence.
-        scale: default ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
-    """
-    with draws_suspended():  # dispatch modes would run it uncompiled
+    """Compute :func:`raymm.kernels.attention.attention` by FlexAttention: compiled on a GPU,
+    uncompiled and without a backward pass on a CPU. Arguments and shapes are the same."""
+    with draws_suspended():  # it would run uncompiled under a dispatch mode
         out, lse = _function(query.device.type)(
             query, key, value,
             score_mod=None if softcap is None else _cap(softcap),
@@ -54,18 +45,18 @@ def flex_attention(
 def _function(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention as run
 
-    # fullgraph: lengths of which it has compiled too many raise, instead of running uncompiled,
-    # with a matrix of all scores.
+    # With fullgraph, exceeding the recompilation limit raises. Otherwise the call would run
+    # uncompiled and materialize all scores.
     return run if device == "cpu" else torch.compile(run, fullgraph=True)
 
 
 @lru_cache(_CACHED_MASKS)
 def _block_mask(masks: tuple[AttentionMask, ...], device: torch.device) -> BlockMask:
-    """All layers of a model, and both passes, share it."""
+    """Return the block mask, cached for all layers of a model and both passes."""
     return to_block_mask(masks, len(masks), device=device)
 
 
 @lru_cache(_CACHED_MASKS)
 def _cap(softcap: float) -> Callable[..., torch.Tensor]:
-    """The same function for the same cap, which is compiled once."""
+    """Return the softcap function, cached so that each cap is compiled once."""
     return lambda score, b, h, q, k: softcap * torch.tanh(score / softcap)

@@ -1,1 +1,1 @@
-"""What processes do together on tensors: exchanges, gathers, tensor-parallel operators."""
+"""Operations of several processes on tensors: exchanges, gathers, tensor-parallel operators."""

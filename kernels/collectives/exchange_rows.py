@@ -1,4 +1,4 @@
-"""Rows of a tensor to other processes, any number to each, differentiably (all-to-all)."""
+"""Differentiable all-to-all of tensor rows, with any number of rows per process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.autograd.function import once_differentiable
 
 
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What every process says to this one.
+    """Send one row of counts to each process and return the rows received. All must call it.
 
     Args:
         counts: (P, N) integers, row p for process p of the group.
-        group: the processes; all must call it together.
+        group: P processes.
 
     Returns:
         (P, N), row p from process p.
@@ -28,19 +28,19 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 def exchange_rows(
     rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """What every process sends to this one. Gradients go back the same way.
+    """Send rows to every process and return the rows received. Backward sends gradients back.
 
-    All processes of the group must call it together, forward and backward, also those that have
-    nothing to send: its backward must be reached on all of them.
+    All processes of the group must call this function and reach its backward, including those that
+    have nothing to send.
 
     Args:
-        rows: (sum of ``sent``, C), those for process 0 first.
-        sent: rows for each process.
-        received: rows from each.
+        rows: (sum of ``sent``, C), ordered by destination.
+        sent: number of rows for each process.
+        received: number of rows from each process.
         group: the processes.
 
     Returns:
-        (sum of ``received``, C), those from process 0 first.
+        (sum of ``received``, C), ordered by source.
     """
     return _Exchange.apply(rows, list(sent), list(received), group)
 

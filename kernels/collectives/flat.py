@@ -1,4 +1,4 @@
-"""Collectives on flat tensors whose shares are alike."""
+"""Collectives on flat tensors that are split into shards of equal size."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-# Their names since torch 2.13, where the former ones warn.
+# torch 2.13 renamed these functions; the former names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_shares(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All processes' shares one after another: (n,) -> (n * processes,)."""
+    """Concatenate the shards of all processes: (n,) -> (n * processes,)."""
     whole = share.new_empty(share.numel() * group.size())
     if share.numel():
         _all_gather(whole, share, group=group)
@@ -22,15 +22,15 @@ def gather_shares(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 def scatter_sum(
     flat: torch.Tensor, share: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """This process's share of the sum over processes.
+    """Reduce-scatter: return this process's shard of the sum over processes.
 
     Args:
-        flat: (N,), of the same N everywhere.
-        share: elements of a share; ``share * processes >= N``.
-        group: whose members all call it.
+        flat: (N,), with the same N on all processes.
+        share: elements of a shard; ``share * processes >= N``.
+        group: all of its members must call this function.
 
     Returns:
-        (share,): elements from ``share * rank`` on, filled up with zeros.
+        (share,): elements from ``share * rank`` on, padded with zeros.
     """
     filled = F.pad(flat, (0, share * group.size() - flat.numel()))
     mine = flat.new_empty(share)

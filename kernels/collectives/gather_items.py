@@ -1,4 +1,4 @@
-"""Where items that processes share become whole again: every process gets all of them.
+"""All-gather of items that are split over processes.
 
 Legend: ``N`` items, ``n`` items of this process.
 """
@@ -15,22 +15,22 @@ from raymm.kernels.collectives.p2p import Exchange
 
 
 def gather_items(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange) -> torch.Tensor:
-    """The items of all processes, in their order.
+    """Return the items of all processes, in their order. All processes must call it together.
 
-    All processes must call it together. All must be handed the same gradient of what it returns,
-    of which each takes its items' part: backward needs no message, and gradients of parameters
-    have the right *sum* over the processes.
+    The gradient of the result must be identical on all processes. Backward takes the part of the
+    local items from it and needs no communication, so the *sum* of parameter gradients over the
+    processes is correct.
 
     Args:
         local: (n, ...), this process's items.
         sizes: n of every process.
-        exchange: the processes among which messages go.
+        exchange: point-to-point messages of the group.
 
     Returns:
         (N, ...).
 
     Raises:
-        ValueError: as many items as the sizes do not say.
+        ValueError: the number of local items differs from ``sizes``.
     """
     if local.shape[0] != sizes[exchange.rank]:
         raise ValueError(

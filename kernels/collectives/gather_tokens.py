@@ -1,10 +1,10 @@
-"""Where tokens that processes share become whole again: every process gets all of them.
+"""All-gather of tokens that are split over processes.
 
-What follows is computed by all processes alike, while gradients of parameters are *summed* over
-processes. So one process, the first of the group, contributes the gradient of all that follows:
-:func:`contribute_once` makes the others' zero, and the backward of :func:`gather_tokens` hands
-every process its tokens' part of the first one's gradient. Sums over processes are then exact:
-nothing is divided, and nothing but zeros is added.
+All processes compute the layers after the gather identically, while parameter gradients are
+*summed* over processes. To count those layers once, only the first process of the group contributes
+their gradient: :func:`contribute_once` zeroes it on the others, and the backward of
+:func:`gather_tokens` sends each process its tokens' part of the first process's gradient. Sums over
+processes are then exact: nothing is divided, and only zeros are added.
 
 Legend: ``B`` items, ``T`` tokens, ``t`` tokens of this process, ``C`` width.
 """
@@ -20,25 +20,25 @@ from torch.autograd.function import once_differentiable
 from raymm.kernels.collectives.p2p import Exchange
 
 CONTRIBUTOR = 0
-"""The process whose gradient counts for what all processes compute alike."""
+"""Rank of the process whose gradient counts for layers that all processes compute identically."""
 
 
 def gather_tokens(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange) -> torch.Tensor:
-    """The tokens of all processes, in their order.
+    """Return the tokens of all processes, in their order.
 
-    All processes must call it together, forward and backward. Its gradient is read on process
+    All processes must call it together, forward and backward. Backward uses the gradient of process
     :data:`CONTRIBUTOR` only.
 
     Args:
         local: (B, t, C), this process's tokens.
         sizes: t of every process.
-        exchange: the processes among which messages go.
+        exchange: point-to-point messages of the group.
 
     Returns:
         (B, T, C).
 
     Raises:
-        ValueError: as many tokens as the sizes do not say.
+        ValueError: the number of local tokens differs from ``sizes``.
     """
     return _Gather.apply(local, tuple(sizes), exchange)
 
@@ -46,25 +46,13 @@ def gather_tokens(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange)
 def gather_for_each(
     local: torch.Tensor, sizes: Sequence[int], exchange: Exchange
 ) -> torch.Tensor:
-    """As :func:`gather_tokens`, where each process goes on with something else of what it gets:
-    gradients are summed over processes, in their order.
-
-    Args:
-        local: (B, t, ...), this process's tokens.
-        sizes: t of every process.
-        exchange: the processes among which messages go.
-
-    Returns:
-        (B, T, ...).
-
-    Raises:
-        ValueError: as many tokens as the sizes do not say.
-    """
+    """Gather like :func:`gather_tokens`, for processes that use the result differently. Backward
+    sums the gradients over processes, in their order."""
     return _GatherForEach.apply(local, tuple(sizes), exchange)
 
 
 def contribute_once(output: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """``output`` itself; its gradient is zero on all processes but :data:`CONTRIBUTOR`."""
+    """Return ``output``, and zero its gradient on all processes except :data:`CONTRIBUTOR`."""
     return _ContributeOnce.apply(output, exchange.rank == CONTRIBUTOR)
 
 
@@ -103,12 +91,12 @@ def _gathered(
 def _of_all(
     sent: Sequence[torch.Tensor], sizes: Sequence[int], exchange: Exchange
 ) -> list[torch.Tensor]:
-    """What every process sends this one, in their order.
+    """Send ``sent[rank]`` to every rank, and return the tensors received, in order of rank.
 
     Args:
-        sent: to every process; what it sends itself is its own.
-        sizes: tokens of what comes of every process.
-        exchange: the processes.
+        sent: one tensor per process; this process keeps its own.
+        sizes: number of tokens to receive from each process.
+        exchange: point-to-point messages of the group.
     """
     own = sent[exchange.rank]
     others = [rank for rank in range(exchange.size) if rank != exchange.rank]
@@ -145,5 +133,5 @@ class _ContributeOnce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):
-        # Zeros, not a product with zero: a gradient that overflowed stays out too.
+        # New zeros, not a product with zero, so that inf and NaN do not pass.
         return grad if ctx.contributes else torch.zeros_like(grad), None

@@ -17,14 +17,14 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Pending(NamedTuple):
-    """Messages under way. Sent tensors live until :meth:`wait`."""
+    """Messages in flight. Sent tensors are kept alive until :meth:`wait`."""
 
     works: tuple[dist.Work, ...]
     sent: tuple[torch.Tensor, ...]
     received: tuple[torch.Tensor, ...]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """What was received, in the order asked for."""
+        """Wait for all messages and return the received tensors in the order of ``receives``."""
         for work in self.works:
             wait(work)
         return self.received
@@ -33,17 +33,17 @@ class Pending(NamedTuple):
 class Exchange:
     """Point-to-point messages within a group.
 
-    Both ends must ask for the same messages in the same order; shapes are known to both, so
-    nothing but payload travels, and empty tensors do not travel at all.
+    Both ends must start the same messages in the same order. Both know the shapes, so only payload
+    is sent, and empty tensors are skipped.
 
     Args:
-        group: default: all ranks. With NCCL, one of which all members have taken part in an
-            operation: as empty tensors do not travel, some of them may have no part in its first
+        group: default: all ranks. With NCCL, all members of the group must already have taken part
+            in one operation, because skipped messages may leave some of them out of the first
             exchange.
 
     Attributes:
-        rank, size: this process's place in the group, and n.
-        sent_bytes: payload sent since it was made.
+        rank, size: this process's rank in the group, and n.
+        sent_bytes: payload bytes sent since construction.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -51,7 +51,7 @@ class Exchange:
         self.sent_bytes = 0
 
     def use(self, group: dist.ProcessGroup | None) -> None:
-        """From now on messages go within another group, of the same processes."""
+        """Switch to another group of the same processes."""
         self.group = group if group is not None else dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
@@ -61,12 +61,12 @@ class Exchange:
         receives: Sequence[tuple[int, Shape]],
         device: torch.device,
     ) -> Pending:
-        """Start messages to and from ranks of the group; returns at once.
+        """Start messages to and from ranks of the group, and return at once.
 
         Args:
-            sends: (to, tensor).
-            receives: (from, (shape, dtype)).
-            device: where tensors are to be.
+            sends: (destination rank, tensor).
+            receives: (source rank, (shape, dtype)).
+            device: device of the received tensors.
         """
         received = tuple(
             torch.empty(shape, dtype=dtype, device=device) for _, (shape, dtype) in receives
@@ -95,21 +95,23 @@ def carousel(
     result_shapes: Callable[[int], Sequence[Shape]],
     merge: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor] | None]:
-    """Every rank's payload visits every other rank along a ring; results gather on the way
-    and come home. Payload and results each make n - 1 hops: results set out from the first
-    rank visited. While one payload is worked on, the next is on its way.
+    """Pass every rank's payload around a ring; return each rank's results to it.
+
+    Payload and results each make n - 1 hops: results start at the first rank visited, are merged on
+    the way and end at the payload's owner. The next payload is received while the current one is
+    processed.
 
     Args:
+        exchange: point-to-point messages of the group.
         payload: this rank's tensors.
-        payload_shapes: of a rank's payload.
-        visit: ``visit(owner, payload) -> results``; its own payload comes first.
-        result_shapes: of the results of a rank's payload; may be none.
-        merge: ``merge(earlier, later) -> results`` of the same payload.
-        exchange: the processes among which messages go.
+        payload_shapes: returns the shapes of a rank's payload.
+        visit: ``visit(owner, payload) -> results``; called with this rank's payload first.
+        result_shapes: returns the shapes of the results of a rank's payload; may be empty.
+        merge: ``merge(earlier, later) -> results`` for the same payload.
 
     Returns:
-        What this rank's visit to its own payload gave, and what the others gave, merged (None
-        if there are no others, or no results).
+        The results of this rank for its own payload, and the merged results of all other ranks
+        (None if there are no other ranks, or no results).
     """
     me, n = exchange.rank, exchange.size
     after, before = (me + 1) % n, (me - 1) % n

@@ -1,7 +1,7 @@
-"""The collectives of tensor parallelism, over processes or over threads of one process.
+"""Collectives for tensor parallelism, over processes or over threads of one process.
 
-Every member of a group calls the same operations in the same order with tensors that fit one
-another. All members get the same bits, so parameters that each of them updates stay equal.
+Every member of a group must call the same operations in the same order with tensors that fit one
+another. All members receive the same bits, so parameters that each of them updates stay equal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 THREAD_TIMEOUT_S = 60.0
-"""How long a thread waits for the others before it gives up, in seconds."""
+"""Longest wait of a thread for the others, in seconds."""
 
 
 class TensorGroup:
@@ -23,47 +23,47 @@ class TensorGroup:
         group: default: all processes.
 
     Attributes:
-        rank, size: this process's place in the group, and how many there are.
+        rank, size: this process's rank in the group, and the number of members.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.use(group)
 
     def use(self, group: dist.ProcessGroup | None) -> None:
-        """From now on operations are of another group, of the same processes."""
+        """Switch to another group of the same processes."""
         self.group = group if group is not None else dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the group, in place; ``tensor`` is contiguous and is returned."""
+        """Sum a contiguous tensor over the group, in place, and return it."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over the group, in place; ``tensor`` is contiguous."""
+        """Take the elementwise maximum of a contiguous tensor over the group, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        if tensor.numel():  # as many elements on all members: all skip, or none
+        if tensor.numel():  # the same size on all members, so all skip the call or none does
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
-        """What all members have, one after another along ``dim``.
+        """Concatenate the tensors of all members along ``dim``.
 
         Args:
-            tensor: this member's part; along all other dims as large as everybody's.
-            sizes: per member, how large its part is along ``dim``.
+            tensor: this member's part; its other dimensions are equal on all members.
+            sizes: length of each member's part along ``dim``.
             dim: may be negative.
 
         Returns:
-            A new contiguous tensor, ``sum(sizes)`` long along ``dim``.
+            A new contiguous tensor of length ``sum(sizes)`` along ``dim``.
 
         Raises:
-            ValueError: if ``sizes`` does not fit the group or the tensor.
+            ValueError: ``sizes`` does not fit the group or the tensor.
         """
         _check_sizes(self, tensor, sizes, dim)
         longest = max(sizes)
-        # Parts of one length: not every backend gathers different ones.
+        # Pad to equal lengths: not every backend gathers different ones.
         part = tensor.movedim(dim, 0)
         if part.shape[0] < longest:
             part = torch.cat([part, part.new_zeros(longest - part.shape[0], *part.shape[1:])])
@@ -79,12 +79,8 @@ class TensorGroup:
 
 
 class LoneMember(TensorGroup):
-    """The first member of a group whose others are not there. What comes from them is as large as
-    it would be, and has no meaning: it is for measuring memory.
-
-    Args:
-        size: how many members the group would have.
-    """
+    """First member of a group without other members, for measuring memory. Tensors from the other
+    members have the right size and meaningless values."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -98,7 +94,7 @@ class LoneMember(TensorGroup):
 
 
 class _Meeting:
-    """Where the threads of a group put what they have and wait for one another."""
+    """Barrier at which the threads of a group exchange tensors."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout)
@@ -108,24 +104,19 @@ class _Meeting:
 class ThreadGroup(TensorGroup):
     """A member of a group of threads of this process; see :func:`thread_groups`.
 
-    Autograd runs the backward of CPU tensors in the thread that asks for it, so a thread may
-    call ``backward`` on a graph with collectives in it.
+    Autograd runs the backward of CPU tensors in the calling thread, so a thread may call
+    ``backward`` on a graph that contains collectives.
 
     Raises (every collective):
-        threading.BrokenBarrierError: if another thread gave up or does not come in time.
-        ValueError: if the members call different operations, or with different shapes.
-
-    Args:
-        rank: of this member.
-        size: how many members there are.
-        meeting: where the members meet.
+        threading.BrokenBarrierError: another thread aborted or did not arrive in time.
+        ValueError: the members call different operations, or use different shapes.
     """
 
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         self.rank, self.size, self._meeting = rank, size, meeting
 
     def abort(self) -> None:
-        """Wake the other threads, which then raise: this one will not come again."""
+        """Make the other threads raise, because this thread will not reach the barrier again."""
         self._meeting.barrier.abort()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -162,20 +153,20 @@ class ThreadGroup(TensorGroup):
         meeting = self._meeting
         meeting.arrived[self.rank] = (name, tensor)
         meeting.barrier.wait()
-        arrived = [part for part in meeting.arrived if part is not None]  # all have come by now
+        arrived = [part for part in meeting.arrived if part is not None]
         names = [name for name, _ in arrived]
         if len(set(names)) > 1:
             raise ValueError(f"members call different operations: {', '.join(names)}")
         result = combine([tensor for _, tensor in arrived])
-        meeting.barrier.wait()  # nobody changes what others still read
+        meeting.barrier.wait()  # no thread may change a tensor that another still reads
         return result
 
 
 def thread_groups(size: int, timeout: float = THREAD_TIMEOUT_S) -> list[ThreadGroup]:
-    """The members of a group of ``size`` threads, one for each.
+    """Return one member for each thread of a group of ``size`` threads.
 
     Args:
-        timeout: how long one waits for the others, in seconds.
+        timeout: longest wait for the other threads, in seconds.
     """
     meeting = _Meeting(size, timeout)
     return [ThreadGroup(rank, size, meeting) for rank in range(size)]

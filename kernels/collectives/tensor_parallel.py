@@ -1,17 +1,17 @@
 """Operators between replicated and sharded tensors, for tensor parallelism.
 
-Megatron's conjugate pairs: each operator's backward is the other one's forward, so that a
-tensor that all members of a group have whole also has its whole gradient on all of them.
+These are Megatron's conjugate pairs: the backward of each operator is the forward of the other. A
+tensor that is replicated over a group therefore has a complete gradient on every member.
 
-| operator | forward | backward | where |
+| operator | forward | backward | position |
 | --- | --- | --- | --- |
-| :func:`copy_to_shards` | identity | sum over the group | before sharded columns |
-| :func:`reduce_from_shards` | sum over the group | identity | after sharded rows |
-| :func:`gather_from_shards` | parts side by side | own part | after columns that are needed whole |
-| :func:`split_to_shards` | own part | parts side by side | before rows whose input is whole |
+| :func:`copy_to_shards` | identity | all-reduce | before column-parallel layers |
+| :func:`reduce_from_shards` | all-reduce | identity | after row-parallel layers |
+| :func:`gather_from_shards` | all-gather | own shard | after columns that are needed in full |
+| :func:`split_to_shards` | own shard | all-gather | before rows with a replicated input |
 
-They work on ordinary tensors, not on DTensors, which cost a dispatch per operation and can
-not hold fewer KV heads than there are members.
+They work on plain tensors. DTensor adds a dispatch per operation and does not support fewer KV
+heads than members.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ Sizes = tuple[int, ...]
 
 
 def copy_to_shards(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """The tensor itself; its gradients, of which each member has a part, are summed.
+    """Return the tensor unchanged; backward sums its gradient over the group.
 
     Args:
-        tensor: any shape, the same on all members. Returned as it is if no gradient is asked
-            for: then there is none to sum on any member.
+        tensor: any shape, the same on all members. Returned as is if it needs no gradient.
     """
     if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
@@ -39,22 +38,23 @@ def copy_to_shards(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def reduce_from_shards(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """The sum over the group; each member's gradient is that of the sum.
+    """Return the sum over the group; backward passes the gradient through.
 
     Args:
-        tensor: any shape, as large on all members.
+        tensor: any shape, equal on all members.
     """
     return tensor if group.size == 1 else _ReduceFromShards.apply(tensor, group)
 
 
 def gather_from_shards(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -> torch.Tensor:
-    """The members' parts one after another along the last dim. What follows must be the same on
-    all members: each one's gradient is taken to be complete.
+    """Concatenate the members' shards along the last dimension.
+
+    All members must compute the same from the result: backward treats each member's gradient as
+    complete.
 
     Args:
         tensor: (..., sizes[rank]).
-        sizes: per member, how wide its part is.
-        group: the members.
+        sizes: width of each member's shard.
 
     Returns:
         (..., sum(sizes)), contiguous.
@@ -63,12 +63,12 @@ def gather_from_shards(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -
 
 
 def split_to_shards(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -> torch.Tensor:
-    """This member's part of the last dim; the gradient is put together from all parts.
+    """Return this member's shard of the last dimension; backward gathers the gradient of all
+    shards.
 
     Args:
         tensor: (..., sum(sizes)), the same on all members.
-        sizes: per member, how wide its part is.
-        group: the members.
+        sizes: width of each member's shard.
 
     Returns:
         (..., sizes[rank]), contiguous.
@@ -90,14 +90,14 @@ class _CopyToShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # A copy: autograd may hand the same tensor to other operators.
+        # Copy, because autograd may pass the same tensor to other operators.
         return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _ReduceFromShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        # A copy: selective checkpointing may keep the product itself, to be summed again.
+        # Copy, because selective checkpointing may save the product and sum it again.
         return group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
 
     @staticmethod

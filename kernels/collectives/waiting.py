@@ -1,5 +1,5 @@
-"""Waiting for other processes, in one place, so that whoever looks at a process's stack, or at
-where an error comes from, knows that it was that."""
+"""All waits for other processes, in one module, so that a stack trace shows whether a process waits
+or an error comes from a wait."""
 
 from __future__ import annotations
 
@@ -14,54 +14,42 @@ import torch.distributed as dist
 
 
 class Waitable(Protocol):
-    """What an operation between processes returns that has been started."""
+    """A started operation between processes."""
 
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 
 
 class PointToPoint(Protocol):
-    """What sends to and receives from its other members: a process group, or its backend."""
+    """Interface to send to and receive from members: a process group or its backend."""
 
     def rank(self) -> int:
-        """This process's number in it."""
+        """Return this process's rank in the group."""
         ...
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Any:
-        """Start sending one tensor; a :class:`torch.distributed.Work`.
-
-        Args:
-            tensors: the tensor.
-            peer: the other's number.
-            tag: of the message.
-        """
+        """Start sending a list of one tensor to rank ``peer``; return a
+        :class:`torch.distributed.Work`."""
         ...
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Any:
-        """Start receiving one tensor.
-
-        Args:
-            tensors: what is written into.
-            peer: the other's number.
-            tag: of the message.
-        """
+        """Start receiving into a list of one tensor from rank ``peer``."""
         ...
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """A send or receive of a process that is in the group (None is what others get)."""
+    """Return the work of a send or receive. It is None only for processes outside the group."""
     assert work is not None
     return work
 
 
 def wait(work: Waitable, timeout: timedelta | None = None) -> None:
-    """Until an operation is done.
+    """Wait until an operation is done.
 
     Args:
-        work: the operation.
-        timeout: by default that of its process group.
+        timeout: default: that of the process group.
 
     Raises:
-        torch.distributed.DistError: it failed.
+        torch.distributed.DistError: the operation failed.
     """
     try:
         work.wait() if timeout is None else work.wait(timeout)
@@ -70,27 +58,20 @@ def wait(work: Waitable, timeout: timedelta | None = None) -> None:
 
 
 def send_to(group: PointToPoint, peer: int, tag: int, tensor: torch.Tensor) -> dist.Work:
-    """Start sending, as :func:`torch.distributed.isend` does, whose checks of its arguments take
-    longer than a small message.
+    """Start sending a tensor, like :func:`torch.distributed.isend` without its argument checks,
+    which take longer than a small message.
 
     Args:
-        group: of this process and the other.
-        peer: the other's number *in the group*.
-        tag: of the message; NCCL knows none.
-        tensor: contiguous; must live until the operation is done.
+        group: contains this process and the peer.
+        peer: rank *in the group*.
+        tag: ignored by NCCL.
+        tensor: contiguous; must stay alive until the operation is done.
     """
     return group.send([_real(tensor)], peer, tag)
 
 
 def receive_from(group: PointToPoint, peer: int, tag: int, tensor: torch.Tensor) -> dist.Work:
-    """Start receiving; the other end of :func:`send_to`.
-
-    Args:
-        group: of this process and the other.
-        peer: the other's number *in the group*.
-        tag: of the message.
-        tensor: contiguous; what is received is written into it.
-    """
+    """Start receiving into a contiguous tensor; the counterpart of :func:`send_to`."""
     return group.recv([_real(tensor)], peer, tag)
 
 
@@ -103,35 +84,33 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def waits_for_others(function: Function) -> Function:
-    """Says of a function that what it does itself is to wait for other processes: directly, or for
-    a device that does."""
+    """Mark a function that itself waits for other processes, directly or through a device."""
     _waits.add(function.__code__)
     return function
 
 
 _DISTRIBUTED = dist.__path__[0]
-# Tensors of several processes compute in there, too.
+# DTensor also computes there, so its functions do not count as communication.
 _TENSORS = f"{_DISTRIBUTED}/tensor/"
 
 
 def is_communication(code: CodeType) -> bool:
-    """Whether a function exists to talk to other processes: those here, and those of
-    ``torch.distributed``."""
+    """Return True for functions of this module and of ``torch.distributed`` that communicate."""
     file = code.co_filename
     return file == __file__ or (
         file.startswith(f"{_DISTRIBUTED}/") and not file.startswith(_TENSORS)
     )
 
 
-# Of conditions and events, that others wait with.
+# Modules of conditions and events, through which other functions wait.
 _MEANS = (threading.__file__, torch.cuda.streams.__file__)
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether a stack ends in a wait for other processes.
+    """Return True if a stack ends in a wait for other processes.
 
     Args:
-        frame: the innermost; None of a thread that has ended.
+        frame: the innermost frame; None for a thread that has ended.
     """
     while frame is not None and frame.f_code.co_filename in _MEANS:
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""Attention of tokens that several processes have: gathered, in a ring, by heads."""
+"""Attention over tokens of several processes: by gathering, in a ring, or by heads."""

@@ -1,7 +1,7 @@
 """Attention over ranks by gathering the keys and values that the rows of a rank see.
 
-*Gather*: those of all ranks, a few heads at a time, the next heads on their way while these
-are computed (Cornstarch v2 §4.3). *Needed*: of those only what some row can see.
+*Gather* fetches the keys and values of all ranks, a few heads at a time, and fetches the next heads
+during computation (Cornstarch v2 §4.3). *Needed* fetches only those that some row sees.
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
 ranks.
@@ -20,11 +20,11 @@ from raymm.kernels.context_parallel.layout import indices, local_masks, needed_k
 from raymm.kernels.context_parallel.partial import row_delta
 from raymm.kernels.host_copies import to_device
 
-_HEAD_CHUNKS = 4  # of keys and values: one computed, one on its way
+_HEAD_CHUNKS = 4  # of keys and values: one is computed, the next is in flight
 
 
 class _Needs:
-    """Which keys this rank gives to and takes from every rank."""
+    """Keys that this rank sends to and receives from every rank."""
 
     def __init__(self, call: ContextCall, only_needed: bool, device: torch.device) -> None:
         group = call.group
@@ -44,7 +44,7 @@ class _Needs:
         taken = {rank: needs(me, rank) for rank in ranks}
         positions = [indices(taken[rank]) for rank in (me, *self.others)]
         self.counts = [len(part) for part in positions]
-        # Keys come rank by rank; the mask wants them in order of position.
+        # Keys arrive rank by rank; the mask needs them in order of position.
         self.order = to_device(torch.cat(positions).argsort(), device)
         ranges = tuple(sorted(r for part_ranges in taken.values() for r in part_ranges))
         self.masks = local_masks(call.masks, group.queries.ranges[me], ranges)
@@ -59,18 +59,15 @@ class _Needs:
         return exchange.start(sends, receives, both.device)
 
     def assemble(self, both: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, ...]:
-        """Keys and values that were gathered, in order of position."""
+        """Return gathered keys and values, in order of position."""
         parts = [both[:, :, :, self.own], *pending.wait()]
         return torch.cat(parts, dim=3)[:, :, :, self.order].unbind(0)
 
     def give_back(
         self, gradients: torch.Tensor, exchange: Exchange
     ) -> tuple[torch.Tensor, Pending]:
-        """Start to send gradients (2, B, h, keys, D) of gathered keys to where the keys are.
-
-        Returns:
-            This rank's own share, and the others' on their way.
-        """
+        """Start to send gradients (2, B, h, keys, D) of gathered keys to the ranks of the keys.
+        Return this rank's part and the pending parts from the others."""
         by_rank = torch.empty_like(gradients)
         by_rank[:, :, :, self.order] = gradients
         own, *theirs = by_rank.split(self.counts, dim=3)
@@ -84,7 +81,7 @@ class _Needs:
 
 
 def _gather_forward(call: ContextCall, query, key, value, only_needed: bool = False):
-    """Keys and values of all ranks, a few heads at a time; the next heads travel meanwhile."""
+    """Gather keys and values a few heads at a time, overlapping computation with the next heads."""
     needs = _Needs(call, only_needed, query.device)
     outs, lses = [], []
     for q, k, v in _by_heads([query], torch.stack([key, value]), needs, call.group.exchange):
@@ -96,7 +93,7 @@ def _gather_forward(call: ContextCall, query, key, value, only_needed: bool = Fa
 
 
 def _gather_backward(call: ContextCall, grad_out, saved, only_needed: bool = False):
-    """Keys and values are gathered again; their gradients return to their ranks."""
+    """Gather keys and values again, and send their gradients to their ranks."""
     query, key, value, out, lse = saved
     exchange, needs = call.group.exchange, _Needs(call, only_needed, query.device)
     both = torch.stack([key, value])
@@ -120,7 +117,7 @@ def _gather_backward(call: ContextCall, grad_out, saved, only_needed: bool = Fal
 def _by_heads(
     rows: list[torch.Tensor], both: torch.Tensor, needs: _Needs, exchange: Exchange
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """(rows' heads ..., key, value) of a few key heads at a time."""
+    """Yield (rows' heads ..., key, value) for a few key heads at a time."""
     key_heads = both.shape[2]
     groups = rows[0].shape[1] // key_heads
     chunks = both.tensor_split(min(_HEAD_CHUNKS, key_heads), dim=2)

@@ -1,14 +1,14 @@
-"""Attention of tokens that are split over the ranks of a group, with any mask.
+"""Attention with any mask over tokens that are split over the ranks of a group.
 
-Five ways, of the same result (Cornstarch v2 §4.3; LV-XAttn §3):
+Five methods give the same result (Cornstarch v2 §4.3; LV-XAttn §3):
 
-- ``gather``: every rank gets the keys and values of all others, a few heads at a time, the
-  next heads on their way while these are computed; ``needed``: of those only what its rows
-  can see.
+- ``gather``: every rank gathers the keys and values of all others, a few heads at a time, and
+  gathers the next heads during computation.
+- ``needed``: like ``gather``, but only keys and values that the rank's rows see.
 - ``ring``: keys and values visit every rank; outputs stay.
-- ``ulysses``: heads instead of tokens are split for the time of the attention.
-- ``rotate``: queries, partial outputs and LSE visit every rank; keys and values stay. For
-  cross attention with many more keys than queries.
+- ``ulysses``: during attention, heads are split over ranks instead of tokens.
+- ``rotate``: queries, partial outputs and LSE visit every rank; keys and values stay. For cross
+  attention with many more keys than queries.
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` and ``Tk`` tokens of this
 rank, ``D`` head dim, ``n`` ranks.
@@ -41,7 +41,7 @@ WAYS: dict[str, Way] = {
     "rotate": ROTATE,
 }
 METHODS = tuple(WAYS)
-"""What ``method`` may be."""
+"""Accepted values of ``method``."""
 
 
 def context_attention(
@@ -55,30 +55,30 @@ def context_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's rows to the keys of all ranks.
+    """Compute attention of this rank's rows to the keys of all ranks.
 
     Args:
         query: (B, Hq, Tq, D), this rank's rows in ascending order of position.
         key, value: (B, Hk, Tk, D) and (B, Hk, Tk, Dv), this rank's keys. Under autocast all three
             are cast to its dtype.
-        mask: of the whole sequence; one for all sequences, or one each.
-        group: who has what.
+        mask: mask of the full sequence; one for all sequences, or one each.
+        group: ranks and token layouts.
         method: one of :data:`METHODS`.
-        scale: of the scores; default ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        scale: default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None to leave them.
 
     Returns:
         (B, Hq, Tq, Dv) in the dtype of the query.
 
     Raises:
-        ModelError: a mask that does not fit the layouts.
-        ValueError: an unknown method, tensors that do not fit one another or the layout, or
-            Ulysses with a number of heads that the ranks do not divide.
+        ModelError: the mask does not fit the layouts.
+        ValueError: the method is unknown, tensors do not fit one another or the layout, or the
+            number of heads is not divisible by the ranks (``ulysses``).
     """
     query, key, value = prepare(query, key, value, softcap)
     width, common = value.shape[3], max(key.shape[3], value.shape[3])
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    # Keys and values travel in one message. Zeros change neither scores nor the other columns.
+    # Keys and values are sent in one message. Padding with zeros changes no score and no column.
     query, key, value = (
         F.pad(each, (0, common - each.shape[3])) if each.shape[3] < common else each
         for each in (query, key, value)
@@ -99,23 +99,19 @@ def recomputed_context_attention(
     softcap: float | None = None,
     projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Cross attention that keeps neither queries nor keys nor values for the backward pass but
-    makes them again from their inputs (LV-XAttn §3.3). All layers of a model share ``visual``,
-    of which there is then one copy; the attention itself is not computed again.
+    """Compute cross attention without saving queries, keys and values: backward recomputes them
+    from their inputs (LV-XAttn §3.3). All layers of a model share ``visual``, so only one copy of
+    it is kept. The attention itself is not recomputed.
 
     Args:
         project: ``project(hidden, visual) -> (query, key, value)``, shaped as
             :func:`context_attention` takes them; must be deterministic.
-        hidden, visual: this rank's rows and visual tokens. They and every parameter of
-            ``project`` that wants a gradient get one.
-        method: any of :data:`METHODS` but ``ulysses``, which computes on other tensors than
-            it is given.
-        projected: what ``project`` gave for these inputs, if it has been called without autograd;
-            it is not called again before the backward pass then.
-        mask: one for all sequences, or one each.
-        group: who has what.
-        scale: of the scores; default ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        hidden, visual: this rank's rows and visual tokens. They and the parameters of ``project``
+            get gradients if they require them.
+        method: one of :data:`METHODS` except ``ulysses``, which saves exchanged heads instead of
+            its inputs.
+        projected: result of ``project`` for these inputs, if it was already called without
+            autograd; the forward pass then does not call it again.
 
     Raises:
         ModelError, ValueError: as :func:`context_attention`.
@@ -131,9 +127,9 @@ def recomputed_context_attention(
 
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
-    """Autocast as it is now, to be entered now and again later, with a cache of cast weights of
-    its own: not every PyTorch knows a copy cast without autograd from one cast with it, and
-    the former gives its weight no gradient."""
+    """Return a context manager that enters autocast with its current settings and an empty cache of
+    cast weights. Some PyTorch versions reuse a weight that was cast without autograd, which then
+    gets no gradient."""
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     @contextmanager

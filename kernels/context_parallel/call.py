@@ -1,4 +1,4 @@
-"""What an attention call over the ranks of a group is, besides its tensors.
+"""Arguments of an attention call over the ranks of a group, except its tensors.
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
 ranks.
@@ -24,12 +24,12 @@ ACCUMULATOR = torch.float32
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks over which a sequence is split, and which tokens they have.
+    """Ranks over which a sequence is split, and the tokens of each rank.
 
     Attributes:
-        exchange: this rank's end of the group.
-        queries: which rows each rank has.
-        keys: which keys; the same as ``queries`` in self-attention.
+        exchange: point-to-point messages of the group.
+        queries: rows of each rank.
+        keys: keys of each rank; the same as ``queries`` in self-attention.
     """
 
     exchange: Exchange
@@ -46,13 +46,13 @@ class ContextGroup:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This process's rank in the group."""
         return self.exchange.rank
 
 
 @dataclass(frozen=True)
 class ContextCall:
-    """What an attention call is besides its tensors."""
+    """An attention call, except its tensors."""
 
     group: ContextGroup
     masks: tuple[AttentionMask, ...]
@@ -60,7 +60,7 @@ class ContextCall:
     softcap: float | None
 
     def masks_of(self, query_rank: int, key_rank: int) -> tuple[AttentionMask, ...]:
-        """Of one rank's rows and one rank's keys."""
+        """Return the masks for one rank's rows and one rank's keys."""
         rows = self.group.queries.ranges[query_rank]
         return local_masks(self.masks, rows, self.group.keys.ranges[key_rank])
 
@@ -68,14 +68,7 @@ class ContextCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         masks: Sequence[AttentionMask],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Output and LSE of rows among a part of the keys.
-
-        Args:
-            query: (B, Hq, Tq, D).
-            key: (B, Hk, Tk, D).
-            value: (B, Hk, Tk, Dv).
-            masks: one per sequence of the batch.
-        """
+        """Return output and LSE of rows over a part of the keys; see :func:`partial_forward`."""
         return partial_forward(query, key, value, masks, self.scale, self.softcap)
 
     def backward(
@@ -83,25 +76,15 @@ class ContextCall:
         value: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
         masks: Sequence[AttentionMask],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """The part's share of dQ, dK, dV, in fp32.
-
-        Args:
-            grad_out: gradient of the output, (B, Hq, Tq, Dv).
-            query: (B, Hq, Tq, D).
-            key: (B, Hk, Tk, D).
-            value: (B, Hk, Tk, Dv).
-            lse: (B, Hq, Tq), at least fp32.
-            delta: (B, Hq, Tq), the sum of gradient times output per row.
-            masks: one per sequence of the batch.
-        """
+        """Return a part's contribution to dQ, dK, dV in fp32; see :func:`partial_backward`."""
         return partial_backward(
             grad_out, query, key, value, lse, delta, masks, self.scale, self.softcap
         )
 
 
 class Way(NamedTuple):
-    """One method: ``forward(call, q, k, v) -> out, saved`` and ``backward(call, dO, saved) ->
-    dQ, dK, dV`` in fp32. ``saves_inputs``: what is saved is (q, k, v, out, LSE)."""
+    """A method: ``forward(call, q, k, v) -> out, saved`` and ``backward(call, dO, saved) -> dQ, dK,
+    dV`` in fp32. If ``saves_inputs`` is True, ``saved`` is (q, k, v, out, LSE)."""
 
     forward: Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
     backward: Callable[..., tuple[torch.Tensor, ...]]
@@ -109,5 +92,5 @@ class Way(NamedTuple):
 
 
 def with_tokens(shape: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """A (B, H, T, ...) shape with another number of tokens."""
+    """Return a (B, H, T, ...) shape with another number of tokens."""
     return (*shape[:2], tokens, *shape[3:])

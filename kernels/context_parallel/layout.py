@@ -1,4 +1,5 @@
-"""Which tokens of a sequence each rank of a group has, and which it needs from the others.
+"""Split of a sequence's tokens over the ranks of a group, and the tokens that ranks need from
+others.
 
 Legend: ``n`` ranks, ``T`` tokens. Positions are global; a rank's tokens are in ascending order.
 """
@@ -21,10 +22,10 @@ _CACHED_PLANS = 256
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """Token ranges [start, stop) of every rank; together they are [0, T), each token once.
+    """Token ranges [start, stop) of every rank; together they cover [0, T), each token once.
 
     Raises:
-        ModelError: ranges out of order, or tokens that nobody or two ranks have.
+        ModelError: ranges are out of order, or a token belongs to no rank or to two ranks.
     """
 
     ranges: tuple[Ranges, ...]
@@ -43,7 +44,7 @@ class ContextLayout:
 
     @classmethod
     def even(cls, length: int, ranks: int) -> ContextLayout:
-        """Contiguous parts that differ by at most one token."""
+        """Return a layout of contiguous parts that differ by at most one token."""
         edges = [length * rank // ranks for rank in range(ranks + 1)]
         return cls(tuple(((a, b),) for a, b in zip(edges, edges[1:], strict=False)))
 
@@ -51,11 +52,12 @@ class ContextLayout:
     def of_blocks(
         cls, blocks: Sequence[Sequence[int]], block: int, length: int
     ) -> ContextLayout:
-        """From the blocks of each rank (``raymm.scheduler.context_parallel.distribution``).
+        """Return the layout of a distribution of blocks
+        (``raymm.scheduler.context_parallel.distribution``).
 
         Args:
-            blocks: numbers of the blocks of each rank, ascending.
-            block: tokens of a block.
+            blocks: ascending block numbers of each rank.
+            block: tokens per block.
             length: tokens of the sequence.
         """
         return cls(
@@ -74,7 +76,7 @@ class ContextLayout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of every rank."""
+        """Number of tokens of every rank."""
         return tuple(sum(stop - start for start, stop in owned) for owned in self.ranges)
 
     @property
@@ -83,22 +85,22 @@ class ContextLayout:
         return sum(self.sizes)
 
     def positions(self, rank: int) -> torch.Tensor:
-        """(tokens,) int64: global positions of a rank's tokens: also its position ids."""
+        """Return the global positions of a rank's tokens, its position ids: (tokens,) int64."""
         return indices(self.ranges[rank])
 
     def local(self, rank: int, ranges: Ranges) -> torch.Tensor:
-        """(tokens,) int64: where the tokens of global ``ranges`` lie among a rank's own."""
+        """Return the indices of global ``ranges`` among a rank's tokens: (tokens,) int64."""
         return torch.searchsorted(self.positions(rank), indices(ranges))
 
 
 def indices(ranges: Ranges) -> torch.Tensor:
-    """The positions of ranges, one after another."""
+    """Return the concatenated positions of ranges."""
     parts = [torch.arange(start, stop) for start, stop in ranges]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Ascending ranges with those that touch joined."""
+    """Merge adjacent ranges of an ascending sequence."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
@@ -109,7 +111,7 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def ranges_of(chosen: np.ndarray) -> Ranges:
-    """Ranges of a (T,) bool array."""
+    """Return the ranges of True entries of a (T,) bool array."""
     edges = np.flatnonzero(np.diff(np.pad(chosen.astype(np.int8), 1)))
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
@@ -118,13 +120,10 @@ def ranges_of(chosen: np.ndarray) -> Ranges:
 def local_masks(
     masks: tuple[AttentionMask, ...], queries: Ranges, keys: Ranges
 ) -> tuple[AttentionMask, ...]:
-    """The masks of some rows and keys; the same objects for the same arguments, so that what
-    is planned for one layer serves all. Equal masks of a batch stay one object.
+    """Return the masks restricted to the given rows and keys (ascending token ranges).
 
-    Args:
-        masks: one per sequence of the batch.
-        queries: token ranges of the rows, ascending.
-        keys: token ranges of the keys, ascending.
+    Results are cached, so that all layers share one object and its plans. Sequences with the same
+    mask share one result.
     """
     local = {mask: mask.select_queries(queries).select_keys(keys) for mask in dict.fromkeys(masks)}
     return tuple(local[mask] for mask in masks)
@@ -134,13 +133,8 @@ def local_masks(
 def needed_keys(
     masks: tuple[AttentionMask, ...], queries: Ranges, keys: Ranges
 ) -> Ranges:
-    """Those of a rank's ``keys`` that some of the rows ``queries`` sees, in some mask.
-
-    Args:
-        masks: one per sequence of the batch.
-        queries: token ranges of the rows, ascending.
-        keys: token ranges of the keys, ascending.
-    """
+    """Return the ranges of a rank's ``keys`` that some row of ``queries`` sees under some mask. All
+    ranges ascend."""
     positions = indices(keys).numpy()
     seen = np.zeros(len(positions), dtype=bool)
     for mask in set(local_masks(masks, queries, keys)):

@@ -1,7 +1,8 @@
-"""What distributed attention sends and merges: attention over a part of the keys.
+"""Attention over a part of the keys: the partial results that distributed attention sends and
+merges.
 
-Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` rows, ``Tk`` keys, ``D``
-head dim.
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` rows, ``Tk`` keys, ``D`` head
+dim.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from raymm.kernels.mask.mask import AttentionMask
 def merge_partials(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of keys from that over each, in fp32 (LV-XAttn, Alg. 1,
-    ``Rescale``, with one LSE for its m and l).
+    """Merge attention over two disjoint sets of keys, in fp32 (LV-XAttn, Alg. 1, ``Rescale``, with
+    one LSE in place of its m and l).
 
     Args:
         out, other_out: (B, H, Tq, D).
-        lse, other_lse: (B, H, Tq) fp32; -inf where nothing is seen.
+        lse, other_lse: (B, H, Tq) fp32; -inf for rows that see no key.
 
     Returns:
         (B, H, Tq, D) fp32 and (B, H, Tq) fp32.
     """
     merged = torch.logaddexp(lse, other_lse)
-    # Rows that see nothing in either have -inf - (-inf); their weights are zeros.
+    # Rows that see no key in either part give -inf - (-inf); set their weights to 0.
     nothing = merged == -torch.inf
     weight = (lse - merged).masked_fill_(nothing, -torch.inf).exp_()
     other = (other_lse - merged).masked_fill_(nothing, -torch.inf).exp_()
@@ -35,7 +36,7 @@ def merge_partials(
 
 
 def row_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """rowsum(dO * O), (B, H, Tq) fp32: all that a backward needs of the output."""
+    """Return rowsum(dO * O), (B, H, Tq) fp32. Backward needs nothing else of the output."""
     return (grad_out.float() * out.float()).sum(dim=-1)
 
 
@@ -47,15 +48,14 @@ def partial_forward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`raymm.kernels.attention.attention` without autograd, also of no keys at all.
+    """Compute :func:`raymm.kernels.attention.attention` without autograd; the keys may be empty.
 
     Args:
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         masks: one per sequence of the batch.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+
+    Returns:
+        Output (B, Hq, Tq, Dv), and LSE (B, Hq, Tq) fp32.
     """
     if not key.shape[2] or not query.shape[2]:
         nothing = torch.full(query.shape[:3], -torch.inf, device=query.device)
@@ -79,18 +79,14 @@ def partial_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """A part's share of dQ, dK and dV, in fp32.
+    """Return the contribution of a part of the keys to dQ, dK and dV, in fp32.
 
     Args:
-        lse: (B, Hq, Tq) of *all* keys that the rows see.
-        delta: (B, Hq, Tq), :func:`row_delta` of the whole output.
         grad_out: gradient of the output, (B, Hq, Tq, Dv).
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
+        lse: (B, Hq, Tq) over *all* keys that the rows see.
+        delta: (B, Hq, Tq), :func:`row_delta` of the full output.
         masks: one per sequence of the batch.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     if not key.shape[2] or not query.shape[2]:
         return tuple(torch.zeros(t.shape, device=t.device) for t in (query, key, value))
@@ -100,12 +96,12 @@ def partial_backward(
         from raymm.kernels.flash.gpu.attention import triton_backward as run
     out = output_like(grad_out, delta)
     gradients = run(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap)
-    return tuple(g for g in gradients if g is not None)  # all three were asked for
+    return tuple(g for g in gradients if g is not None)  # none is None: all three are requested
 
 
 def output_like(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """An output that gives ``delta``: kernels take O and use it for rowsum(dO * O) only, so
-    the multiple of dO with that sum will do."""
+    """Return a multiple of dO with the given ``delta``, to pass as O to kernels that read O only to
+    compute rowsum(dO * O)."""
     largest = grad_out.abs().amax(dim=-1, keepdim=True).float()
     unit = grad_out.float() / largest.masked_fill(largest == 0, 1.0)
     length = (unit * unit).sum(dim=-1, keepdim=True)

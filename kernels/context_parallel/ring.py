@@ -1,7 +1,7 @@
-"""Attention over ranks by moving one side along a ring.
+"""Attention over ranks by passing one side around a ring.
 
-*Ring*: keys and values visit every rank, outputs stay (Ring Attention). *Rotate*: queries,
-partial outputs and LSE visit every rank, keys and values stay (LV-XAttn, Alg. 1).
+*Ring*: keys and values visit every rank, outputs stay (Ring Attention). *Rotate*: queries, partial
+outputs and LSE visit every rank, keys and values stay (LV-XAttn, Alg. 1).
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
 ranks.
@@ -19,7 +19,7 @@ from raymm.kernels.context_parallel.partial import merge_partials, row_delta
 
 
 def _ring_forward(call: ContextCall, query, key, value):
-    """Keys and values travel; outputs stay."""
+    """Send keys and values around the ring; outputs stay."""
     group = call.group
     merged: list[torch.Tensor] = []
 
@@ -39,7 +39,7 @@ def _ring_forward(call: ContextCall, query, key, value):
 
 
 def _ring_backward(call: ContextCall, grad_out, saved):
-    """Keys and values travel again, and their gradients with them, home."""
+    """Send keys and values around the ring again, with their gradients, which end at the owner."""
     query, key, value, out, lse = saved
     group = call.group
     delta = row_delta(grad_out, out)
@@ -63,7 +63,7 @@ def _ring_backward(call: ContextCall, grad_out, saved):
 
 
 def _ring_keys(key: torch.Tensor, call: ContextCall):
-    """Shapes of a rank's keys and values, stacked."""
+    """Return the shapes of a rank's stacked keys and values."""
     return lambda rank: [
         ((2, *with_tokens(key.shape, call.group.keys.sizes[rank])), key.dtype)
     ]
@@ -78,7 +78,7 @@ def _total(own: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None) -
 
 
 def _rotate_forward(call: ContextCall, query, key, value):
-    """Queries travel with their partial outputs; keys and values stay (LV-XAttn, Alg. 1)."""
+    """Send queries and their partial outputs around the ring (LV-XAttn, Alg. 1)."""
     group = call.group
 
     def visit(owner: int, payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ def _rotate_forward(call: ContextCall, query, key, value):
 
 
 def _rotate_backward(call: ContextCall, grad_out, saved):
-    """Queries travel with dO, LSE and rowsum(dO * O), which takes the place of O."""
+    """Send queries around the ring with dO, LSE and rowsum(dO * O), which replaces O."""
     query, key, value, out, lse = saved
     group = call.group
     sums = [torch.zeros(t.shape, dtype=ACCUMULATOR, device=t.device) for t in (key, value)]

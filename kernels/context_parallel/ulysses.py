@@ -1,5 +1,4 @@
-"""Attention over ranks with heads split instead of tokens, for the time of the attention
-(DeepSpeed-Ulysses).
+"""Attention over ranks with heads split instead of tokens during attention (DeepSpeed-Ulysses).
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
 ranks.
@@ -17,7 +16,7 @@ from raymm.kernels.host_copies import to_device
 
 
 def _ulysses_forward(call: ContextCall, query, key, value):
-    """All tokens of a part of the heads, for the time of the attention."""
+    """Attend over all tokens with a part of the heads."""
     group = call.group
     q = _to_heads(query, group.queries, group.exchange)
     k, v = (_to_heads(t, group.keys, group.exchange) for t in (key, value))
@@ -30,7 +29,7 @@ def _ulysses_backward(call: ContextCall, grad_out, saved):
     queries, keys, exchange = call.group.queries, call.group.keys, call.group.exchange
     do = _to_heads(grad_out, queries, exchange)
     dq, dk, dv = call.backward(do, q, k, v, lse, row_delta(do, out), call.masks)
-    # Each is whole, not a share: it travels in the dtype it ends in.
+    # Gradients are complete, not partial sums, so they are sent in their final dtype.
     return (
         _to_tokens(dq.to(q.dtype), queries, exchange),
         _to_tokens(dk.to(k.dtype), keys, exchange),
@@ -39,7 +38,7 @@ def _ulysses_backward(call: ContextCall, grad_out, saved):
 
 
 def _to_heads(local: torch.Tensor, layout: ContextLayout, exchange: Exchange) -> torch.Tensor:
-    """(B, H, tokens of this rank, D) -> (B, H / n, T, D), in order of position."""
+    """Convert (B, H, tokens of this rank, D) to (B, H / n, T, D), in order of position."""
     me, parts = exchange.rank, local.chunk(exchange.size, dim=1)
     others = [rank for rank in range(exchange.size) if rank != me]
     shapes = [
@@ -54,7 +53,7 @@ def _to_heads(local: torch.Tensor, layout: ContextLayout, exchange: Exchange) ->
 
 
 def _to_tokens(whole: torch.Tensor, layout: ContextLayout, exchange: Exchange) -> torch.Tensor:
-    """The inverse of :func:`_to_heads`."""
+    """Invert :func:`_to_heads`."""
     me = exchange.rank
     others = [rank for rank in range(exchange.size) if rank != me]
     parts = {

@@ -1,1 +1,1 @@
-"""Where attention is put into transformers' models."""
+"""Integration of raymm's attention into Hugging Face transformers models."""

@@ -1,17 +1,17 @@
-"""Cross attention of Hugging Face models whose text and visual tokens processes share.
+"""Cross attention of Hugging Face models whose text and visual tokens are split over processes.
 
     share_cross_attention(model)      # once: MllamaForConditionalGeneration, Idefics, ...
-    told = CrossAttention(...)        # per batch: who has which tokens, who sees what
-    model(**part_of_inputs, **{CROSS_ARGUMENT: told, MASK_ARGUMENT: ..., ATTEND_ARGUMENT: ...})
+    cross = CrossAttention(...)       # per batch: token layouts and masks
+    model(**part_of_inputs, **{CROSS_ARGUMENT: cross, MASK_ARGUMENT: ..., ATTEND_ARGUMENT: ...})
 
-The model's classes and forwards stay as they are. Self attention finds its mask and whom to call
-in the keyword arguments (``kernels/hf/self_attention.py``). A cross-attention layer gets those of
-the visual tokens in their place, by a subclass of its own class, and may keep the visual tokens
-alone for the backward pass (LV-XAttn §3.3). Without the arguments the layer is what it was.
+The model's classes and forwards stay unchanged. Self attention reads its mask and its attention
+function from keyword arguments (``kernels/hf/self_attention.py``). A cross-attention layer becomes
+a subclass of its class, which replaces them by those for visual tokens. For the backward pass it
+can save only the visual tokens (LV-XAttn §3.3). Without the arguments the layer behaves as before.
 
-A cross-attention layer is told by what it is made of: ``q_proj``, ``k_proj`` and ``v_proj``, and a
-forward that takes ``hidden_states`` and one of :data:`VISUAL_ARGUMENTS`. Whether it then does
-what it must is tried on a few tokens before anything runs.
+A cross-attention layer is recognized by its structure: it has ``q_proj``, ``k_proj`` and
+``v_proj``, and its forward takes ``hidden_states`` and one of :data:`VISUAL_ARGUMENTS`. A trial on
+a few tokens checks that it computes the same as before, before anything runs.
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` text tokens and ``V`` visual
 tokens of this process, ``D`` head dim.
@@ -40,24 +40,23 @@ from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention, chosen
 from raymm.kernels.mask import patterns as mask_patterns
 
 VISUAL_ARGUMENTS = ("cross_attention_states", "key_value_states")
-"""What layers call the tokens that they take keys and values from: Mllama's, and most others'."""
+"""Argument names for the tokens that give keys and values: Mllama's, then most other models'."""
 _HIDDEN = "hidden_states"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _TRIED_TOKENS = 3, 2  # text and visual
-_NOISE = 2e-2  # relative; what is wrong is wrong by as much as it is large
+_NOISE = 2e-2  # relative; a real error is about as large as the result
 
 
 def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
-    """Make a model's cross attention understand
-    :data:`raymm.kernels.hf.shared_batch.CROSS_ARGUMENT`, and all attention of its text model
-    raymm's; may be called again.
+    """Make a model's cross attention accept :data:`raymm.kernels.hf.shared_batch.CROSS_ARGUMENT`,
+    and switch all attention of its text model to raymm's. May be called again.
 
     Returns:
-        Names of the layers.
+        Names of the cross-attention layers.
 
     Raises:
-        ModelError: a model without cross attention, a layer that looks like cross
-            attention and is not made as expected, or one that fails the trial.
+        ModelError: the model has no cross attention, or a layer that looks like cross attention has
+            an unsupported structure or fails the trial.
     """
     if not can_use(model):
         raise ModelError(
@@ -110,34 +109,32 @@ def _is_within(name: str, outer: str) -> bool:
 
 
 def _attend_by(layer: nn.Module, implementation: str) -> None:
-    """Of the layer's own config, not of its sub-configs: a vision tower keeps its attention."""
+    """Set the implementation in the layer's config, but not in sub-configs (vision towers)."""
     _config(layer)._attn_implementation = {"": implementation}
 
 
 def _config(layer: nn.Module) -> Any:
-    """The transformers config of a layer."""
     return layer.config
 
 
 class _SharedCrossAttention(nn.Module):
-    """First base of the classes of shared layers; the second is the layer's own."""
+    """First base of the classes of converted layers; the second base is the layer's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward, with attention to visual tokens of all
-        processes."""
+        """Run the layer's forward, attending to the visual tokens of all processes."""
         cross: CrossAttention | None = kwargs.pop(CROSS_ARGUMENT, None)
         if cross is None:
             return super().forward(*args, **kwargs)
         arguments = _by_name(super().forward, args, kwargs)
         name = _visual_argument(type(self))
-        if name is None or arguments.get(name) is None:  # a class of both kinds of attention
+        if name is None or arguments.get(name) is None:  # the class does self attention, too
             return super().forward(**arguments)
         if arguments.get("past_key_values") is not None:
             raise ModelError("shared cross attention supports no KV cache; set use_cache=False")
         tokens = cross.group.keys.sizes[cross.group.rank]
         arguments[name] = _visual_tokens(arguments[name], arguments[_HIDDEN].shape[0], tokens)
         arguments[MASK_ARGUMENT] = cross.masks
-        arguments.pop(ATTEND_ARGUMENT, None)  # that of self attention
+        arguments.pop(ATTEND_ARGUMENT, None)  # set for self attention
         recompute = cross.recompute and torch.is_grad_enabled()
         attended = []
 
@@ -156,8 +153,8 @@ class _SharedCrossAttention(nn.Module):
         if not recompute:
             out = super().forward(**arguments, **{ATTEND_ARGUMENT: attend})
         else:
-            # Autograd sees nothing of the layer before its attention, which is one function of
-            # hidden states and visual tokens to it.
+            # Autograd records the layer up to its attention as a single function of hidden states
+            # and visual tokens.
             hidden = arguments[_HIDDEN]
             taken = (_HIDDEN, name, "attention_mask")
             kept = {k: v for k, v in arguments.items() if k not in taken}
@@ -174,8 +171,8 @@ class _SharedCrossAttention(nn.Module):
 
 
 class _Projections(nn.Module):
-    """A layer up to its attention: ``(hidden (B, T, ...), visual (B, V, ...)) -> query
-    (B, Hq, T, D), key and value (B, Hk, V, D)``."""
+    """A layer up to its attention: ``(hidden (B, T, ...), visual (B, V, ...)) -> query (B, Hq, T,
+    D), key and value (B, Hk, V, D)``."""
 
     def __init__(self, layer: nn.Module, forward: Any, visual_argument: str, tokens: int) -> None:
         super().__init__()
@@ -183,7 +180,7 @@ class _Projections(nn.Module):
         self.visual_argument, self.tokens = visual_argument, tokens
 
     def forward(self, hidden: torch.Tensor, visual: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the layer until it attends."""
+        """Run the layer until it calls its attention function."""
 
         def attend(query, key, value, *_, **__):
             raise ForwardLeft((query, key[:, :, : self.tokens], value[:, :, : self.tokens]))
@@ -207,7 +204,7 @@ def _shared_class(plain: type) -> type:
 
 @cache
 def _parameters(kind: type) -> frozenset[str]:
-    """Of the forward of a layer's own class."""
+    """Return the parameter names of the forward of a layer's original class."""
     plain = kind.__bases__[1] if issubclass(kind, _SharedCrossAttention) else kind
     return frozenset(inspect.signature(plain.forward).parameters)
 
@@ -229,7 +226,8 @@ def _by_name(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def _visual_tokens(visual: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """(B, V, ...) of what may be (B * tiles, patches, ...); one token stands for none."""
+    """Reshape visual tokens, (B, V, ...) or (B * tiles, patches, ...), to (B, V, ...). A process
+    without visual tokens passes one placeholder token."""
     visual = visual.reshape(batch, -1, visual.shape[-1])
     if visual.shape[1] != max(tokens, 1):
         raise ModelError(
@@ -248,7 +246,7 @@ class Alone(NamedTuple):
 
 @torch.enable_grad()
 def _try(name: str, layer: nn.Module) -> None:
-    """Output and gradients of a layer that recomputes, beside those of its own forward."""
+    """Compare outputs and gradients of a layer with and without recomputation, on a few tokens."""
     first = next(layer.parameters())
     options = {"device": first.device, "dtype": first.dtype}
     generator = torch.Generator().manual_seed(0)
@@ -261,7 +259,7 @@ def _try(name: str, layer: nn.Module) -> None:
     masks = (mask_patterns.full(*_TRIED_TOKENS),)
     group = ContextGroup(cast(Exchange, Alone()), texts, visuals)
     visual = _visual_argument(type(layer))
-    assert visual is not None  # by which it was found
+    assert visual is not None  # share_cross_attention selects only such layers
     arguments: dict[str, Any] = dict(zip((_HIDDEN, visual), inputs, strict=True))
     if "attention_mask" in _parameters(type(layer)):
         arguments["attention_mask"] = None

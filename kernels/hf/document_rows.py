@@ -1,12 +1,12 @@
-"""Layers that mix tokens by other means than attention, called with every document as a row.
+"""Layers that mix tokens by other means than attention, called with one document per row.
 
-A short convolution, a linear attention or a state-space layer carries what it has seen from token
-to token and knows no mask; within a row of several documents it would carry it into the next one.
-transformers has arguments for some (``seq_idx``, ``cu_seq_lens_q``), which only some kernels read
-and torch's own paths drop. Here such a layer is called with its documents as rows, padded on the
-right, which nothing before can see; so it needs to know nothing, whatever computes it.
+Short convolutions, linear attention and state-space layers carry state from token to token and
+ignore masks, so in a row of several documents they leak state into the next document. transformers
+has arguments for some of them (``seq_idx``, ``cu_seq_lens_q``), which only some kernels read and
+torch's own paths ignore. This module calls such a layer with one document per row, padded on the
+right. No earlier token sees the padding, so any implementation of the layer works unchanged.
 
-Legend: ``B`` rows, ``T`` tokens of a row, ``D`` documents, ``L`` tokens of the longest.
+Legend: ``B`` rows, ``T`` tokens of a row, ``D`` documents, ``L`` tokens of the longest document.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ from torch import nn
 from raymm.kernels.host_copies import to_device
 
 DOCUMENTS_ARGUMENT = "raymm_documents"
-"""Keyword argument of a model's forward, which it hands down to its blocks as it does a
-``raymm_mask``: per row the lengths of its documents, in order; together T. Where processes share
-tokens, a :class:`SharedRows`."""
+"""Keyword argument of a model's forward, which passes it to its blocks like a ``raymm_mask``: the
+lengths of the documents of each row, in order, T in sum; or a :class:`SharedRows` if tokens are
+split over processes."""
 
 Lengths = tuple[tuple[int, ...], ...]
-_MASK = "attention_mask"  # transformers' name of what says which tokens are padding
+_MASK = "attention_mask"  # name of the padding mask in transformers
 
 
 class DocumentRows:
-    """Where documents of rows lie.
-
-    Args:
-        lengths: per row, of its documents.
-    """
+    """Converter between packed rows, with the given document lengths, and a row per document."""
 
     def __init__(self, lengths: Lengths) -> None:
         flat = torch.tensor([n for row in lengths for n in row], dtype=torch.int64, device="cpu")
@@ -48,7 +44,7 @@ class DocumentRows:
         self._back = inside.flatten().nonzero()[:, 0]
 
     def split(self, value: Any) -> Any:
-        """(B, T, ...) -> (D, L, ...), also within tuples and lists; other things as they are."""
+        """Convert (B, T, ...) to (D, L, ...), also in tuples and lists; keep other values."""
         if isinstance(value, list | tuple):
             return type(value)(self.split(entry) for entry in value)
         if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != self.shape:
@@ -58,7 +54,7 @@ class DocumentRows:
         return rows.unflatten(0, tuple(taken.shape))
 
     def join(self, value: Any) -> Any:
-        """(D, L, ...) -> (B, T, ...), as :meth:`split`."""
+        """Convert (D, L, ...) back to (B, T, ...), like :meth:`split`."""
         if isinstance(value, list | tuple):
             return type(value)(self.join(entry) for entry in value)
         shape = tuple(self._taken.shape)
@@ -69,17 +65,17 @@ class DocumentRows:
 
 
 class SharedRows:
-    """Documents of rows whose tokens processes share: a layer is called with all of them, by every
-    process alike, and of its output each goes on with its own.
+    """Converter for rows whose tokens are split over processes. Every process calls the layer with
+    all tokens and keeps its own tokens of the output.
 
     Args:
-        lengths: per row, of its documents.
-        positions: of every process's tokens within a row; together each once.
+        lengths: lengths of the documents of each row.
+        positions: positions of every process's tokens within a row; each position occurs once.
         rank: this process.
-        gather: (B, t, ...) of this process's tokens -> (B, T, ...) of all, in the order of
+        gather: converts (B, t, ...) of this process's tokens to (B, T, ...) of all, in the order of
             processes.
-        real: (B, T) on the host, 0 for padding, where there is any that layers are told of: a
-            process may have none among its own tokens.
+        real: (B, T) on the host, 0 for padding; None if layers get no padding mask. Needed because
+            the tokens of one process may have no padding while others have.
     """
 
     def __init__(
@@ -91,7 +87,7 @@ class SharedRows:
         self.shape = (len(lengths), len(self._own))
 
     def split(self, value: Any) -> Any:
-        """(B, t, ...) -> (D, L, ...), also within tuples and lists; other things as they are."""
+        """Convert (B, t, ...) to (D, L, ...), also in tuples and lists; keep other values."""
         if isinstance(value, list | tuple):
             return type(value)(self.split(entry) for entry in value)
         if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != self.shape:
@@ -102,13 +98,9 @@ class SharedRows:
     def of_call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a layer for all tokens, with the mask of padding of all of them, whatever
-        the model makes of the mask of this process's. Processes send each other the same.
-
-        Args:
-            forward: the layer's.
-            args, kwargs: that it is called with.
-        """
+        """Return the arguments ``args`` and ``kwargs`` of a layer's ``forward`` for all tokens,
+        with the padding mask of all tokens. The mask that the model made from this process's tokens
+        is dropped, because all processes must gather the same arguments."""
         parameters = inspect.signature(forward).parameters
         if self._real is None or _MASK not in parameters:
             return tuple(map(self.split, args)), {n: self.split(v) for n, v in kwargs.items()}
@@ -120,7 +112,7 @@ class SharedRows:
         return (), {**whole, _MASK: self._rows.split(to_device(self._real, device))}
 
     def join(self, value: Any) -> Any:
-        """(D, L, ...) -> (B, t, ...), as :meth:`split`."""
+        """Convert (D, L, ...) back to (B, t, ...), like :meth:`split`."""
         if isinstance(value, list | tuple):
             return type(value)(self.join(entry) for entry in value)
         whole = self._rows.join(value)
@@ -132,14 +124,14 @@ class SharedRows:
 def mix_by_documents(
     blocks: Iterable[nn.Module], mixers: Collection[str]
 ) -> Callable[[], None]:
-    """Have layers of some classes called so from now on, where blocks are told of documents.
+    """Convert the inputs of some layers to one document per row while the model gets documents.
 
     Args:
-        blocks: of a model; their calls are intercepted, within recomputation, if there is any.
-        mixers: names of classes.
+        blocks: blocks of a model; the conversion runs inside their recomputation, if any.
+        mixers: class names of the layers to convert.
 
     Returns:
-        What leaves the layers as they were.
+        A function that restores the layers.
     """
     before: list[tuple[nn.Module, Any]] = []
 

@@ -1,7 +1,7 @@
-"""What transformers asks a mask's values for, answered by what the host knows.
+"""Mask queries of transformers answered from host copies, without a device sync.
 
-A model's forward looks whether its mask hides anything, and whether position ids jump, which each
-waits for the device. :class:`KnownMask` answers the first; :func:`no_packed_rows` the second.
+A model's forward checks whether its mask hides any token, and whether position ids jump; each check
+waits for the device. :class:`KnownMask` answers the first, :func:`no_packed_rows` the second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import masking_utils
 
 from raymm.kernels.host_copies import on_host, remember, to_device
 
-# Any: to type checkers, attributes of the class are what its instances have.
+# Any, because type checkers take class attributes for those of instances.
 _T: Any = torch.Tensor
 _ANSWERS = {_T.all: torch.Tensor.all, _T.sum: torch.Tensor.sum}
 _no_packed_rows: ContextVar[bool] = ContextVar("no_packed_rows", default=False)
@@ -24,17 +24,12 @@ _FIND = "find_packed_sequence_indices"
 
 
 class KnownMask(torch.Tensor):
-    """A (B, T) mask on a device that says without waiting whether all of it is seen; what is
-    computed with it is an ordinary tensor."""
+    """A (B, T) mask on a device that answers ``all`` and ``sum`` from its host copy. Other
+    operations return ordinary tensors."""
 
     @staticmethod
     def of(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A mask of the host's on a device.
-
-        Args:
-            mask: (B, T), integers or bools, whose values the host knows.
-            device: where it is to be.
-        """
+        """Move a (B, T) mask of integers or bools, whose values the host knows, to a device."""
         host = on_host(mask)
         if device.type == "cpu":
             return host
@@ -60,12 +55,8 @@ class KnownMask(torch.Tensor):
 
 @contextmanager
 def no_packed_rows(certain: bool) -> Iterator[None]:
-    """Within, transformers does not look for position ids that jump, by which it tells sequences
-    that are packed into one row.
-
-    Args:
-        certain: that there are none, or that a mask keeps them apart; if not, it looks.
-    """
+    """Context in which transformers does not search position ids for jumps, its sign of sequences
+    packed into one row. With ``certain=False`` it searches."""
     _patch()
     token = _no_packed_rows.set(certain)
     try:
@@ -75,7 +66,7 @@ def no_packed_rows(certain: bool) -> Iterator[None]:
 
 
 def _patch() -> None:
-    find = getattr(masking_utils, _FIND, None)  # of other releases: the model looks, and waits
+    find = getattr(masking_utils, _FIND, None)  # absent in some releases
     if find is None or getattr(find, "_raymm", False):
         return
 

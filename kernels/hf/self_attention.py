@@ -4,15 +4,15 @@
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="raymm")
     model(input_ids, raymm_mask=masks)
 
-The mask travels as a keyword argument (``TransformersKwargs``), which decoders hand down to
-their layers; a layer with a sliding window narrows it. Without one, the model's own mask is
-used: causal, padding, or whatever its mask function says.
+The mask is a keyword argument (``TransformersKwargs``), which decoders pass down to their layers; a
+layer with a sliding window narrows it. Without the argument, attention uses the model's own mask:
+causal, padding, or its mask function.
 
-Encoders often hand no keyword arguments down. What their attention must know when tokens are
-shared with other processes is attached to its modules instead (:class:`SharedTokens`).
+Encoders often do not pass keyword arguments down. If their tokens are split over processes, their
+attention modules get an attribute instead (:class:`SharedTokens`).
 
-Both transformers interfaces are registered: with the attention function alone, padding and
-windows would be dropped silently.
+Both transformers interfaces are registered: with the attention function alone, padding and windows
+would be dropped silently.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ NAME = "raymm"
 MASK_ARGUMENT = "raymm_mask"
 """Keyword argument of a model's forward: an :class:`AttentionMask`, or one per sequence."""
 ATTEND_ARGUMENT = "raymm_attend"
-"""Keyword argument of a model's forward, beside the mask: what to call instead of
-:func:`raymm.kernels.attention.attention`, for tokens that are shared with other processes:
+"""Keyword argument of a model's forward: the function that replaces
+:func:`raymm.kernels.attention.attention` if tokens are split over processes:
 ``attend(query, key, value, masks, scale=, softcap=) -> output``."""
 _CACHED_MASKS = 64
 _SHARED = "_raymm_shared_tokens"
 _PREPROCESS = "_preprocess_mask_arguments"
-# What changes the scores and has no place in this attention: (argument, what it is).
+# Arguments that change the scores, with a description; they are not supported.
 _UNSUPPORTED = (
     ("s_aux", "attention sinks"),
     ("position_bias", "a position bias"),
@@ -61,18 +61,15 @@ _UNSUPPORTED = (
 
 
 def register() -> None:
-    """Make ``attn_implementation="raymm"`` known to transformers; may be called again."""
+    """Register ``attn_implementation="raymm"`` with transformers. May be called again."""
     AttentionInterface.register(NAME, raymm_attention_forward)
     AttentionMaskInterface.register(NAME, raymm_model_mask)
     _return_finished_masks()
 
 
 def _return_finished_masks() -> None:
-    """Make transformers return a :class:`ModelMask` as it returns a mask of four dimensions.
-
-    Some models make the mask of their text model and pass it on, and the text model's forward
-    calls the same function with it once more (PaliGemma).
-    """
+    """Make transformers return a :class:`ModelMask` unchanged, as it does with 4-d masks. Some
+    models pass the finished mask to their text model, which processes it again (PaliGemma)."""
     preprocess = getattr(masking_utils, _PREPROCESS, None)  # private to transformers
     if preprocess is None or hasattr(preprocess, "__wrapped__"):
         return
@@ -89,7 +86,7 @@ def _return_finished_masks() -> None:
 
 
 def can_use(model: nn.Module) -> bool:
-    """Whether a transformers model takes its attention from the interface."""
+    """Return True if a transformers model takes its attention from the interface."""
     return bool(getattr(model, "_can_set_attn_implementation", lambda: False)())
 
 
@@ -101,9 +98,8 @@ _NO_VALUES = (
 
 @dataclass(frozen=True)
 class ModelMask:
-    """The mask that a model made for itself; masks are built when a layer asks for them.
-
-    Whatever else a model does with it, as with a tensor, raises :class:`ModelError`.
+    """The mask that a model made for itself, built when a layer first needs it. Any other use as a
+    tensor raises :class:`ModelError`.
 
     Attributes:
         build: returns the masks, one per sequence or one for all.
@@ -115,11 +111,11 @@ class ModelMask:
 
     @cached_property
     def masks(self) -> tuple[AttentionMask, ...]:
-        """One per sequence, or one for all."""
+        """Masks, one per sequence or one for all."""
         return self.build()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a protocol of Python's, which it does not have
+        if name.startswith("_"):  # a Python protocol that the class lacks
             raise AttributeError(name)
         raise ModelError(_NO_VALUES)
 
@@ -134,10 +130,11 @@ class ModelMask:
 
 
 class SharedTokens:
-    """What attention must know where processes share tokens and no keyword argument says so.
+    """State of attention whose tokens are split over processes, for models that pass no keyword
+    arguments to their layers.
 
     Attributes:
-        attend: as :data:`ATTEND_ARGUMENT`; None where nothing is shared at present.
+        attend: as :data:`ATTEND_ARGUMENT`; None while no tokens are split.
         length: tokens of all processes together, for attention without a mask.
     """
 
@@ -147,21 +144,21 @@ class SharedTokens:
         self._dense: list[tuple[torch.Tensor, tuple[AttentionMask, ...]]] = []
 
     def start(self, attend: Callable[..., torch.Tensor], length: int) -> None:
-        """Share tokens from now on."""
+        """Compute attention by ``attend`` from now on."""
         self.attend, self.length = attend, length
 
     def stop(self) -> None:
-        """Share nothing."""
+        """Compute attention locally again."""
         self.attend, self.length = None, 0
         self._dense.clear()
 
     def attach(self, module: nn.Module) -> None:
-        """Tell all attention within ``module``; what is elsewhere sees complete tensors."""
+        """Attach this state to all modules in ``module``. Other modules see complete tensors."""
         for child in module.modules():
             setattr(child, _SHARED, self)
 
     def masks_from(self, dense: torch.Tensor) -> tuple[AttentionMask, ...]:
-        """Masks from a dense one, which all layers of a forward are handed: made once."""
+        """Return masks for a dense mask, cached because all layers of a forward share it."""
         for earlier, masks in self._dense:
             if earlier is dense:
                 return masks
@@ -179,22 +176,14 @@ def raymm_model_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> ModelMask:
-    """The mask interface (``sdpa_mask`` is its model). Causal, windowed and bidirectional masks
-    are written down; others (padding, packed sequences, a model's own function) are built
-    densely, O(Tq * Tk), if no ``raymm_mask`` takes their place.
+    """Create a model's mask; implements transformers' mask interface, like ``sdpa_mask``.
 
-    Args:
-        batch_size: B.
-        q_length: Tq.
-        kv_length: Tk.
-        q_offset: position of the first row.
-        kv_offset: position of the first key.
-        mask_function: the model's: which pairs are visible.
-        attention_mask: (B, Tk) bool, False for padding.
-        kwargs: what else ``sdpa_mask`` takes.
+    Causal, windowed and bidirectional masks are built from segments. Other masks (padding, packed
+    sequences, custom mask functions) are built densely, O(Tq * Tk), unless a ``raymm_mask``
+    replaces them. ``attention_mask`` is (B, Tk) bool, False for padding.
 
     Raises:
-        ModelError: rows that are put together under a mask function of the model's own.
+        ModelError: rows are packed, and the model uses a custom mask function.
     """
     window = _sliding_window(mask_function)
     if (tokens := tokens_of_all()) is not None:
@@ -222,13 +211,13 @@ def raymm_model_mask(
             kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
             **arguments,
         )  # fmt: skip
-        assert dense is not None  # None is what the two skips give
+        assert dense is not None  # it is None only with the two skips
         return _from_dense(dense)
 
     return ModelMask(build, window)
 
 
-# Compiled blocks call it as it is: masks are no tensors, and kernels are chosen by them.
+# Not compiled: masks are not tensors, and the choice of kernels depends on them.
 @torch.compiler.disable
 def raymm_attention_forward(
     module: nn.Module,
@@ -245,28 +234,27 @@ def raymm_attention_forward(
     raymm_attend: Callable[..., torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention interface (``sdpa_attention_forward`` is its model).
+    """Compute attention; implements transformers' interface, like ``sdpa_attention_forward``.
 
     Args:
+        module: the calling layer.
         query: (B, Hq, Tq, D).
-        key, value: (B, Hk, Tk, D), not repeated.
-        attention_mask: what the model made; unused where there is a ``raymm_mask``. Of all
-            tokens, where they are shared.
-        module: the layer that attends.
+        key, value: (B, Hk, Tk, D), not repeated for query heads.
+        attention_mask: the model's mask, of the tokens of all processes; ignored if there is a
+            ``raymm_mask``.
         dropout: must be 0.
-        scaling: of the scores; default ``D ** -0.5``.
-        sliding_window: tokens that a row sees at most.
-        softcap: cap of the scores, if any.
-        is_causal: where there is no mask at all.
-        raymm_mask: what takes the place of the model's mask.
-        raymm_attend: what computes instead, for tokens that are shared.
-        kwargs: refused if they change the scores.
+        scaling: factor of the scores; default ``D ** -0.5``.
+        sliding_window: most tokens that a row sees.
+        is_causal: used if there is no mask.
+        raymm_mask: replaces the model's mask.
+        raymm_attend: replaces the attention function, for tokens split over processes.
+        kwargs: rejected if they change the scores.
 
     Returns:
-        (B, Tq, Hq, D) and None (there are no attention weights to return).
+        (B, Tq, Hq, D), and None in place of attention weights.
 
     Raises:
-        ModelError: a mask that does not fit, or a model whose attention needs more than a mask.
+        ModelError: the mask does not fit, or the attention needs more than a mask.
     """
     _check_supported(type(module).__name__, dropout, kwargs)
     shared: SharedTokens | None = getattr(module, _SHARED, None)
@@ -297,7 +285,7 @@ def raymm_attention_forward(
 
 
 def _check_supported(layer: str, dropout: float, arguments: Mapping[str, Any]) -> None:
-    """Refuse what changes the scores and is not a mask."""
+    """Reject arguments that change the scores and cannot be expressed as a mask."""
     for name, what in _UNSUPPORTED:
         if arguments.get(name) is not None:
             raise ModelError(f"{layer} has {what}, which {NAME} attention does not support")
@@ -314,8 +302,7 @@ def _explicit_masks(
     attention_mask: ModelMask | torch.Tensor | None,
     window: int | None,
 ) -> tuple[AttentionMask, ...]:
-    """The masks that a layer was handed, narrowed by its window, or by that of the model's own
-    mask."""
+    """Return a layer's ``raymm_mask``, narrowed by its window or that of the model's mask."""
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None:
         raise ModelError(
@@ -330,8 +317,7 @@ def _explicit_masks(
 
 @lru_cache(maxsize=_CACHED_MASKS)
 def windowed(mask: AttentionMask, window: int) -> AttentionMask:
-    """``mask.windowed(window)``, the same object for the same mask: what is planned for one
-    layer's mask serves all."""
+    """Return ``mask.windowed(window)``, cached so that all layers share one object and plan."""
     return mask.windowed(window)
 
 
@@ -352,7 +338,7 @@ def _plain(
 
 
 def _from_dense(mask: torch.Tensor) -> tuple[AttentionMask, ...]:
-    """Masks from (B or 1, 1, Tq, Tk): bool, or 0 where visible and very negative elsewhere."""
+    """Convert a (B or 1, 1, Tq, Tk) mask: bool, or 0 where visible and very negative elsewhere."""
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ModelError(
             f"attention_mask must be (B, 1, Tq, Tk), one for all heads, got {tuple(mask.shape)}"
@@ -371,15 +357,15 @@ _SLIDING = sliding_window_causal_mask_function(2)
 
 
 def _closed_over(function: Callable) -> Any:
-    """What the first variable of a closure holds."""
+    """Return the value of the first variable of a closure."""
     closure = getattr(function, "__closure__", None)
     assert closure is not None
     return closure[0].cell_contents
 
 
 def _sliding_window(mask_function: Callable) -> int | None:
-    """The window, if this is transformers' plain sliding window, told by its code; what looks
-    different is built densely."""
+    """Return the window if this is transformers' plain sliding window, recognized by its code
+    object. Other functions return None and are evaluated densely."""
     if getattr(mask_function, "__code__", None) is not _SLIDING.__code__:
         return None
     parts, expected = _closed_over(mask_function), _closed_over(_SLIDING)

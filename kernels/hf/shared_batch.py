@@ -1,8 +1,8 @@
-"""What the layers of a model are told where processes share a sample's text tokens, and its
-visual tokens for cross attention.
+"""Arguments for layers when a sample's text tokens, and its visual tokens for cross attention, are
+split over processes.
 
-It travels through the model's forward as keyword arguments, so microbatches with different
-masks may be under way at once, and a layer that runs again in the backward pass is told the same.
+They pass through the model's forward as keyword arguments, so microbatches with different masks can
+be in flight at once, and a layer that is recomputed in the backward pass gets the same arguments.
 
 Legend: ``B`` sequences, ``T`` text tokens, ``V`` visual tokens, ``n`` processes.
 """
@@ -21,7 +21,7 @@ CROSS_ARGUMENT = "raymm_cross"
 """Keyword argument of a model's forward: a :class:`CrossAttention`."""
 
 MethodChooser = Callable[..., str]
-"""``choose(group, masks, query, key, recompute=) -> method``; must say the same on every process.
+"""``choose(group, masks, query, key, recompute=) -> method``; must agree on all processes.
 ``raymm.actors.sharding.least_bytes.LeastBytes`` is one."""
 
 
@@ -29,16 +29,8 @@ def chosen(
     method: str | MethodChooser, group: ContextGroup, masks: Sequence[AttentionMask],
     query: torch.Tensor, key: torch.Tensor, recompute: bool = False,
 ) -> str:  # fmt: skip
-    """A method's name, of itself or of what chooses it for these tensors.
-
-    Args:
-        method: a name, or what chooses one.
-        group: who has what.
-        masks: one per sequence of the batch.
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        recompute: whether keys and values are made again in backward.
-    """
+    """Return ``method`` if it is a name, else the name that it chooses for query (B, Hq, Tq, D) and
+    key (B, Hk, Tk, D). ``recompute`` is True if keys and values are recomputed in backward."""
     if isinstance(method, str):
         return method
     return method(group, tuple(masks), query, key, recompute=recompute)
@@ -46,14 +38,14 @@ def chosen(
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """What cross-attention layers are told.
+    """Argument of cross-attention layers.
 
     Attributes:
-        group: text tokens are its queries, visual tokens its keys.
+        group: its queries are text tokens, its keys visual tokens.
         masks: (T, V), one per sequence or one for all.
-        method: one of ``context_parallel.METHODS``, or what chooses one.
-        recompute: keep the visual tokens, which all layers share, instead of every layer's
-            queries, keys and values, and make these again in the backward pass.
+        method: one of ``context_parallel.METHODS``, or a function that chooses one.
+        recompute: save the visual tokens, which all layers share, instead of each layer's queries,
+            keys and values, and recompute these in the backward pass.
     """
 
     group: ContextGroup

@@ -1,10 +1,10 @@
-"""Masks of text models that are called with some of a batch's tokens, or with rows put together.
+"""Masks of text models that are called with a part of a batch's tokens, or with packed rows.
 
 transformers makes a mask from the tokens that a text model is called with. After
-:func:`enter_masks_of`, raymm's mask interface makes it of the tokens that there are in all, as
-attention wants it where processes share them, or of rows that lie one after another as documents.
+:func:`enter_masks_of`, raymm's mask interface makes it from all tokens of the batch, which
+attention needs if tokens are split over processes, or from rows packed as documents.
 
-Legend: ``B`` rows, ``T`` tokens of a row, ``P`` tokens of rows put together.
+Legend: ``B`` rows, ``T`` tokens of a row, ``P`` tokens of packed rows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _tokens_of_all: ContextVar[AllTokens | None] = ContextVar("tokens_of_all", defau
 
 @dataclass(frozen=True)
 class AllTokens:
-    """The tokens that a mask is of.
+    """Tokens that a mask covers.
 
     Attributes:
         rows: B.
         length: T.
-        padding: (B, T) bool, False for padding that is not on the right alone, as what is on the
-            right no token sees anyhow; None without.
-        documents: of rows that were put together, how long each is; None where they were not.
+        padding: (B, T) bool, False for padding; None if all padding is on the right, where no token
+            sees it.
+        documents: lengths of packed rows; None if rows are not packed.
     """
 
     rows: int
@@ -40,43 +40,33 @@ class AllTokens:
     documents: tuple[int, ...] | None = None
 
     def packed_mask(self, window: int | None) -> AttentionMask:
-        """Of rows put together, causal in each.
-
-        Args:
-            window: tokens that a row sees at most; None for all before it.
-        """
+        """Return the mask of packed rows, causal within each, with an optional sliding window."""
         assert self.documents is not None
         mask = mask_patterns.documents(self.documents)
         return mask if window is None else mask.windowed(window)
 
 
 def enter_masks_of(tokens: AllTokens | None) -> Callable[[], None]:
-    """From now on masks are of these tokens, whatever a model is called with.
-
-    Args:
-        tokens: None for those that it is called with.
-
-    Returns:
-        What ends it.
-    """
+    """Make masks cover ``tokens`` from now on; None for those that a model is called with. Return a
+    function that undoes this."""
     token = _tokens_of_all.set(tokens)
     return lambda: _tokens_of_all.reset(token)
 
 
 def tokens_of_all() -> AllTokens | None:
-    """What masks are to be of; None for what a model is called with."""
+    """Return the tokens that masks cover; None for those that a model is called with."""
     return _tokens_of_all.get()
 
 
 def put_together(masks: tuple[AttentionMask, ...], tokens: torch.Tensor, length: int) -> (
     AttentionMask
 ):
-    """The mask of rows put together, of which none sees another's tokens; built densely,
-    O(P * P).
+    """Return the mask of packed rows, which see only themselves. Built densely, O(P * P).
 
     Args:
-        masks: of each row, or one for all.
-        tokens: (P,) int64 on the host, counted row by row, which there are of the rows.
+        masks: one for each row, or one for all.
+        tokens: (P,) int64 on the host: the packed tokens, as indices into the flattened (B, T)
+            rows.
         length: T.
     """
     rows, columns = tokens // length, tokens % length
