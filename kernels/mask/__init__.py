@@ -1,1 +1,1 @@
-"""The attention mask: its table, how masks are made and converted, its picture, its tiles."""
+"""The attention mask: its table, builders and conversions, its picture and its tiles."""

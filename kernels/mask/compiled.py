@@ -1,4 +1,4 @@
-"""Loops in machine code where numba is installed; the same loops in Python where it is not."""
+"""Compilation of loops with numba if it is installed; without it they run in Python."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 else:
     try:
         from numba import njit
-    except ImportError:  # also numba's own, of a numpy that it does not know
+    except ImportError:  # also raised by numba for an unsupported numpy
 
         def compiled(function: Function) -> Function:
-            """The function as it is: a hundred times slower."""
+            """Return the function uncompiled, which is about a hundred times slower."""
             return function
     else:
         compiled = njit(cache=True)

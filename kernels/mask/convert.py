@@ -1,11 +1,11 @@
-"""Masks from and to other forms: the paper's int64 field, dense bool, FlexAttention.
+"""Conversion of masks from and to other forms: the paper's int64 field, dense bool, FlexAttention.
 
-The int64 field (Cornstarch v2 §4.2, Fig. 4): one per token, bit 0 for text, bits 1 to 62 for
-encoders, bit 63 for causal. It is read as two sets, or text after an image would not see it
-or images would see later text:
+The int64 field (Cornstarch v2 §4.2, Fig. 4) has one entry per token: bit 0 for text, bits 1 to 62
+for encoders, bit 63 for causal. It is read as two sets, because otherwise text after an image would
+not see the image, or images would see later text:
 
-- what a query attends to: the field's bits 0 to 62;
-- what a key is: text (bit 0) alone if its causal bit is set, else the field's bits.
+- the attend bits of a query: bits 0 to 62 of the field;
+- the identity of a key: text (bit 0) alone if its causal bit is set, else the field's bits.
 
 A query with the causal bit sees only ``k <= q``.
 """
@@ -33,10 +33,10 @@ _TEXT = 1
 
 
 def from_bitfield(field: torch.Tensor | np.ndarray) -> AttentionMask:
-    """A mask from the paper's int64 field, (T,).
+    """Convert the paper's int64 field, (T,).
 
     Raises:
-        ModelError: not (T,) int64.
+        ModelError: ``field`` is not (T,) int64.
     """
     field = np.asarray(field)
     if field.ndim != 1 or field.dtype != np.int64:
@@ -56,11 +56,11 @@ def from_bitfield(field: torch.Tensor | np.ndarray) -> AttentionMask:
 
 
 def to_bitfield(mask: AttentionMask) -> torch.Tensor:
-    """The paper's int64 field of a mask, (T,).
+    """Convert a mask to the paper's int64 field, (T,).
 
     Raises:
-        ModelError: the mask is not one that the field can say (cross masks, more than one
-            interval, documents, windows, isolated items); names the first such row.
+        ModelError: the field cannot express the mask (cross masks, two intervals, documents,
+            windows, isolated items); names the first such row.
     """
     if mask.n_queries != mask.n_keys:
         raise ModelError(f"a bit field describes self attention, the mask is {mask.shape}")
@@ -70,10 +70,10 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
     attend, identity = arrays.attend.numpy(), arrays.identity.numpy()
     rows = np.arange(length)
     whole, past = hi1 == length, hi1 == rows + 1
-    # The last row's past is the whole: what its key is decides.
+    # The last row's past is all keys, so the identity of its key decides.
     causal = past & ~(whole & (identity != _TEXT))
     key_bits = np.bitwise_or.reduce(identity) if length else 0
-    attend = attend & key_bits  # bits that no key has say nothing
+    attend = attend & key_bits  # ignore bits that no key has
     implied = np.where(causal, _TEXT, attend)
     wrong = (lo1 != 0) | (hi2 > lo2) | ~(whole | past) | (implied != identity)
     if wrong.any():
@@ -88,13 +88,13 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
 
 
 def from_dense(visible: torch.Tensor) -> AttentionMask:
-    """A mask from a dense bool one, (Tq, Tk). O(Tq * Tk): for tests and short sequences.
+    """Convert a dense bool mask, (Tq, Tk), in O(Tq * Tk): for tests and short sequences.
 
-    Rows of up to two runs of visible keys become intervals; where some row has more, keys
-    are sorted into kinds that such rows see or do not see together.
+    Rows with up to two runs of visible keys become intervals. If a row has more runs, keys are
+    grouped into kinds that such rows see or hide together.
 
     Raises:
-        ModelError: not (Tq, Tk) bool, or more than 63 kinds of key would be needed.
+        ModelError: not (Tq, Tk) bool, or more than 63 kinds of keys would be needed.
     """
     if visible.dim() != 2 or visible.dtype != torch.bool:
         raise ModelError(f"a dense mask must be (Tq, Tk) bool, got {visible.shape} {visible.dtype}")
@@ -121,8 +121,8 @@ def from_dense(visible: torch.Tensor) -> AttentionMask:
 
 
 def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """(Tk,) kind per key: keys that every scattered row within whose span both lie sees or
-    hides alike may share one."""
+    """Return (Tk,) the kind of each key. Two keys may share a kind if every scattered row whose
+    span contains both treats them equally."""
     scattered, index = np.unique(scattered, axis=0, return_index=True)
     n_keys = scattered.shape[1]
     bounds = bounds[index]
@@ -131,7 +131,7 @@ def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         return kinds
     position = np.arange(n_keys)
     within = (bounds[:, :1] <= position) & (position < bounds[:, 1:2])
-    said = np.where(within, np.where(scattered, 1, -1), 0)  # (rows, Tk); 0: does not matter
+    said = np.where(within, np.where(scattered, 1, -1), 0)  # (rows, Tk); 0: either value fits
     profiles: list[np.ndarray] = []
     for key in range(n_keys):
         for kind, profile in enumerate(profiles):
@@ -151,7 +151,7 @@ def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 
 def _join_affine(bounds: np.ndarray, attend: np.ndarray) -> np.ndarray:
-    """A query table of as few segments as rows with bounds that stay or move by one allow."""
+    """Return a query table with few segments, by joining rows whose bounds stay or move by one."""
     n_queries = len(bounds)
     starts, slopes = [], []
     start = 0
@@ -183,18 +183,17 @@ def to_block_mask(
     block: int = 128,
     device: torch.device | str = "cpu",
 ) -> BlockMask:
-    """FlexAttention's BlockMask, made from tiles and not from a dense mask.
+    """Convert to FlexAttention's BlockMask, from tiles and without a dense mask.
 
     Args:
         mask: one for all sequences or one each, of one shape.
         batch: B.
         block: FlexAttention's ``BLOCK_SIZE``.
-        device: where its tables are to be.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     from raymm.kernels.mask.tiles import (
-        key_runs,  # loads the compiler, which other forms do not need
+        key_runs,  # imported here, because it loads numba
     )
 
     first = mask if isinstance(mask, AttentionMask) else mask[0]
@@ -222,7 +221,7 @@ def to_block_mask(
 
 
 def _flex_tables(tiles: Tiles, n_blocks: int) -> tuple[np.ndarray, ...]:
-    """Per query block: number and indices of partial tiles, then of full ones (int32)."""
+    """Return number and indices of partial tiles per query block, then of full tiles (int32)."""
     n = len(tiles.offsets) - 1
     tables = []
     for is_full in (0, 1):
@@ -239,13 +238,8 @@ def _flex_tables(tiles: Tiles, n_blocks: int) -> tuple[np.ndarray, ...]:
 
 
 def from_block_mask(block_mask: BlockMask, batch: int = 0, head: int = 0) -> AttentionMask:
-    """The mask of one sequence and head of a BlockMask, by asking its ``mask_mod`` about every
-    pair: O(Tq * Tk), for tests and short sequences.
-
-    Args:
-        block_mask: with its ``mask_mod``.
-        batch: number of the sequence.
-        head: number of the head.
+    """Convert one sequence and head of a BlockMask by evaluating its ``mask_mod`` for every pair,
+    in O(Tq * Tk): for tests and short sequences.
 
     Raises:
         ModelError: see :func:`from_dense`.

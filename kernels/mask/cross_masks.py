@@ -1,4 +1,4 @@
-"""Masks of models with cross attention, from the tensors that Hugging Face models take.
+"""Masks for cross attention from the tensors that Hugging Face models take.
 
 Legend: ``B`` sequences, ``T`` text tokens, ``I`` items (images, or the tiles of images), ``V``
 visual tokens.
@@ -14,30 +14,30 @@ from raymm.kernels.mask.convert import from_dense
 from raymm.kernels.mask.mask import AttentionMask, query_rows
 
 BLIND_ROWS = ("nothing", "everything")
-"""What rows may see that are shown no item."""
+"""Accepted values of ``blind``: keys of rows that see no item."""
 
 
 def cross_masks(
     shown: torch.Tensor, tokens_per_item: int, *, blind: str = "nothing"
 ) -> tuple[AttentionMask, ...]:
-    """Which visual tokens each text token sees, one mask per sequence.
+    """Return one mask per sequence of the visual tokens that each text token sees.
 
     Idefics: ``cross_masks(image_attention_mask, tokens_per_image)``. Mllama:
-    ``cross_masks(cross_attention_mask.flatten(2), patches_per_tile, blind="everything")``: its
-    rows that are shown no tile attend to all tiles; only the layer's MLP leaves them out.
+    ``cross_masks(cross_attention_mask.flatten(2), patches_per_tile, blind="everything")``: rows
+    without a visible tile attend to all tiles, and only the layer's MLP ignores them.
 
     Args:
-        shown: (B, T, I), not 0 where a text token is shown an item. The mask of the whole text,
-            the same on every process.
-        tokens_per_item: visual tokens of every item; V is I times as many.
-        blind: one of :data:`BLIND_ROWS`.
+        shown: (B, T, I), nonzero where a text token sees an item. Covers the full text, and is the
+            same on every process.
+        tokens_per_item: visual tokens of each item; V = I * tokens_per_item.
+        blind: keys of rows that see no item; one of :data:`BLIND_ROWS`.
 
     Returns:
-        B masks of T rows and V keys. Sequences that are shown the same have one object.
+        B masks of T rows and V keys. Sequences with equal ``shown`` share one object.
 
     Raises:
-        ModelError: not (B, T, I), no tokens per item, an unknown ``blind``, or rows that are
-            shown items in more than 63 different ways besides two runs.
+        ModelError: not (B, T, I), no tokens per item, an unknown ``blind``, or the items cannot be
+            expressed with two runs per row and 63 kinds of keys.
     """
     if shown.dim() != 3:
         raise ModelError(f"shown items must be (B, T, I), got {tuple(shown.shape)}")
@@ -55,8 +55,8 @@ def cross_masks(
 
 
 def _of_items(sees: np.ndarray, tokens: int) -> AttentionMask:
-    """Of (T, I) bool: a mask of items for rows that differ from the row before them, then every
-    bound times the tokens of an item."""
+    """Return the mask of one sequence, (T, I) bool. Builds a mask of items for rows that differ
+    from the row before, then multiplies every bound by the tokens of an item."""
     length, items = sees.shape
     changes = np.flatnonzero((sees[1:] != sees[:-1]).any(axis=1)) + 1
     starts = np.append(np.zeros(min(length, 1), dtype=np.int64), changes)

@@ -1,17 +1,16 @@
-"""The attention mask: a short table of segments that every attention path reads.
+"""The attention mask: a short table of segments that all attention kernels read.
 
 A query row ``q`` sees a key ``k`` when
 
     (lo1(q) <= k < hi1(q)  or  lo2(q) <= k < hi2(q))  and  attend(q) & identity(k) != 0
 
-The four bounds are affine in ``q`` with slope 0 or 1 within a segment of rows, so a mask of
-any length is as long as its number of segments, not its number of tokens. ``attend`` says
-which kinds of token a query may look at, ``identity`` which kind a key is (63 bits;
-Cornstarch v2 §4.2 has both in one field, which cannot say "this image only" or "this
-document only": the intervals can).
+Within a segment of rows, the four bounds are affine in ``q`` with slope 0 or 1, so the size of a
+mask depends on its number of segments, not of tokens. ``attend`` holds the kinds of tokens that a
+query may see, ``identity`` the kind of a key (63 bits). Cornstarch v2 §4.2 has both in one field,
+which cannot express "this image only" or "this document only"; intervals can.
 
-The first interval is what a sliding window narrows (a row's past); the second is what it
-keeps whatever the window (its own image, attention sinks, a shared question).
+A sliding window narrows the first interval (a row's past) and leaves the second unchanged (its own
+image, attention sinks, a shared question).
 
 Legend: ``Tq`` query rows, ``Tk`` keys, ``S`` query segments, ``Sk`` key segments.
 """
@@ -48,7 +47,7 @@ ALL_KINDS = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class RowArrays:
-    """A mask's table expanded to one entry per token (what kernels read).
+    """A mask's table expanded to one entry per token, as kernels read it.
 
     Attributes:
         bounds: (4, Tq) int32: lo1, hi1, lo2, hi2 of every row, within [0, Tk].
@@ -62,20 +61,20 @@ class RowArrays:
 
 
 class AttentionMask:
-    """Which keys every query of one sequence sees.
+    """Visible keys of every query of a sequence. Immutable, and hashable by identity.
+
+    Tables are copied and checked, and equal neighbours are merged, so equal masks that are built
+    the same way have equal tables.
 
     Args:
-        query_table: (S, 10) int64, one row per segment of query rows: first row, attend
-            bits, bases of lo1, hi1, lo2, hi2, and their slopes (0 or 1).
+        query_table: (S, 10) int64, one row per segment of query rows: first row, attend bits, bases
+            of lo1, hi1, lo2, hi2, and their slopes (0 or 1).
         key_table: (Sk, 2) int64, one row per segment of keys: first key, identity bits.
         n_queries: Tq.
         n_keys: Tk.
 
-    Tables are copied, checked, and neighbours that say the same are joined, so equal masks
-    built the same way have equal tables. A mask is immutable and hashable by identity.
-
     Raises:
-        ModelError: segments out of order, slopes other than 0 and 1, negative bits.
+        ModelError: segments out of order, slopes other than 0 and 1, or negative bits.
     """
 
     def __init__(
@@ -108,22 +107,22 @@ class AttentionMask:
 
     @property
     def query_stops(self) -> np.ndarray:
-        """(S,) int64: one past the last row of every segment."""
+        """Index after the last row of every segment, (S,) int64."""
         return np.append(self.query_table[1:, START], self.n_queries)
 
     @property
     def key_stops(self) -> np.ndarray:
-        """(Sk,) int64: one past the last key of every segment."""
+        """Index after the last key of every segment, (Sk,) int64."""
         return np.append(self.key_table[1:, KEY_START], self.n_keys)
 
     @cached_property
     def needs_bits(self) -> bool:
-        """False if attend and identity never hide a key that an interval shows."""
+        """False if attend and identity never hide a key within an interval."""
         identities, attends = self.key_table[:, IDENTITY], self.query_table[:, ATTEND]
         return bool(((np.unique(attends)[:, None] & np.unique(identities)[None]) == 0).any())
 
     def bounds(self) -> np.ndarray:
-        """(4, Tq) int64: lo1, hi1, lo2, hi2 of every row, cut to [0, Tk]."""
+        """Return lo1, hi1, lo2, hi2 of every row, clipped to [0, Tk], as (4, Tq) int64."""
         lengths = self.query_stops - self.query_table[:, START]
         rows = np.arange(self.n_queries)
         bases = np.repeat(self.query_table[:, BASES], lengths, axis=0)
@@ -131,7 +130,7 @@ class AttentionMask:
         return np.clip(bases + slopes * rows[:, None], 0, self.n_keys).T
 
     def rows(self, device: torch.device | str = "cpu") -> RowArrays:
-        """The table expanded to one entry per token, on ``device``; O(Tq + Tk) bytes."""
+        """Return the table expanded to one entry per token, on ``device``; O(Tq + Tk) bytes."""
         attend = np.repeat(
             self.query_table[:, ATTEND], self.query_stops - self.query_table[:, START]
         )
@@ -145,7 +144,7 @@ class AttentionMask:
         )
 
     def dense(self, queries: slice = slice(None), keys: slice = slice(None)) -> torch.Tensor:
-        """(Tq, Tk) bool, or the part of it that the slices pick: True where visible."""
+        """Return (Tq, Tk) bool, or the part that the slices select: True where visible."""
         arrays = self.rows()
         lo1, hi1, lo2, hi2 = (bound[queries, None] for bound in arrays.bounds)
         key = torch.arange(self.n_keys)[None, keys]
@@ -153,18 +152,18 @@ class AttentionMask:
         return within & ((arrays.attend[queries, None] & arrays.identity[None, keys]) != 0)
 
     def windowed(self, window: int) -> AttentionMask:
-        """The same mask with the first interval of every row narrowed to ``k > q - window``.
+        """Return the mask with the first interval of every row narrowed to ``k > q - window``.
 
-        Rows and keys must be counted from the same position (self-attention).
+        Rows and keys must use the same positions (self-attention).
 
         Raises:
-            ModelError: window below 1.
+            ModelError: ``window`` is below 1.
         """
         if window < 1:
             raise ModelError(f"window must be at least 1 (a token sees itself), got {window}")
         base = 1 - window
         table, stops = self.query_table, self.query_stops
-        # lo1 becomes max(lo1, q + base): constant ones change over at q = lo1 - base.
+        # lo1 becomes max(lo1, q + base). A constant lo1 switches at q = lo1 - base.
         crossing = np.where(table[:, SLOPES][:, 0] == 0, table[:, 2] - base, table[:, START])
         table, starts = _split(table, stops, [crossing])
         lo = table[:, 2] + table[:, 6] * starts
@@ -173,7 +172,8 @@ class AttentionMask:
         return AttentionMask(table, self.key_table, self.n_queries, self.n_keys)
 
     def select_queries(self, ranges: Sequence[tuple[int, int]]) -> AttentionMask:
-        """The rows of ``ranges`` [start, stop), put one after another; keys stay global."""
+        """Return the mask of the rows of ``ranges`` [start, stop), concatenated; keys stay global.
+        """
         parts, offset = [], 0
         for start, stop in _check_ranges("query", ranges, self.n_queries):
             part = _cut(self.query_table, self.query_stops, start, stop)
@@ -186,7 +186,7 @@ class AttentionMask:
         return AttentionMask(table, self.key_table, offset, self.n_keys)
 
     def select_keys(self, ranges: Sequence[tuple[int, int]]) -> AttentionMask:
-        """The keys of ``ranges`` [start, stop), which must ascend, put one after another."""
+        """Return the mask of the concatenated keys of ascending ``ranges`` [start, stop)."""
         ranges = _check_ranges("key", ranges, self.n_keys)
         edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         if (edges[1:, 0] < edges[:-1, 1]).any():
@@ -206,7 +206,7 @@ class AttentionMask:
         lengths = edges[:, 1] - edges[:, 0]
 
         def rank(value: np.ndarray) -> np.ndarray:
-            """How many selected keys lie before a global key."""
+            """Return the number of selected keys before a global key."""
             return np.clip(value[..., None] - edges[:, 0], 0, lengths).sum(axis=-1)
 
         table[:, SLOPES] = rank(after) - rank(at)
@@ -221,7 +221,7 @@ class AttentionMask:
         return AttentionMask(table, key_table, self.n_queries, offset)
 
     def seen_keys(self) -> np.ndarray:
-        """(Tk,) bool: keys that some row sees; O(Tk) for every different ``attend``."""
+        """Return True for keys that some row sees, (Tk,) bool; O(Tk) per distinct ``attend``."""
         table, last = self.query_table, self.query_stops - 1
         top, bottom = (
             table[:, BASES] + table[:, SLOPES] * row[:, None] for row in (table[:, START], last)
@@ -231,8 +231,8 @@ class AttentionMask:
         for attend in np.unique(table[:, ATTEND]):
             changes = np.zeros(self.n_keys + 1, dtype=np.int64)
             for first in (0, 2):
-                # Bounds move by 0 or 1 a row: what the rows of a segment see is contiguous, and
-                # there is something if the first or the last row's interval is not empty.
+                # Bounds move by 0 or 1 per row, so the keys that a segment sees are contiguous.
+                # There are some if the interval of the first or the last row is not empty.
                 lo, hi = top[:, first], bottom[:, first + 1]
                 some = (lo < top[:, first + 1]) | (bottom[:, first] < hi)
                 some &= table[:, ATTEND] == attend
@@ -243,7 +243,7 @@ class AttentionMask:
         return seen
 
     def area(self) -> int:
-        """Number of visible (query, key) pairs, counted without a dense mask."""
+        """Return the number of visible (query, key) pairs, without a dense mask."""
         lo1, hi1, lo2, hi2 = self.bounds()
         identities = np.unique(self.key_table[:, IDENTITY])
         attend = np.repeat(
@@ -264,24 +264,18 @@ class AttentionMask:
         return total
 
     def draw(self, width: int = 512) -> Figure:
-        """A picture of the mask, ``width`` pixels a side, readable at any length: darkness is
-        the visible share of the pixel's pairs. Save it with ``.savefig(path)``."""
+        """Draw the mask, ``width`` pixels a side, readable at any length: darkness is the visible
+        share of a pixel's pairs. Save with ``.savefig(path)``."""
         return draw_mask(self, width)
 
 
 def as_masks(
     mask: AttentionMask | Sequence[AttentionMask], batch: int, n_queries: int, n_keys: int
 ) -> tuple[AttentionMask, ...]:
-    """One mask per sequence of a batch; a single mask counts for all.
-
-    Args:
-        mask: one for all sequences, or one each.
-        batch: B.
-        n_queries: Tq.
-        n_keys: Tk.
+    """Return one mask per sequence of a batch; a single mask is repeated.
 
     Raises:
-        ModelError: as many masks as neither 1 nor the batch, or of another shape.
+        ModelError: the number of masks is neither 1 nor ``batch``, or a mask has another shape.
     """
     masks = (mask,) if isinstance(mask, AttentionMask) else tuple(mask)
     if len(masks) == 1:
@@ -310,18 +304,14 @@ def query_rows(
     hi2_slope: Iterable[int] | int = 0,
     attend: Iterable[int] | int = ALL_KINDS,
 ) -> np.ndarray:
-    """A query table (S, 10) from its columns; a number stands for a constant column.
+    """Return a query table (S, 10) from its columns; a number stands for a constant column.
 
     Args:
         starts: (S,) first row of every segment.
-        lo: (S,) or one for all: first key of the first interval.
-        hi: one past its last key.
-        lo_slope: 0, or 1 where it moves with the row.
-        hi_slope: the same of ``hi``.
-        lo2: first key of the second interval.
-        hi2: one past its last key.
-        lo2_slope: as ``lo_slope``.
-        hi2_slope: as ``hi_slope``.
+        lo, hi: (S,) or one for all: first key of the first interval, and index after its last.
+        lo_slope, hi_slope: 1 where the bound moves with the row, else 0.
+        lo2, hi2: the second interval.
+        lo2_slope, hi2_slope: its slopes.
         attend: bits of the kinds of keys that a row sees.
     """
     starts = np.fromiter(starts, dtype=np.int64)
@@ -352,14 +342,14 @@ def _check_ranges(
 
 
 def _join_equal(table: np.ndarray, size: int) -> np.ndarray:
-    """Drop empty segments and those that say the same as the one before."""
+    """Drop empty segments and those equal to the segment before."""
     table = table[np.diff(np.append(table[:, 0], size)) > 0]
     different = (table[1:, 1:] != table[:-1, 1:]).any(axis=1)
     return table[np.append(np.ones(min(len(table), 1), dtype=bool), different)]
 
 
 def _cut(table: np.ndarray, stops: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """A copy of the segments that meet [start, stop), the first moved to ``start``."""
+    """Return a copy of the segments that overlap [start, stop), clipped at ``start``."""
     part = table[(stops > start) & (table[:, 0] < stop)].copy()
     part[:, 0] = np.maximum(part[:, 0], start)
     return part
@@ -368,11 +358,8 @@ def _cut(table: np.ndarray, stops: np.ndarray, start: int, stop: int) -> np.ndar
 def _split(
     table: np.ndarray, stops: np.ndarray, crossings: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split every segment at those of its ``crossings`` (each (S,)) that lie inside it.
-
-    Returns:
-        The longer table, a copy, and its starts.
-    """
+    """Split every segment at those of its ``crossings`` (each (S,)) that lie inside it. Return a
+    new table and its starts."""
     rows, starts = [np.arange(len(table))], [table[:, 0]]
     for crossing in crossings:
         inside = (crossing > table[:, 0]) & (crossing < stops)

@@ -1,10 +1,12 @@
-"""Masks from what a user has: spans of images and audio, documents, windows, answers.
+"""Builders of masks from user-level terms: spans of images and audio, documents, windows, answers.
 
-Every builder returns an :class:`AttentionMask` of a few segments. The patterns of Cornstarch
-v2 (Fig. 7, App. C and F): :func:`prepended` (EP), :func:`embedded` (EE), :func:`packed` (MP),
-:func:`sinks_and_window` (lambda), :func:`causal_blockwise`, :func:`shared_question`.
-Gemma 3 and PaliGemma: :func:`causal_with_own_image`, :func:`prefix_causal`. Flamingo:
-:func:`cross_images`.
+Every builder returns an :class:`AttentionMask` of a few segments. Patterns of Cornstarch v2 (Fig.
+7, App. C and F): :func:`prepended` (EP), :func:`embedded` (EE), :func:`packed` (MP),
+:func:`sinks_and_window` (lambda), :func:`causal_blockwise`, :func:`shared_question`. Gemma 3 and
+PaliGemma: :func:`causal_with_own_image`, :func:`prefix_causal`. Flamingo: :func:`cross_images`.
+
+``spans`` are items in ascending order of position. ``document_lengths`` are the tokens of each
+packed document, T in sum; default: one document.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ from raymm.kernels.mask.spans import TEXT, Span, check_total, consecutive, layou
 
 
 def full(n_queries: int, n_keys: int | None = None) -> AttentionMask:
-    """Every row sees every key."""
+    """Return a mask in which every row sees every key."""
     n_keys = n_queries if n_keys is None else n_keys
     return _mask(query_rows([0], hi=n_keys), n_queries, n_keys)
 
 
 def causal(length: int, window: int | None = None) -> AttentionMask:
-    """Every token sees itself and what is before it; with a window, the last ``window`` of
-    that (Mistral, Gemma)."""
+    """Return a causal mask. With a window, a token sees the last ``window`` tokens, itself included
+    (Mistral, Gemma)."""
     return _with_window(_mask(query_rows([0], hi=1, hi_slope=1), length, length), window)
 
 
 def documents(lengths: Sequence[int], *, causal: bool = True) -> AttentionMask:
-    """Documents packed one after another; a token sees its own document only, causally or
-    (``causal=False``) whole.
+    """Return the mask of packed documents: a token sees its own document, causally or
+    (``causal=False``) in full.
 
     Raises:
-        ModelError: a negative length.
+        ModelError: a length is negative.
     """
     starts, stops = consecutive(lengths, "document")
     length = int(stops[-1]) if len(stops) else 0
@@ -51,20 +53,19 @@ def multimodal(
     document_lengths: Sequence[int] | None = None,
     window: int | None = None,
 ) -> AttentionMask:
-    """Encoder outputs among text (Cornstarch v2, Fig. 7): a text token sees all that is before
-    it in its document, a modality token the tokens of its own encoder and nothing else.
+    """Return the mask of encoder outputs among text (Cornstarch v2, Fig. 7). A text token sees all
+    earlier tokens of its document; a modality token sees only the tokens of its encoder.
 
     Args:
         length: T.
-        spans: items in order of position, not overlapping; the rest is text.
-        isolate: a modality token sees its own item only, not the encoder's other items.
-        document_lengths: lengths of packed documents, T together; nothing is seen across them.
-            Default: one document.
-        window: narrows what text sees of its past.
+        spans: items; the rest is text.
+        isolate: a modality token sees only its item, not the encoder's other items.
+        document_lengths: see the module.
+        window: narrows the past that text sees.
 
     Raises:
-        ModelError: spans that overlap, leave the sequence or cross a document's end; a kind
-            outside 1 to 62; lengths that do not add up to T.
+        ModelError: spans overlap, leave the sequence or cross the end of a document; a kind is
+            outside 1 to 62; or the lengths do not add up to T.
     """
     starts, items, ends = layout(length, spans, document_lengths)
     is_text = items < 0
@@ -80,21 +81,16 @@ def multimodal(
     mask = AttentionMask(table, _key_table(starts, kind), length, length)
     if window is None:
         return mask
-    # Only text looks back; modality tokens see their items whole. Their interval moves to the
-    # second place, which a window leaves alone.
+    # A window narrows only the past of text. Modality tokens keep their interval as the second one,
+    # which a window leaves unchanged.
     return _protect(mask, ~is_text, starts).windowed(window)
 
 
 def prepended(
     span_lengths: Sequence[tuple[int, int]], text_length: int, *, isolate: bool = False
 ) -> AttentionMask:
-    """EP: encoder outputs, as (kind, tokens) in order, then text.
-
-    Args:
-        span_lengths: (kind, tokens) of every item, in order.
-        text_length: tokens of the text after them.
-        isolate: a modality token sees its own item only, not the encoder's other items.
-    """
+    """Return the EP mask: encoder outputs, as (kind, tokens) in order, followed by ``text_length``
+    tokens of text. ``isolate`` as in :func:`multimodal`."""
     starts, stops = consecutive([tokens for _, tokens in span_lengths], "span")
     spans = [
         Span(int(start), int(stop), kind)
@@ -105,12 +101,7 @@ def prepended(
 
 
 def embedded(length: int, spans: Sequence[Span], *, isolate: bool = False) -> AttentionMask:
-    """EE: encoder outputs where the text has them.
-
-    Args:
-        length: T, tokens.
-        spans: where items lie among the tokens, ascending.
-        isolate: a modality token sees its own item only, not the encoder's other items.
+    """Return the EE mask: encoder outputs at their positions in the text; see :func:`multimodal`.
     """
     return multimodal(length, spans, isolate=isolate)
 
@@ -118,13 +109,8 @@ def embedded(length: int, spans: Sequence[Span], *, isolate: bool = False) -> At
 def packed(
     document_lengths: Sequence[int], spans: Sequence[Span], *, isolate: bool = False
 ) -> AttentionMask:
-    """MP: several multimodal documents in one sequence; spans in positions of the whole.
-
-    Args:
-        document_lengths: tokens of each document.
-        spans: where items lie among the tokens, ascending.
-        isolate: a modality token sees its own item only, not the encoder's other items.
-    """
+    """Return the MP mask: several multimodal documents in one sequence. Spans use positions of the
+    sequence; see :func:`multimodal`."""
     return multimodal(
         int(sum(document_lengths)), spans, isolate=isolate, document_lengths=document_lengths
     )
@@ -137,15 +123,8 @@ def causal_with_own_image(
     document_lengths: Sequence[int] | None = None,
     window: int | None = None,
 ) -> AttentionMask:
-    """Causal, and a token of an image sees the whole of its image (Gemma 3). A window narrows
-    the past, not the image.
-
-    Args:
-        length: T, tokens.
-        spans: where items lie among the tokens, ascending.
-        document_lengths: tokens of each packed document; one document if not given.
-        window: tokens that a row sees at most, itself counted; None for all.
-    """
+    """Return a causal mask in which an image's tokens also see their whole image (Gemma 3). A
+    window (tokens, the row included) narrows the past but not the image."""
     starts, items, ends = layout(length, spans, document_lengths)
     item_starts, item_stops, kinds = span_arrays(spans)
     table = query_rows(
@@ -156,7 +135,7 @@ def causal_with_own_image(
         lo2=np.where(items < 0, 0, item_starts[items]),
         hi2=np.where(items < 0, 0, item_stops[items]),
     )
-    # Every row attends to every kind: the kinds of keys hide nothing, but pictures show them.
+    # Every row attends to every kind. The kinds hide no key and are set for pictures only.
     keys = _key_table(starts, np.where(items < 0, TEXT, kinds[items]))
     return _with_window(AttentionMask(table, keys, length, length), window)
 
@@ -164,16 +143,17 @@ def causal_with_own_image(
 def prefix_causal(
     length: int, prefix_lengths: Sequence[int], document_lengths: Sequence[int] | None = None
 ) -> AttentionMask:
-    """Each document's prefix (image and prompt) sees itself whole, the rest is causal
+    """Return a causal mask in which each document's prefix (image and prompt) sees itself in full
     (PaliGemma).
 
     Args:
-        prefix_lengths: tokens of the prefix, per document.
-        length: T, tokens.
-        document_lengths: tokens of each packed document; one document if not given.
+        length: T.
+        prefix_lengths: tokens of the prefix of each document.
+        document_lengths: see the module.
 
     Raises:
-        ModelError: as many prefixes as there are not documents, or one longer than its document.
+        ModelError: the number of prefixes differs from that of documents, or a prefix is longer
+            than its document.
     """
     lengths = [length] if document_lengths is None else list(document_lengths)
     if len(prefix_lengths) != len(lengths) or any(
@@ -186,20 +166,15 @@ def prefix_causal(
     starts, stops = consecutive(lengths, "document")
     check_total(stops, length)
     hi2 = starts + np.asarray(prefix_lengths, dtype=np.int64)
-    # The rows of a prefix see it whole; later rows see it as a part of their past.
+    # Rows of a prefix see all of it; for later rows it is part of the past.
     table = query_rows(starts, lo=starts, hi=1, hi_slope=1, lo2=starts, hi2=hi2)
     return _mask(table, length, length)
 
 
 def sinks_and_window(length: int, sinks: int = 64, window: int = 4096) -> AttentionMask:
-    """Lambda: the first ``sinks`` tokens and the last ``window``, causally.
-
-    Args:
-        length: T, tokens.
-        sinks: tokens at the beginning that all later ones see.
-        window: tokens before it that a row sees, itself counted.
-    """
-    # A row among the sinks sees no later sink: the second interval stops at the row too.
+    """Return the lambda mask: each token sees the first ``sinks`` and last ``window`` tokens,
+    causally."""
+    # A row among the sinks must not see later sinks, so its second interval ends at the row.
     within = min(sinks, length)
     table = query_rows(
         [0, within],
@@ -213,14 +188,9 @@ def sinks_and_window(length: int, sinks: int = 64, window: int = 4096) -> Attent
 
 
 def causal_blockwise(length: int, block: int = 256, local: int = 2) -> AttentionMask:
-    """Blocks of tokens see the first block and the last ``local`` blocks, their own included,
-    causally; the last block sees all before it (in-context learning with many examples).
-
-    Args:
-        length: T, tokens.
-        block: tokens of a block.
-        local: blocks that a row sees, its own counted.
-    """
+    """Return a causal mask in which blocks of ``block`` tokens see the first block and the last
+    ``local`` blocks, their own included. The last block sees all earlier tokens (in-context
+    learning with many examples)."""
     if block < 1 or local < 1:
         raise ModelError(f"block and local must be at least 1, got {block} and {local}")
     starts = np.arange(0, length, block)
@@ -231,8 +201,8 @@ def causal_blockwise(length: int, block: int = 256, local: int = 2) -> Attention
 
 
 def shared_question(question: int, answers: Sequence[int]) -> AttentionMask:
-    """One question, then answers that see the question and themselves, not one another
-    (reward models, preference training); lengths in tokens."""
+    """Return the mask of a question and answers that see the question and themselves, but no other
+    answer (reward models, preference training). Lengths are in tokens."""
     starts, stops = consecutive([question, *answers], "answer")
     length = int(stops[-1])
     hi2 = np.where(starts >= question, question, 0)
@@ -247,17 +217,15 @@ def cross_images(
     document_lengths: Sequence[int] | None = None,
     only_last: bool = True,
 ) -> AttentionMask:
-    """Cross attention from text to image features: a text token sees the image that came last
-    before it (Flamingo §3.1.3), or all of its document's images that came before it.
+    """Return a cross-attention mask from text to image features. A text token sees the last image
+    before it (Flamingo §3.1.3), or all earlier images of its document (``only_last=False``). Rows
+    without an earlier image see no key.
 
     Args:
         length: text tokens (rows).
         image_positions: position in the text of every image, ascending.
         image_tokens: keys of every image.
         document_lengths: text lengths of packed documents.
-        only_last: whether text sees the last image before it only.
-
-    Rows without an image before them see nothing.
     """
     positions = np.asarray(image_positions, dtype=np.int64)
     if len(positions) != len(image_tokens) or (np.diff(positions) < 0).any():
@@ -281,7 +249,7 @@ def cross_images(
 
 
 def _mask(table: np.ndarray, n_queries: int, n_keys: int) -> AttentionMask:
-    """A mask with one kind of key."""
+    """Return a mask with one kind of key."""
     keys = np.array([[0, 1]]) if n_keys else np.zeros((0, 2), dtype=np.int64)
     return AttentionMask(table[table[:, 0] < max(n_queries, 0)], keys, n_queries, n_keys)
 
@@ -295,7 +263,7 @@ def _key_table(starts: np.ndarray, kind: np.ndarray) -> np.ndarray:
 
 
 def _protect(mask: AttentionMask, rows: np.ndarray, starts: np.ndarray) -> AttentionMask:
-    """Move the first interval of the segments of ``rows`` to the second place."""
+    """Move the first interval of the segments of ``rows`` to the second."""
     table = mask.query_table.copy()
     picked = rows[np.searchsorted(starts, table[:, 0], side="right") - 1]
     for first, second in ((2, 4), (3, 5), (6, 8), (7, 9)):

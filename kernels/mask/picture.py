@@ -1,4 +1,4 @@
-"""A picture of a mask: readable at sixteen tokens and at a million."""
+"""Picture of a mask, readable at sixteen tokens and at a million."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from raymm.kernels.mask.columns import ATTEND, IDENTITY, KEY_START, START
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of the rows behind one pixel no more than this many, evenly spaced, are counted.
+# Most rows that are counted per pixel, evenly spaced.
 _ROWS_PER_PIXEL = 32
-# Okabe and Ito's colours, which stay apart for colour-blind readers: text, then encoders.
+# Colors of Okabe and Ito, distinct for color-blind readers: text, then encoders.
 _HUES = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#8C613C")
-_FEWEST_SHOWN = 0.35  # a pixel in which anything is visible must not look empty
+_FEWEST_SHOWN = 0.35  # a pixel with a visible pair must not look empty
 
 
 class Mask(Protocol):
-    """What a picture reads of a mask; see :class:`raymm.kernels.mask.mask.AttentionMask`."""
+    """The part of :class:`raymm.kernels.mask.mask.AttentionMask` that a picture reads."""
 
     query_table: np.ndarray
     key_table: np.ndarray
@@ -28,32 +28,32 @@ class Mask(Protocol):
 
     @property
     def query_stops(self) -> np.ndarray:
-        """(S,) int64: where the segments of rows end."""
+        """Ends of the segments of rows, (S,) int64."""
         ...
 
     @property
     def key_stops(self) -> np.ndarray:
-        """(Sk,) int64: where the segments of keys end."""
+        """Ends of the segments of keys, (Sk,) int64."""
         ...
 
     def bounds(self) -> np.ndarray:
-        """(4, Tq) int64: lo1, hi1, lo2, hi2 of every row."""
+        """Return lo1, hi1, lo2, hi2 of every row, (4, Tq) int64."""
         ...
 
     def area(self) -> int:
-        """How many pairs are visible."""
+        """Return the number of visible pairs."""
         ...
 
 
 def visible_share(mask: Mask, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """How much of each pixel is visible, counted from the table.
+    """Return the visible share of each pixel, computed from the table.
 
     Args:
-        width: pixels a side at most; short masks get whole numbers of pixels per token.
+        width: most pixels a side; short masks get a whole number of pixels per token.
 
     Returns:
-        shares (kinds, H, W) float in [0, 1], the part of each pixel's pairs whose key is of
-        the kind; and the identity bits of the kinds, (kinds,) int64.
+        Shares (kinds, H, W) float in [0, 1], the fraction of each pixel's pairs that are visible
+        with a key of the kind; and the identity bits of the kinds, (kinds,) int64.
     """
     rows = np.linspace(0, mask.n_queries, min(width, mask.n_queries) + 1).astype(np.int64)
     columns = np.linspace(0, mask.n_keys, min(width, mask.n_keys) + 1).astype(np.int64)
@@ -88,11 +88,11 @@ def visible_share(mask: Mask, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_mask(mask: Mask, width: int = 512) -> Figure:
-    """Rows are queries, columns keys; the colour is the key's kind, its strength the visible
-    share of the pixel. A strip along the top and the left shows what the tokens are.
+    """Draw a mask: rows are queries, columns keys. The color is the key's kind and its strength the
+    visible share of the pixel. Strips along the top and the left show the kinds of the tokens.
 
     Raises:
-        ValueError: width below 16, or a mask without rows or keys.
+        ValueError: the width is below 16, or the mask has no rows or keys.
     """
     import matplotlib
     from matplotlib.colors import to_rgb
@@ -106,7 +106,7 @@ def draw_mask(mask: Mask, width: int = 512) -> Figure:
         raise ValueError(f"cannot draw a mask of {mask.n_queries} rows and {mask.n_keys} keys")
     shares, identities = visible_share(mask, width)
     hues = np.array([to_rgb(_HUES[_kind(i) % len(_HUES)]) for i in identities])
-    # The least visible pixel is still a tint that the eye finds; order is kept.
+    # Lift small shares to a visible tint; the order of shares is kept.
     strength = np.where(shares > 0, _FEWEST_SHOWN + (1 - _FEWEST_SHOWN) * shares, 0.0)
     total = shares.sum(axis=0)
     weight = np.divide(shares, total, out=np.zeros_like(shares), where=total > 0)
@@ -148,7 +148,7 @@ def draw_mask(mask: Mask, width: int = 512) -> Figure:
 
 
 def _strip(axes, mask: Mask, vertical: bool) -> None:
-    """What the tokens along one side are: the colours of their kinds."""
+    """Draw the kinds of the tokens along one side."""
     from matplotlib.colors import to_rgb
 
     ends = mask.key_stops
@@ -162,7 +162,7 @@ def _strip(axes, mask: Mask, vertical: bool) -> None:
 
 
 def _kind(identity: int) -> int:
-    """The lowest bit of an identity: 0 text, else the encoder's number."""
+    """Return the lowest bit of an identity: 0 for text, else the encoder's number."""
     return max((int(identity) & -int(identity)).bit_length() - 1, 0)
 
 

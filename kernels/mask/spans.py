@@ -1,4 +1,4 @@
-"""Spans of tokens that came from encoders: where they lie among text and documents."""
+"""Spans of tokens from encoders: their positions among text and documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_KIND = 62
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens [start, stop) that came from one item (image, audio clip) of an encoder.
+    """Tokens [start, stop) from one item (image, audio clip) of an encoder.
 
     Attributes:
         kind: number of the encoder, 1 to 62.
@@ -30,11 +30,11 @@ class Span:
 def kinds_and_items(
     kinds: Sequence[int] | np.ndarray, items: Sequence[int] | np.ndarray | None = None
 ) -> list[Span]:
-    """Spans from per-token arrays: kind of every token (0 text), and optionally the number of
-    its item, where items of one encoder touch.
+    """Convert per-token arrays to spans: the kind of every token (0 for text), and optionally its
+    item number, to separate adjacent items of one encoder.
 
     Raises:
-        ModelError: arrays of different lengths, or kinds outside 0 to 62.
+        ModelError: the arrays have different lengths, or a kind is outside 0 to 62.
     """
     kinds = np.asarray(kinds, dtype=np.int64)
     items = np.zeros_like(kinds) if items is None else np.asarray(items, dtype=np.int64)
@@ -51,14 +51,11 @@ def kinds_and_items(
 
 
 def consecutive(lengths: Sequence[int], what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops, (S,) int64 each, of what is put one after another.
-
-    Args:
-        lengths: S of them, in tokens.
-        what: they are lengths of, for the error.
+    """Return starts and stops, (S,) int64 each, of concatenated parts of the given lengths in
+    tokens. ``what`` names the parts in the error.
 
     Raises:
-        ModelError: a negative length.
+        ModelError: a length is negative.
     """
     sizes = np.asarray(list(lengths), dtype=np.int64)
     if (sizes < 0).any():
@@ -68,10 +65,10 @@ def consecutive(lengths: Sequence[int], what: str) -> tuple[np.ndarray, np.ndarr
 
 
 def check_total(stops: np.ndarray, length: int) -> None:
-    """Documents that end at ``stops`` must fill a sequence of ``length`` tokens.
+    """Check that documents that end at ``stops`` fill a sequence of ``length`` tokens.
 
     Raises:
-        ModelError: if they do not.
+        ModelError: they do not.
     """
     total = int(stops[-1]) if len(stops) else 0
     if total != length:
@@ -79,7 +76,7 @@ def check_total(stops: np.ndarray, length: int) -> None:
 
 
 def span_arrays(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Starts, stops, kinds; a last entry of zeros is what index -1 (text) picks."""
+    """Return starts, stops, kinds. A last entry of zeros makes index -1 (text) valid."""
     rows = np.array([(s.start, s.stop, s.kind) for s in spans] + [(0, 0, 0)], dtype=np.int64)
     return rows[:, 0], rows[:, 1], rows[:, 2]
 
@@ -87,20 +84,20 @@ def span_arrays(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarr
 def layout(
     length: int, spans: Sequence[Span], document_lengths: Sequence[int] | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut a sequence where spans and documents begin and end.
+    """Split a sequence at the edges of spans and documents.
 
     Args:
-        length: T, tokens.
-        spans: where items lie among the tokens, ascending.
-        document_lengths: tokens of each packed document; one document if not given.
+        length: T.
+        spans: items, ascending.
+        document_lengths: tokens of each packed document; default: one document.
 
     Returns:
-        starts (S,) of the segments, the span of each (-1 for text), and (2, S) start and stop of
+        Starts (S,) of the segments, the span of each (-1 for text), and (2, S) start and stop of
         its document.
 
     Raises:
-        ModelError: spans that overlap, leave the sequence or cross a document's end, kinds out of
-            range, documents that do not add up to ``length``.
+        ModelError: spans overlap, leave the sequence or cross the end of a document, a kind is out
+            of range, or documents do not add up to ``length``.
     """
     lengths = [length] if document_lengths is None else document_lengths
     document_starts, document_stops = consecutive(lengths, "document")
@@ -110,7 +107,7 @@ def layout(
     edges = np.concatenate([[0], document_starts, item_starts, item_stops])
     starts = np.unique(edges)
     starts = starts[starts < length]
-    # Of empty spans that share a start with a longer one, the last is found: the longer one.
+    # Among spans with the same start, the last one is the only one that may not be empty.
     item = np.searchsorted(item_starts[:-1], starts, side="right") - 1
     item = np.where(starts < item_stops[item], item, -1)
     document = np.searchsorted(document_starts, starts, side="right") - 1

@@ -1,9 +1,9 @@
-"""Which tiles of the score matrix a mask needs, as runs of blocks.
+"""Tiles of the score matrix that a mask needs, as runs of blocks.
 
-A tile is (a block of query rows) x (a block of keys). Runs, not dense tile maps: at a million
-tokens those would be hundreds of megabytes. A run is *full* if every pair of its tiles is
-visible, so that a kernel can leave the mask test out; tiles that might be are *partial*.
-Made on the host from the segment table, in compiled code.
+A tile is (a block of query rows) x (a block of keys). Runs replace dense tile maps, which would
+take hundreds of megabytes for a million tokens. A run is *full* if every pair in its tiles is
+visible, so a kernel can skip the mask test; other runs are *partial*. Runs are computed on the host
+from the segment table, in compiled code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NONE, _PARTIAL, _FULL = 0, 1, 2
 
 @dataclass(frozen=True)
 class Tiles:
-    """Runs of active blocks of one side, per block of the other.
+    """Runs of active blocks of one side, for each block of the other.
 
     Attributes:
         block_q, block_k: rows and keys of a tile.
         offsets: (n + 1,) int64: block ``i`` has runs ``offsets[i]`` to ``offsets[i + 1]``.
-        runs: (R, 3) int32: first block, one past the last, 1 if full else 0; ascending.
+        runs: (R, 3) int32: first block, index after the last, 1 if full else 0; ascending.
     """
 
     block_q: int
@@ -37,49 +37,36 @@ class Tiles:
 
     @property
     def work(self) -> np.ndarray:
-        """(n,) int64: active tiles per block."""
+        """Active tiles per block, (n,) int64."""
         lengths = (self.runs[:, 1] - self.runs[:, 0]).astype(np.int64)
         before = np.concatenate([[0], np.cumsum(lengths)])
         return before[self.offsets[1:]] - before[self.offsets[:-1]]
 
 
 def key_runs(mask: AttentionMask, block_q: int, block_k: int) -> Tiles:
-    """Per block of ``block_q`` query rows, runs of the active blocks of ``block_k`` keys.
+    """Return runs of active blocks of ``block_k`` keys, for each block of ``block_q`` query rows.
 
-    A tile without a visible pair is in no run; a tile with one is in exactly one.
-
-    Args:
-        mask: of one sequence.
-        block_q: rows of a tile.
-        block_k: keys of a tile.
+    A tile with a visible pair is in exactly one run, a tile without is in none.
 
     Raises:
-        ValueError: a block below 1.
+        ValueError: a block size is below 1.
     """
     offsets, runs = _scan(mask, block_q, block_k, False)
     return Tiles(block_q, block_k, offsets, runs)
 
 
 def query_runs(mask: AttentionMask, block_q: int, block_k: int) -> Tiles:
-    """The same tiles from the other side: per block of keys, runs of blocks of query rows.
-
-    Args:
-        mask: of one sequence.
-        block_q: rows of a tile.
-        block_k: keys of a tile.
-    """
+    """Return the same tiles transposed: runs of blocks of query rows, for each block of keys."""
     offsets, runs = _scan(mask, block_q, block_k, True)
     return Tiles(block_q, block_k, offsets, runs)
 
 
 class _Rows(NamedTuple):
-    """Segments of query rows, and how they are cut into blocks.
+    """Segments of query rows, and their block size.
 
     Attributes:
-        count: of rows.
-        block: rows of a tile.
-        starts, stops: (S,) of the segments.
-        bases, slopes: (S, 4) of the bounds of what a row sees.
+        starts, stops: (S,).
+        bases, slopes: (S, 4) of the bounds.
         kinds: (S,) index into ``_Keys.attends``.
     """
 
@@ -93,14 +80,12 @@ class _Rows(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Segments of keys, and how they are cut into blocks.
+    """Segments of keys, and their block size.
 
     Attributes:
-        count: of keys.
-        block: keys of a tile.
-        starts, stops, identity: (S,) of the segments.
-        attends: (A,) what kinds of rows attend to, as bits.
-        states: (A, blocks) uint8: whether none, some or all keys of a block match.
+        starts, stops, identity: (S,).
+        attends: (A,) distinct attend bits of rows.
+        states: (A, blocks) uint8: none, some or all keys of a block match.
     """
 
     count: int
@@ -141,7 +126,7 @@ def _scan(
 
 @compiled
 def _key_states(attends, key_table, key_stops, n_keys, block_k):
-    """(kinds of query, key blocks) uint8: whether none, some or all keys of a block match."""
+    """Return (kinds of query, key blocks) uint8: none, some or all keys of a block match."""
     n_blocks = -(-n_keys // block_k)
     matching = np.zeros((len(attends), n_blocks), dtype=np.int64)
     for a in range(len(attends)):
@@ -161,7 +146,7 @@ def _key_states(attends, key_table, key_stops, n_keys, block_k):
 
 @compiled
 def _any_match(keys, attend, lo, hi):
-    """Whether a key of [lo, hi) has an identity that ``attend`` has a bit of."""
+    """Return True if a key of [lo, hi) has an identity that shares a bit with ``attend``."""
     s = np.searchsorted(keys.starts, lo, side="right") - 1
     while s < len(keys.starts) and keys.starts[s] < hi:
         if keys.identity[s] & attend and keys.stops[s] > lo:
@@ -177,11 +162,11 @@ def _bound(rows, segment, which, q):
 
 @compiled
 def _mark_seen(rows, keys, segment, q0, q1, seen):
-    """Set ``seen`` of the blocks of which one of the rows [q0, q1) of a segment sees a key.
+    """Set ``seen`` for blocks with a key that some row of [q0, q1) in a segment sees.
 
-    Bounds move by 0 or 1 per row, so the keys that some row sees through one interval are
-    contiguous, from the first row's lower to the last row's upper bound (there are some if the
-    first or the last row's interval is not empty).
+    Bounds move by 0 or 1 per row, so the keys that rows see through one interval are contiguous,
+    from the first row's lower to the last row's upper bound. There are such keys if the interval of
+    the first or the last row is not empty.
     """
     kind = rows.kinds[segment]
     attend, states = keys.attends[kind], keys.states[kind]
@@ -206,11 +191,11 @@ def _mark_seen(rows, keys, segment, q0, q1, seen):
 
 @compiled
 def _count_whole(rows, keys, segment, q0, q1, whole):
-    """Add 1 to ``whole`` of the blocks that all rows [q0, q1) of a segment see the whole of: from
-    the last row's lower to the first row's upper bound."""
+    """Add 1 to ``whole`` for blocks that every row of [q0, q1) in a segment sees completely: those
+    between the last row's lower and the first row's upper bound."""
     states = keys.states[rows.kinds[segment]]
     n_keys, last = keys.count, q1 - 1
-    # Two ranges, or one where they touch.
+    # Two ranges, merged if they overlap or touch.
     a0, a1 = max(_bound(rows, segment, 0, last), 0), min(_bound(rows, segment, 1, q0), n_keys)
     b0, b1 = max(_bound(rows, segment, 2, last), 0), min(_bound(rows, segment, 3, q0), n_keys)
     if a0 < a1 and b0 < b1 and a0 <= b1 and b0 <= a1:
@@ -224,21 +209,21 @@ def _count_whole(rows, keys, segment, q0, q1, whole):
 
 @compiled
 def _runs(rows, keys, transposed):
-    """Scan blocks of query rows in order; runs per query block, or (transposed) per key block,
-    counted in a first pass and written in a second."""
+    """Scan blocks of query rows in order. Return runs per query block, or (transposed) per key
+    block; a first pass counts them and a second writes them."""
     n_q, n_k = -(-rows.count // rows.block), -(-keys.count // keys.block)
     n = n_k if transposed else n_q
     counts = np.zeros(n + 1, dtype=np.int64)
     runs = np.empty((0, 3), dtype=np.int32)
     seen = np.zeros(n_k, dtype=np.bool_)
-    whole = np.zeros(n_k, dtype=np.int64)  # segments of the rows that see the whole block
-    before = np.zeros(n_k, dtype=np.uint8)  # state in the query block above (transposed)
+    whole = np.zeros(n_k, dtype=np.int64)  # number of segments whose rows see the whole block
+    before = np.zeros(n_k, dtype=np.uint8)  # state in the previous query block (transposed)
     for writing in (False, True):
         if writing:
             for i in range(n):
                 counts[i + 1] += counts[i]
             runs = np.empty((counts[n], 3), dtype=np.int32)
-        at = counts.copy()  # where the next run of each block goes
+        at = counts.copy()  # index of the next run of each block
         before[:] = _NONE
         first = 0
         for i in range(n_q):
