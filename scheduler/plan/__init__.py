@@ -1,1 +1,1 @@
-"""A plan of a pipeline: stages, ranks, processes, who sends what to whom."""
+"""Pipeline plans: stages, ranks, processes, and messages between them."""

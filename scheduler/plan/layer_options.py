@@ -1,4 +1,4 @@
-"""What blocks of a stage do with their activations: whether that can be."""
+"""Checks of per-block activation options of a stage."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from raymm.scheduler.plan.stage import Stage
 
 
 def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:
-    """
-    Args:
-        stage: of a plan.
-        blocks: that it has; it may have a projector or a head besides.
-        schedule: the plan's.
+    """Raise ``PlanError`` if the layer options of a stage are invalid or do not work with the
+    schedule.
 
-    Raises:
-        PlanError: if its options are none, or cannot be with the schedule.
+    Args:
+        blocks: number of blocks of the stage, without projector and head.
     """
     options = stage.layer_options
     if not options:

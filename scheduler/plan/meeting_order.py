@@ -1,9 +1,9 @@
-"""In which order processes make the groups that they share with others.
+"""Order in which processes create the process groups that they share.
 
-Every process makes the groups that it is a member of, and no others, in the order of their numbers,
-and is done with one before it begins the next. Whatever the numbers are, that ends: all members of
-the first group that is not made yet have nothing left to make before it. What the numbers decide
-is how long it takes, as a group waits for the groups that its members make before.
+Every process creates its own groups one after another, in the order of their numbers. This ends for
+any numbering: the members of the first group that does not exist yet have no earlier group left to
+create. The numbering only decides how long it takes, because a group waits for the earlier groups
+of its members.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Sequence
 
 
 def meeting_order(groups: Sequence[Sequence[int]]) -> list[int]:
-    """The groups by their places in ``groups``, such that as many as can be are made at a time.
+    """Return the indices of ``groups`` in an order that lets as many as possible be created at a
+    time.
 
-    Each goes into the first round in which none of its members has another one (first fit), as
-    colours are given to edges of a graph: the rounds are no more than the groups that one
-    process is in where that is possible, and for pairs always fewer than twice as many.
+    Each group goes into the first round in which none of its members has another group (first fit,
+    as in edge colouring). The number of rounds is at best the largest number of groups of one
+    process; for pairs it is always less than twice that.
 
     Args:
-        groups: processes of each.
+        groups: processes of each group.
     """
     taken: dict[int, int] = {}  # per process, a bit for every round in which it has a group
     rounds = []
@@ -35,8 +36,8 @@ def meeting_order(groups: Sequence[Sequence[int]]) -> list[int]:
 
 
 def longest_chain(groups: Sequence[Sequence[int]]) -> int:
-    """Groups, in the order in which they are made, of which each waits for the one before: the most
-    that are made one after another."""
+    """Return the length of the longest chain of groups, in creation order, in which each group
+    waits for the one before."""
     ends: dict[int, int] = {}
     longest = 0
     for members in groups:

@@ -1,4 +1,4 @@
-"""The Plan: everything there is to decide about a run, as plain serialisable data."""
+"""The Plan: all decisions about a run, as plain serialisable data."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from raymm.scheduler.plan.stage import SHARDINGS, SPLITS, Degrees, Edge, Stage, 
 from raymm.scheduler.plan.stage_edges import SAMPLES
 
 PLAN_FORMAT = 1
-MOST_MICROBATCHES = 65_536  # of a step; a file with a slip of more zeros must not be lowered
+MOST_MICROBATCHES = 65_536  # per step; rejects typos with extra zeros before they are lowered
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs where: stages over ranks, microbatches, schedule.
+    """Assignment of stages to ranks, with microbatches and schedule.
 
-    Several stages may share a rank (the rank then takes turns between them; modules with quotas
-    run concurrently); every rank is one process on one device, one Ray actor.
+    Several stages may share a rank, which takes turns between them; modules with quotas run
+    concurrently. A rank is one process on one device (one Ray actor) unless its stages have degrees
+    above 1.
 
     Attributes:
-        graph: the model's modules.
-        stages: all stages.
         num_microbatches: microbatches per step.
         schedule: ``"1f1b"``, ``"zero_bubble"`` (1F1B's memory, less idle time), ``"gpipe"``, or
-            ``"slots"``: what stages' slots say (Mosaic §3: stages in sequence over a pool of GPUs,
-            in each modules side by side).
-        profile: what the layers cost, if known; schedules that depend on costs use it.
-        memory_limit: bytes one rank may use, if it is to be checked (needs ``profile``).
-        activation_limits: per rank, bytes of activations that ``"zero_bubble"`` may hold; by
-            default what 1F1B holds.
-        policy: how ``"zero_bubble"`` chooses; by default several are tried at every lowering.
-        shared_ranks: ranks that several stages take turns on. A plan made in code need not
-            say; a plan file must, so that a rank written twice by mistake is noticed.
+            ``"slots"``: stages run in the order of their slots (Mosaic §3: stages in sequence over
+            a pool of GPUs, with modules side by side in each).
+        profile: costs of the layers, if known, for schedules that depend on costs.
+        memory_limit: bytes per rank; None disables the memory check, which needs ``profile``.
+        activation_limits: bytes of activations that ``"zero_bubble"`` may hold, per rank; by
+            default as much as 1F1B holds.
+        policy: task selection of ``"zero_bubble"``; by default every lowering tries several
+            policies.
+        shared_ranks: ranks that several stages take turns on. Plan files must list them, so that a
+            rank written twice by mistake is noticed; in plans made in code they are optional.
     """
 
     graph: ModuleGraph
@@ -202,12 +202,12 @@ class Plan:
 
     @property
     def posted_receives(self) -> int:
-        """Receives that the ranks post on every edge, which follows from the profile's device."""
+        """Number of receives that ranks post per edge; depends on the device of the profile."""
         return receives_ahead("unknown" if self.profile is None else self.profile.device)
 
     @cached_property
     def derived(self) -> dict[object, Any]:
-        """What was worked out of the plan once, by what it is; empty at first."""
+        """Cache of values derived from the plan, by key; initially empty."""
         return {}
 
     @cached_property
@@ -215,11 +215,10 @@ class Plan:
         return 1 + max(stage.rank for stage in self.stages)
 
     def module_stages(self, module: str) -> tuple[Stage, ...]:
-        """All stages of a module, replica by replica."""
         return tuple(stage for replica in self.replicas(module) for stage in replica)
 
     def replicas(self, module: str) -> tuple[tuple[Stage, ...], ...]:
-        """A module's stages per replica."""
+        """Return the stages of a module, per replica."""
         return self._replicas.get(module, ())
 
     @cached_property
@@ -233,26 +232,25 @@ class Plan:
         }
 
     def runs(self, stage: Stage, microbatch: int) -> bool:
-        """Whether a microbatch that has the stage's module goes through this replica of it."""
+        """Return True if this stage processes the microbatch, provided that it has the stage's
+        module."""
         if stage.split == SAMPLES:
             return True
         return microbatch % len(self.replicas(stage.module)) == stage.replica
 
     def processes(self, rank: int) -> int:
-        """Processes of a rank."""
         return prod(self.degrees(rank))
 
     def degrees(self, rank: int) -> Degrees:
-        """How a rank is several processes."""
         return self._rank_degrees[rank]
 
     def rank_processes(self, rank: int) -> range:
-        """The numbers of a rank's processes; ranks have theirs one after another."""
+        """Return the numbers of a rank's processes; processes are numbered rank by rank."""
         return range(*self._first_processes[rank : rank + 2])
 
     @cached_property
     def num_processes(self) -> int:
-        """Processes of all ranks, one device each."""
+        """Number of processes of all ranks, one device each."""
         return self._first_processes[-1]
 
     @cached_property
@@ -264,16 +262,16 @@ class Plan:
         return tuple(accumulate(map(self.processes, range(self.num_ranks)), initial=0))
 
     def sharers(self, stage: Stage) -> int:
-        """Processes with the same parameters as one of a stage's: over replicas, and by tokens."""
+        """Return the number of processes with the same parameters as one of the stage's, over
+        replicas, tokens and samples."""
         return len(self.replicas(stage.module)) * stage.cp * stage.fsdp
 
     def replica_processes(self, stage: Stage) -> list[int]:
-        """The processes of all replicas of a stage."""
+        """Return the processes of all replicas of a stage."""
         stages = (replica[stage.index] for replica in self.replicas(stage.module))
         return [process for stage in stages for process in self.rank_processes(stage.rank)]
 
     def rank_stages(self, rank: int) -> tuple[Stage, ...]:
-        """Stages of a rank, producers before consumers."""
         return self._stages_by_rank[rank]
 
     @cached_property
@@ -284,8 +282,7 @@ class Plan:
         return tuple(map(tuple, ranks))
 
     def quota_sets(self, rank: int) -> tuple[dict[str, float], ...]:
-        """By module, shares of a rank's multiprocessors, of every set of modules that run
-        concurrently."""
+        """Return the quotas by module for every set of modules that run concurrently on a rank."""
         return quota_sets(self.rank_stages(rank), rank)
 
     @cached_property
@@ -298,27 +295,27 @@ class Plan:
 
     @cached_property
     def stage_edges(self) -> tuple[Edge, ...]:
-        """Directed data edges between stages, within modules and between them."""
+        """Directed data edges between stages, within modules and between modules."""
         return tuple(self.edge_ports)
 
     @cached_property
     def edge_ports(self) -> Mapping[Edge, EdgePorts]:
-        """What they carry of ports."""
+        """Ports that each edge carries."""
         return edge_ports(self.graph, self._replicas, self.profile, self.rank_processes)
 
     @cached_property
     def splits_samples(self) -> bool:
-        """Whether replicas of any module share microbatches."""
+        """True if the replicas of any module split microbatches by samples."""
         return any(s.split == SAMPLES and s.replica for s in self.stages)
 
     @cached_property
     def stage_producers(self) -> Mapping[StageId, tuple[StageId, ...]]:
-        """Per stage, the stages it receives from."""
+        """Stages that each stage receives from."""
         return self._joined((dst, src) for src, dst in self.stage_edges)
 
     @cached_property
     def stage_consumers(self) -> Mapping[StageId, tuple[StageId, ...]]:
-        """Per stage, the stages it sends to."""
+        """Stages that each stage sends to."""
         return self._joined(self.stage_edges)
 
     def _joined(self, edges: Iterable[Edge]) -> Mapping[StageId, tuple[StageId, ...]]:
@@ -329,7 +326,8 @@ class Plan:
 
     @cached_property
     def depth(self) -> Mapping[StageId, int]:
-        """Stages on the longest path from a stage to the loss, itself included."""
+        """Number of stages on the longest path from each stage to the loss, including the stage
+        itself."""
         depth: dict[StageId, int] = {}
         for stage in reversed(self.topological_stages):
             after = map(depth.__getitem__, self.stage_consumers[stage.id])
@@ -338,8 +336,8 @@ class Plan:
 
     @cached_property
     def warm_up(self) -> Mapping[StageId, int]:
-        """Microbatches that a stage may have under way in 1F1B: its depth, and where copies of
-        another module share out what it makes, as many as keep all of them busy."""
+        """Microbatches that each stage may have in flight in 1F1B: its depth, or more if a consumer
+        has more replicas, so that all of them are busy."""
         under_way: dict[StageId, int] = {}
         for stage in reversed(self.topological_stages):
             own = len(self.replicas(stage.module))
@@ -364,11 +362,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of :meth:`to_dict`.
+        """Return the plan of a dict made by :meth:`to_dict`.
 
         Raises:
-            PlanError: on a missing or unknown key, a value of another type, or a plan
-                that cannot run.
+            PlanError: a missing or unknown key, a value of the wrong type, or a plan that cannot
+                run.
         """
         try:
             if data["format"] != PLAN_FORMAT:

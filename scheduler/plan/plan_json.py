@@ -1,7 +1,8 @@
-"""Reading the parts of a plan file, with errors that name the field.
+"""Readers for the parts of a plan file, with errors that name the field.
 
-All raise :class:`~raymm.scheduler.plan.field_checks.PlanError`, and ``KeyError`` where a key is
-missing. """
+All functions raise :class:`~raymm.scheduler.plan.field_checks.PlanError` for invalid values and
+``KeyError`` for missing keys.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from raymm.scheduler.plan.stage import Stage
 
 
 def graph_of(data: Mapping[str, Any]) -> ModuleGraph:
-    """The module graph."""
     only(data, "graph", ("nodes", "edges", "every", "ports"))
     nodes = tuple(node_of(node) for node in data["nodes"])
     edges, every = (tuple(map(tuple, pairs)) for pairs in (data["edges"], data.get("every", ())))
@@ -31,7 +31,6 @@ def graph_of(data: Mapping[str, Any]) -> ModuleGraph:
 
 
 def port_of(data: Any) -> Port:
-    """What layers of a module read of others."""
     consumer, name, layers, producers, output = data
     port = Port(consumer, name, tuple(layers), tuple(producers), output)
     texts = (consumer, name, *port.producers, *([] if output is None else [output]))
@@ -43,7 +42,6 @@ def port_of(data: Any) -> Port:
 
 
 def node_of(data: Mapping[str, Any]) -> ModuleNode:
-    """One of its modules."""
     only(data, "node", ("name", "trainable", "projector", "loss"))
     flags = tuple(data["trainable"])
     if any(type(flag) is not bool for flag in flags):
@@ -55,7 +53,6 @@ def node_of(data: Mapping[str, Any]) -> ModuleNode:
 
 
 def stage_of(data: Mapping[str, Any]) -> Stage:
-    """A stage."""
     only(data, "stage", tuple(field.name for field in fields(Stage)))
     layers = tuple(data["layers"])
     if [type(layer) for layer in layers] != [int, int]:
@@ -77,7 +74,6 @@ def stage_of(data: Mapping[str, Any]) -> Stage:
 
 
 def policy_of(data: Mapping[str, Any]) -> Policy:
-    """A policy of the zero-bubble schedule."""
     only(data, "policy", tuple(field.name for field in fields(Policy)))
     try:
         ahead = tuple(tuple(module) for module in data.get("ahead", ()))
@@ -87,13 +83,8 @@ def policy_of(data: Mapping[str, Any]) -> Policy:
 
 
 def only(data: Mapping[str, Any], where: str, accepted: tuple[str, ...]) -> None:
-    """Refuse keys that are not known.
-
-    Args:
-        data: what is read.
-        where: names the value in errors.
-        accepted: keys that may be there.
-    """
+    """Raise ``PlanError`` if ``data`` has keys that are not in ``accepted``. ``where`` names the
+    value in the error."""
     if unknown := set(data) - set(accepted):
         raise PlanError(
             f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(accepted)}"
@@ -101,21 +92,14 @@ def only(data: Mapping[str, Any], where: str, accepted: tuple[str, ...]) -> None
 
 
 def integers(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """A list of whole numbers."""
     if any(type(value) is not int for value in data[key]):
         raise PlanError(f"{key} is {data[key]!r}; it must be a list of whole numbers")
     return tuple(data[key])
 
 
 def typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A value of exactly this type.
-
-    Args:
-        data: what is read.
-        key: of the value.
-        kind: the type.
-    """
+    """Return the value of ``key`` if its type is exactly ``kind``; else raise ``PlanError``."""
     value = data[key]
-    if type(value) is not kind:  # not isinstance: True is no rank, though bool is an int
+    if type(value) is not kind:  # not isinstance: bool is a subclass of int, but True is not a rank
         raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
     return value

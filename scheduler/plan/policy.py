@@ -1,4 +1,4 @@
-"""How a rank chooses its next task: the part of a schedule that is searched for."""
+"""Policies for the choice of a next task: the part of a schedule that is searched."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 from raymm.errors import PlanError
 
-# Gradients are never farther away than this.
+# Larger than any distance of a gradient.
 ANY_DISTANCE = 1_000_000
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Preferences of list scheduling. Which are best depends on the graph and its costs.
+    """Preferences of list scheduling. The best values depend on the graph and its costs.
 
     Attributes:
-        priority: rank of each kind of task (forward, recompute, backward, weight); low goes
-            first. Among tasks of one kind the oldest microbatch goes first; then, for
-            forwards the stage nearest to the loss, for others the one farthest from it.
-        patience: a weight gradient or recomputation is not started if something of a better
-            kind is known to become ready within this fraction of its duration.
-        hops: how far away the gradient may still be when a recomputation starts: it must have
-            left the stage that many edges downstream. A rank with several stages must not
-            fill its memory for a gradient that comes late.
-        beyond_depth: whether forwards may run further ahead than the stage's depth, as far
-            as memory goes.
-        ahead: by module, in the graph's order, how many microbatches each of its stages holds at
-            most, instead of its depth; empty for the depth.
+        priority: rank of each kind of task (forward, recompute, backward, weight); low goes first.
+            Within a kind, the oldest microbatch goes first. Ties go to the stage nearest to the
+            loss for forwards, and to the farthest stage for other tasks.
+        patience: a weight gradient or recomputation does not start if a task of a better kind is
+            known to become ready within this fraction of its duration.
+        hops: largest distance of the gradient at which a recomputation may start: the gradient must
+            have left the stage that many edges downstream. It keeps a rank with several stages from
+            filling its memory for a gradient that arrives late.
+        beyond_depth: True if forwards may run further ahead than the stage's depth, as far as
+            memory allows.
+        ahead: most microbatches held by each stage, by module in the graph's order; empty to use
+            the depth of each stage.
     """
 
     priority: tuple[int, int, int, int]
@@ -56,17 +56,14 @@ class Policy:
 
 
 def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
-    """
-    Args:
-        policy: of a plan, if it has one.
-        stages: of a replica of each of the plan's modules, in the graph's order.
+    """Raise ``PlanError`` if ``policy.ahead`` does not match the stages of the plan.
 
-    Raises:
-        PlanError: if the policy is of other stages.
+    Args:
+        stages: number of stages of one replica, by module in the graph's order.
     """
     if policy is None or not policy.ahead:
         return
-    # Files that were written before have numbers for all replicas, of which the first were used.
+    # Older files have numbers for all replicas; only those of the first replica are used.
     counts = [len(module) for module in policy.ahead]
     if len(counts) != len(stages) or any(
         not count or count % own for count, own in zip(counts, stages.values(), strict=True)
@@ -75,21 +72,21 @@ def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
         raise PlanError(f"policy.ahead is {policy.ahead}; it must have numbers for {stages_text}")
 
 
-# What 1F1B does when it is free: a forward, as other ranks wait for it, while it may run
-# ahead; else a backward, which lets it run ahead again.
+# 1F1B: run a forward while the stage may run ahead, because other ranks wait for it; otherwise a
+# backward, which lets the stage run ahead again.
 ONE_F_ONE_B = Policy((0, 1, 1, 2))
 
-# Policies worth trying, found on the 27 models of Cornstarch v1 with every part of them frozen
-# or not: from all combinations of many more, those that between them came within a percent
-# of the best everywhere.
+# Policies worth trying, found on the 27 models of Cornstarch v1 with every combination of frozen
+# modules. From many more candidates, these came within a percent of the best on every model.
 _ONE_STAGE_PER_RANK = (
     Policy((0, 1, 1, 3)), Policy((0, 1, 1, 3), 0.5), Policy((0, 1, 1, 3), 1.0),
     Policy((0, 1, 1, 3), 0.5, beyond_depth=True), Policy((1, 1, 0, 3), beyond_depth=True),
     Policy((1, 2, 0, 3)), Policy((0, 0, 0, 1)), Policy((0, 0, 0, 1), 1.0, beyond_depth=True),
     Policy((0, 1, 1, 1), beyond_depth=True),
 )
-# A recomputation ahead of its gradient takes the room of forwards; which matters more depends on
-# how far the gradient is. From 260 that were tried on random graphs (benchmarks/_tight_plans.py).
+# A recomputation ahead of its gradient takes memory from forwards; which of them matters more
+# depends on the distance of the gradient. Chosen from 260 policies that were tried on random graphs
+# (benchmarks/_tight_plans.py).
 _RECOMPUTING = (
     Policy((0, 2, 1, 3), 0.5, 8), Policy((1, 2, 0, 3), beyond_depth=True),
     Policy((0, 2, 1, 3), 0.5, 2), Policy((0, 0, 1, 3), 0.5, 4), Policy((1, 1, 0, 3), 0.5, 1, True),
@@ -109,12 +106,7 @@ _SEVERAL_STAGES_PER_RANK = (
 
 
 def policies(several_stages_per_rank: bool, recompute: bool = False) -> tuple[Policy, ...]:
-    """Policies worth trying for the zero-bubble schedule.
-
-    Args:
-        several_stages_per_rank: whether any rank has several.
-        recompute: whether any stage makes its activations again.
-    """
+    """Return policies worth trying for the zero-bubble schedule."""
     if several_stages_per_rank:
         return _SEVERAL_STAGES_PER_RANK
     return _ONE_STAGE_PER_RANK + _RECOMPUTING if recompute else _ONE_STAGE_PER_RANK

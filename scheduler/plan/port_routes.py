@@ -1,9 +1,9 @@
-"""Ports: which edge carries what layers of a module read beside their hidden state.
+"""Routes of ports: the edges that carry tensors that layers read in addition to the hidden state.
 
-Of a port, every stage with a layer that reads it gets one copy, from whoever has it and is nearest:
-who makes it, or an earlier stage that reads it too. So as few bytes travel as can; of sources that
-are equally near the last one is taken, which is mostly the stage before, whose message comes
-anyway. Gradients go back the same ways, and are summed wherever they meet.
+Every stage with a layer that reads a port gets the port once, from the nearest source: its producer
+or an earlier stage that reads it too. This minimises traffic. Among equally near sources the last
+is chosen, usually the previous stage, which sends a message anyway. Gradients return on the same
+routes and are summed where routes join.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from raymm.scheduler.plan.stage_edges import joined, stage_edges
 
 Replicas = Mapping[str, Sequence[Sequence[Stage]]]
 Seconds = Callable[[Stage, Stage, Port, bool], float]
-"""``seconds(sender, receiver, port, alone)``: of a port on its way from rank to rank; ``alone`` if
-it has a message of its own."""
+"""``seconds(sender, receiver, port, alone)``: time to send a port between ranks; ``alone`` is True
+if the port needs a separate message."""
 
 
 @dataclass(frozen=True)
 class EdgePorts:
-    """What of ports a message of an edge has, by the names that its sender has for them.
+    """Ports in the messages of an edge, by the sender's names for them.
 
     Attributes:
-        names: ports that it carries.
-        withheld: of what it would carry, ports that nobody there reads; their shapes go along.
-        alone: it carries nothing else, and only if the microbatch has one of ``producers``.
-        producers: modules.
+        names: ports that are sent.
+        withheld: ports that the message would carry by default, but that no layer behind it reads;
+            only their shapes are sent.
+        alone: True if the message carries nothing else, and is sent only if the microbatch has data
+            for one of ``producers``.
+        producers: names of modules.
     """
 
     names: tuple[str, ...] = ()
@@ -39,7 +41,7 @@ class EdgePorts:
     producers: tuple[str, ...] = ()
 
     def __or__(self, other: EdgePorts) -> EdgePorts:
-        """What a message has that is for both."""
+        """Return the ports of one message that serves both edges."""
         alone = self.alone and other.alone
         names = tuple(dict.fromkeys(self.names + other.names))
         kept = [set(ports.withheld) for ports in (self, other) if not ports.alone]
@@ -57,13 +59,12 @@ def edge_ports(
     graph: ModuleGraph, replicas: Replicas, profile: CostProfile | None = None,
     processes: Callable[[int], Iterable[int]] = lambda rank: (rank,),
 ) -> dict[Edge, EdgePorts]:
-    """All data edges between stages, with what they carry of ports.
+    """Return all data edges between stages, with the ports that they carry.
 
     Args:
-        graph: the modules.
-        replicas: by module, its stages per replica.
-        profile: with bytes of ports and links; without, all links are alike.
-        processes: of a rank.
+        replicas: stages per replica, by module.
+        profile: has the sizes of ports and the links; without it all links are equal.
+        processes: returns the processes of a rank.
     """
     seconds = _seconds(profile, processes)
     edges = dict.fromkeys(stage_edges(graph, replicas), PLAIN)
@@ -88,13 +89,8 @@ def edge_ports(
 def sent_ports(
     edges: Mapping[Edge, EdgePorts], rank_of: Callable[[StageId], int]
 ) -> dict[Edge, EdgePorts]:
-    """What messages have, of edges that carry or withhold ports: a rank gets what a stage makes
-    once, for all of its stages that read it.
-
-    Args:
-        edges: of a plan, as of :func:`edge_ports`.
-        rank_of: the rank of a stage.
-    """
+    """Return the ports of each message, for edges that carry or withhold ports. A rank receives the
+    output of a stage once for all of its stages."""
     together: dict[tuple[StageId, int], EdgePorts] = {}
     for (src, dst), ports in edges.items():
         place = src, rank_of(dst)
@@ -109,14 +105,13 @@ def sent_ports(
 def message_bytes(
     graph: ModuleGraph, edge: Edge, ports: EdgePorts, output_bytes: int, profile: CostProfile | None
 ) -> int:
-    """Bytes of a message.
+    """Return the bytes of a message.
 
     Args:
-        graph: the modules.
-        edge: that it is of.
-        ports: what it has of them.
-        output_bytes: what its sender hands on: the hidden state, or all outputs of the module.
-        profile: with bytes of ports.
+        edge: edge of the message.
+        ports: ports of the message.
+        output_bytes: bytes of the sender's output: the hidden state, or all outputs of a module.
+        profile: has the sizes of ports.
     """
     if profile is None or ports == PLAIN:
         return output_bytes
@@ -133,7 +128,8 @@ def message_bytes(
 
 
 def _port_bytes(port: Port, profile: CostProfile) -> int:
-    """As the profile says; else what it is made of has, if a merge makes it."""
+    """Return the profile's size of a port. If a merge computes the port, fall back to the sizes of
+    its inputs."""
     nbytes = profile.port_bytes(port.consumer, port.name)
     if nbytes is not None:
         return nbytes
@@ -164,13 +160,13 @@ def _seconds(profile: CostProfile | None, processes: Callable[[int], Iterable[in
 
 
 def _name(port: Port, edge: Edge) -> str:
-    """What the sender calls it."""
+    """Return the sender's name of a port."""
     within = edge[0].module == port.consumer or port.output is None
     return port.name if within else str(port.output)
 
 
 def _would_carry(port: Port, edge: Edge) -> bool:
-    """Whether a sender has a port that none of its messages to this stage need have."""
+    """Return True if the sender has the port and its messages to this stage would include it."""
     if edge[0].module == port.consumer:
         return True
     return port.output is not None and edge[0].module in port.producers
@@ -179,7 +175,7 @@ def _would_carry(port: Port, edge: Edge) -> bool:
 def _ways(
     port: Port, replicas: Replicas, replica: int, seconds: Seconds, edges: Mapping[Edge, EdgePorts]
 ) -> list[Edge]:
-    """The edges on which a port comes to the stages of a replica that read it."""
+    """Return the edges that bring a port to the stages of a replica that read it."""
     stages = replicas[port.consumer][replica]
     readers = [s for s in stages if any(s.layers[0] <= n < s.layers[1] for n in port.layers)]
     sources: list[list[Stage]] = []

@@ -1,9 +1,9 @@
-"""From a plan's ranks to processes: a rank may be a grid of several.
+"""Grid of processes of each rank of a plan.
 
-Processes that differ in their ``fsdp`` place share every microbatch's samples, those that differ
-in ``cp`` every sample's tokens, and those that differ in ``tp`` every layer's parameters. All of
-them run the rank's instructions in the same order, so a step is scheduled, checked and simulated
-for ranks, and what the processes of a rank have to tell one another cannot deadlock.
+Processes with different ``fsdp`` positions split the samples of every microbatch, those with
+different ``cp`` positions the tokens of every sample, and those with different ``tp`` positions the
+parameters of every layer. All processes of a rank run its instructions in the same order, so
+schedules, checks and simulations work on ranks, and communication within a rank cannot deadlock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raymm.scheduler.plan.stage import Edge
 
 
 class Process(NamedTuple):
-    """One process: the plan's rank, and its place in the rank's grid."""
+    """One process: its rank and its position in the grid of the rank."""
 
     rank: int
     fsdp: int
@@ -29,13 +29,8 @@ class Process(NamedTuple):
 
 
 class P2PGroup(NamedTuple):
-    """Processes at both ends of an edge that have a tensor in common.
-
-    Attributes:
-        senders: numbers of the processes that all hold it.
-        receivers: numbers of those that are all to have it.
-        direction: what it is: an output on its way forward, or a gradient.
-    """
+    """Processes at both ends of an edge: all ``senders`` hold a tensor that all ``receivers``
+    need."""
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -49,12 +44,8 @@ class P2PGroup(NamedTuple):
 def connected_pairs(p2p_groups: Iterable[tuple[Edge, Iterable[P2PGroup]]]) -> dict[
     tuple[int, int], None
 ]:
-    """The ordered pairs of processes of which the first has messages for the second, on any edge;
-    in the order of the edges.
-
-    Args:
-        p2p_groups: of every directed edge, who has messages with whom.
-    """
+    """Return the ordered (sender, receiver) pairs of processes with messages on any edge, in the
+    order of the edges."""
     return {
         (p2p_group.senders[sender], p2p_group.receivers[receiver]): None
         for _, of_edge in p2p_groups
@@ -64,12 +55,8 @@ def connected_pairs(p2p_groups: Iterable[tuple[Edge, Iterable[P2PGroup]]]) -> di
 
 
 class Processes:
-    """A plan's processes, numbered rank by rank, tensor-parallel neighbours next to each other.
-
-    Attributes:
-        plan: the plan.
-        all: every process, in order of its number.
-    """
+    """Processes of a plan, numbered rank by rank, with tensor-parallel neighbours adjacent. ``all``
+    has every process, in the order of the numbers."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -84,30 +71,26 @@ class Processes:
         self._first = list(accumulate(counts, initial=0))
 
     def of_rank(self, rank: int) -> range:
-        """The numbers of all of a rank's processes."""
         return range(self._first[rank], self._first[rank + 1])
 
     def data_place(self, process: Process) -> int:
-        """Its place in its :meth:`data_group`."""
+        """Return the position of a process in its :meth:`data_group`."""
         return process.fsdp * self.plan.degrees(process.rank).cp + process.cp
 
     def data_group(self, process: Process) -> tuple[int, ...]:
-        """The processes that share a microbatch with one, its samples or their tokens, and have
-        its part of the layers."""
+        """Return the processes with the same parameters; they split samples and tokens."""
         return self._alike(process, tp=process.tp)
 
     def sample_group(self, process: Process) -> tuple[int, ...]:
-        """The processes that share a microbatch's samples with one, and have its tokens of each
-        and its part of the layers."""
+        """Return the processes with the same parameters and tokens; they split samples."""
         return self._alike(process, cp=process.cp, tp=process.tp)
 
     def token_group(self, process: Process) -> tuple[int, ...]:
-        """The processes that share the tokens of one's samples, and have its part of the
-        layers."""
+        """Return the processes with the same parameters and samples; they split tokens."""
         return self._alike(process, fsdp=process.fsdp, tp=process.tp)
 
     def tensor_group(self, process: Process) -> tuple[int, ...]:
-        """The processes that share parameters with one, and have its tokens."""
+        """Return the processes with the same samples and tokens; they split parameters."""
         return self._alike(process, fsdp=process.fsdp, cp=process.cp)
 
     def _alike(self, process: Process, **places: int) -> tuple[int, ...]:
@@ -123,11 +106,12 @@ class Processes:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every group of several processes within a rank: all of them, and by what they share."""
+        """All process groups of more than one process within a rank: the whole rank, and the data,
+        sample, token and tensor groups."""
         several: dict[tuple[int, ...], None] = {}
         for process in self.all:
             _, fsdp, cp, tp = process
-            # Each when its first process comes.
+            # Each group is added when its first process is visited.
             groups = (
                 (tuple(self.of_rank(process.rank)) if fsdp == cp == tp == 0 else ()),
                 (self.data_group(process) if fsdp == cp == 0 else ()),
@@ -140,7 +124,7 @@ class Processes:
 
     @cached_property
     def remote_edges(self) -> tuple[Edge, ...]:
-        """Directed edges of messages between ranks: data edges, and their reverse."""
+        """Directed edges of messages between ranks: data edges and their reverses."""
         by_id = self.plan.by_id
         return tuple(
             edge
@@ -154,8 +138,8 @@ class Processes:
         return frozenset(self.plan.stage_edges)
 
     def p2p_groups(self, edge: Edge) -> tuple[P2PGroup, ...]:
-        """Who has messages with whom on a directed edge. Within a module, processes keep their
-        share of the samples and tokens; what a module hands to another is whole."""
+        """Return the groups that exchange tensors on a directed edge. Within a module, processes
+        keep their shares of samples and tokens; between modules, tensors are sent whole."""
         sender, receiver = (self.plan.by_id[stage] for stage in edge)
         senders, receivers = (tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
         forward = edge in self._forward_edges

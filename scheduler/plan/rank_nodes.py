@@ -1,5 +1,5 @@
-"""Which process of a plan runs where, from where its places came to lie: processes that talk most,
-those of a rank, and of these the ones that share parameters, have one node where that can be."""
+"""Placement of processes on nodes. The processes of a rank, and among them first those that share
+parameters, are placed on one node where possible."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ from raymm.scheduler.plan.stage import Degrees
 
 
 class RankNodes(NamedTuple):
-    """Places of processes.
-
-    Attributes:
-        places: by process, the place that it gets.
-        nodes: by process, its node, numbered in the order of processes.
-    """
+    """Place and node of each process; nodes are numbered in the order of processes."""
 
     places: tuple[int, ...]
     nodes: tuple[int, ...]
 
 
 def rank_nodes(ranks: Sequence[Degrees], place_nodes: Sequence[str]) -> RankNodes:
-    """Put ranks on nodes: wide ones first, each on the node on which the last one went, or else the
-    first that has room for all of it. Where none has, its tensor parallel groups are put like that,
-    and where none has room for one of these, its processes. As degrees are mostly powers of two,
-    a rank straddles nodes only if there is no way in which it does not.
+    """Place ranks on nodes, wide ranks first.
+
+    A rank goes to the node of the previous rank, or else to the first node with room for all of it.
+    If there is none, its tensor-parallel groups are placed the same way, and if necessary single
+    processes. As degrees are mostly powers of two, a rank spans nodes only if that is unavoidable.
 
     Args:
-        ranks: how each is several processes, which have their numbers in this order.
-        place_nodes: of as many places as there are processes, or more, the node.
+        ranks: degrees of each rank, in the order in which processes are numbered.
+        place_nodes: node of each place; at least as many places as processes.
     """
     free: dict[str, list[int]] = {}
     for place, node in enumerate(place_nodes):
@@ -52,7 +48,7 @@ def rank_nodes(ranks: Sequence[Degrees], place_nodes: Sequence[str]) -> RankNode
             for process in processes:
                 places[process] = free[current].pop(0)
             return
-        # Over as few nodes as can be.
+        # Use as few nodes as possible.
         for node in sorted(free, key=lambda node: -len(free[node])):
             free[node] = free.pop(node)
         current = next(iter(free))
@@ -68,12 +64,7 @@ def rank_nodes(ranks: Sequence[Degrees], place_nodes: Sequence[str]) -> RankNode
 
 
 def on_nodes(plan: Plan, nodes: Sequence[int]) -> Plan:
-    """A plan whose profile has the links between processes on these nodes, if it has links.
-
-    Args:
-        plan: the plan.
-        nodes: by process, its node.
-    """
+    """Return the plan with the node of each process in the profile's links, if it has links."""
     if plan.profile is None or plan.profile.links is None:
         return plan
     links = replace(plan.profile.links, nodes=tuple(nodes))
@@ -81,12 +72,8 @@ def on_nodes(plan: Plan, nodes: Sequence[int]) -> Plan:
 
 
 def straddling(plan: Plan, nodes: Sequence[int]) -> str | None:
-    """Which groups of a plan straddle nodes, for a person; None if none does.
-
-    Args:
-        plan: the plan.
-        nodes: by process, its node.
-    """
+    """Return a text that names the ranks whose groups span nodes, or None. ``nodes`` has the node
+    of each process."""
     texts = []
     for rank in range(plan.num_ranks):
         own = [nodes[process] for process in plan.rank_processes(rank)]
@@ -106,5 +93,5 @@ def straddling(plan: Plan, nodes: Sequence[int]) -> str | None:
     return f"process groups span nodes and use slower links: {'; '.join(texts[:SHOWN])}{more}"
 
 
-# Ranks that a text names.
+# Number of ranks that the text names.
 SHOWN = 4

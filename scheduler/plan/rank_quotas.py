@@ -1,8 +1,8 @@
-"""Quotas: the shares of a rank's multiprocessors that modules colocated on it run on.
+"""Quotas: shares of a rank's multiprocessors for modules that run concurrently on it.
 
-A quota is a fraction of the device (Mosaic §3.2). Modules with quotas on one rank may run side
-by side; which of their tasks do is said by the program (:class:`raymm.scheduler.program.program.
-Instruction`). A module without a quota has the whole device while it runs.
+A quota is a fraction of the device (Mosaic §3.2). The program decides which tasks of modules with
+quotas run side by side (:class:`raymm.scheduler.program.program.Instruction`). A module without a
+quota has the whole device while it runs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from raymm.errors import PlanError
 from raymm.scheduler.plan.stage import Edge, Stage, StageId
 
 SLOTS = "slots"
-"""The schedule in which stages run in slots."""
-# Sums of quotas such as 0.1 + 0.2 + 0.7 are 1 but for their rounding.
+"""Schedule that runs stages in slots."""
+# Tolerance for rounding in sums of quotas such as 0.1 + 0.2 + 0.7.
 ROUNDING = 1e-9
 
 
 def check_quota(field: str, value: Any) -> None:
-    """
-    Raises:
-        PlanError: if a quota is neither None nor a share of a device.
-    """
+    """Raise ``PlanError`` unless a quota is None or a share of a device."""
     if value is None:
         return
     if type(value) not in (int, float) or not 0 < value <= 1:  # NaN fails too
@@ -35,12 +32,13 @@ def check_quota(field: str, value: Any) -> None:
 
 
 def rank_quotas(stages: Sequence[Stage], rank: int) -> dict[str, float]:
-    """By module, the quotas on a rank, in the order of ``stages``."""
+    """Return the quotas of the modules on a rank, in the order of ``stages``."""
     return {s.module: s.quota for s in stages if s.rank == rank and s.quota is not None}
 
 
 def quota_sets(stages: Sequence[Stage], rank: int) -> tuple[dict[str, float], ...]:
-    """By module, the quotas on a rank that are of one time: all, or in slots those of each."""
+    """Return the quotas by module for every set of modules that run concurrently on a rank: those
+    of each slot, or without slots of all modules."""
     slots = sorted({s.slot for s in stages if s.rank == rank and s.slot is not None})
     if not slots:
         quotas = rank_quotas(stages, rank)
@@ -50,15 +48,13 @@ def quota_sets(stages: Sequence[Stage], rank: int) -> tuple[dict[str, float], ..
 
 
 def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
-    """What can be said of a plan's quotas without its devices.
-
-    Args:
-        stages: of the plan.
-        schedule: of the plan; with slots, what is said below of a rank is said of a slot of it.
+    """Check the quotas of a plan as far as possible without its devices. With schedule ``"slots"``,
+    the rules for a rank hold for each slot of it.
 
     Raises:
-        PlanError: a quota that is no share; one on a rank of several processes, or without another
-            module's on the rank; two of one module on one rank; quotas of a rank above 1 in all.
+        PlanError: a quota is not a share; it is on a rank of several processes or the only one on
+            the rank; one module has two quotas on a rank; or the quotas of a rank sum to more than
+            1.
     """
     of_rank: dict[tuple[int, int | None], dict[str, Stage]] = {}
     for stage in stages:
@@ -99,16 +95,15 @@ def _check_rank(
 
 
 def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -> None:
-    """
+    """Check the slots of a plan.
+
     Args:
-        stages: of the plan.
-        schedule: of the plan.
-        edges: between the stages, if the schedule is that of slots.
+        edges: edges between the stages; only used with schedule ``"slots"``.
 
     Raises:
-        PlanError: slots without that schedule, or the schedule without them; a stage that does not
-            run after what it reads; several stages in a slot of a rank that are not all of other
-            modules, each on a quota.
+        PlanError: slots without schedule ``"slots"``, or that schedule without slots; a stage runs
+            no later than a stage that it reads; or stages share a slot of a rank without being
+            different modules with quotas.
     """
     if schedule != SLOTS:
         for stage in stages:

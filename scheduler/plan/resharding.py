@@ -1,14 +1,13 @@
-"""Which process sends which part of a tensor to which, between two groups that hold it whole.
+"""Resharding of a tensor between two groups of processes that each hold it whole.
 
-All of the senders hold a tensor, all of the receivers are to have it (a module's features,
-or the hidden state between two tensor-parallel stages). So each sender sends its share and
-each receiver is sent its share, every element once; the receivers then gather their shares
-among themselves, where links are fast. This is what Megatron-LM's scatter-gather
-optimisation does between stages of one degree, for any two degrees.
+Every sender holds the tensor, and every receiver needs it: the features of a module, or the hidden
+state between two tensor-parallel stages. Each sender sends its share and each receiver is sent its
+share, so every element travels once. The receivers then all-gather their shares, where links are
+fast. This generalises Megatron-LM's scatter-gather optimisation to any two degrees.
 
-A share is a contiguous range of the flattened tensor. Ranges are multiples of a *unit*, so
-that which two processes have messages does not depend on the tensor's size, and shares of a
-sender's subgroup are again contiguous.
+A share is a contiguous range of the flattened tensor. Ranges are multiples of a *unit*, so that the
+pairs of processes with messages do not depend on the tensor's size, and the shares of a sender's
+subgroup are contiguous.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """Elements ``[start, stop)``, which ``sender`` sends to ``receiver``; never empty."""
+    """Elements ``[start, stop)`` that ``sender`` sends to ``receiver``; never empty."""
 
     sender: int
     receiver: int
@@ -30,26 +29,25 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Resharding:
-    """From ``senders`` to ``receivers`` processes, numbered within their groups."""
+    """Resharding from ``senders`` to ``receivers`` processes, numbered within their groups."""
 
     senders: int
     receivers: int
 
     @property
     def units(self) -> int:
-        """Units of a tensor."""
+        """Number of units of a tensor."""
         return lcm(self.senders, self.receivers)
 
     def unit(self, length: int) -> int:
-        """Elements of a unit, of a tensor of ``length`` elements; the last ones may be short."""
+        """Return the elements per unit of a tensor of ``length`` elements; the last units may be
+        short."""
         return -(-length // self.units)
 
     def sent(self, sender: int, length: int) -> tuple[int, int]:
-        """The range that a sender sends."""
         return self._range(sender, self.senders, length)
 
     def received(self, receiver: int, length: int) -> tuple[int, int]:
-        """The range that a receiver is sent."""
         return self._range(receiver, self.receivers, length)
 
     def _range(self, index: int, count: int, length: int) -> tuple[int, int]:
@@ -57,7 +55,7 @@ class Resharding:
         return min(index * share, length), min((index + 1) * share, length)
 
     def parts(self, length: int) -> Iterator[Part]:
-        """What travels, in the order in which both ends of every link have it."""
+        """Yield the parts to send, in the order in which both ends of every link process them."""
         for sender, receiver in self.links():
             start, stop = self.sent(sender, length)
             low, high = self.received(receiver, length)
@@ -65,7 +63,7 @@ class Resharding:
                 yield Part(sender, receiver, max(start, low), min(stop, high))
 
     def links(self) -> Iterator[tuple[int, int]]:
-        """(sender, receiver) of all that may have a part, whatever the length."""
+        """Yield the (sender, receiver) pairs that may have a part, for any length."""
         for sender in range(self.senders):
             first = sender * self.receivers // self.senders
             last = -(-(sender + 1) * self.receivers // self.senders)
@@ -73,5 +71,5 @@ class Resharding:
                 yield sender, receiver
 
     def metadata_sender(self, receiver: int) -> int:
-        """The sender of a receiver's first part; it also says what is coming."""
+        """Return the sender of a receiver's first part, which also sends the metadata."""
         return receiver * self.senders // self.receivers

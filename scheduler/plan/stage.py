@@ -1,4 +1,4 @@
-"""A stage of a plan: which layers, where, and how its rank shares them."""
+"""Stages of a plan: their layers, their ranks, and how each rank splits them over processes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from functools import cached_property
 from typing import NamedTuple
 
 SHARDINGS = ("none", "zero1", "fsdp")
-"""Nothing; the optimizer's state (ZeRO-1); or that and the parameters and gradients of blocks and
-untied embeddings (ZeRO-3, as torch's FSDP2 has it)."""
+"""What the processes that share parameters shard: nothing; the optimizer state (ZeRO-1); or also
+the parameters and gradients of blocks and untied embeddings (ZeRO-3, as in torch's FSDP2)."""
 
 
 SPLITS = ("microbatches", "samples")
-"""What a module's replicas deal out among themselves: a step's microbatches, each of which goes
-through one of them, or the samples of every microbatch, in consecutive shares."""
+"""What the replicas of a module split: the microbatches of a step, each of which runs on one
+replica, or the samples of every microbatch, in consecutive shares."""
 
 
 class StageId(NamedTuple):
-    """Which stage: its module, its place in the module, and the module's replica. Ids sort like
-    that, and print as the name that people and files have: ``llm.2``, or ``vision.0@1`` in the
-    module's second replica.
+    """Identifier of a stage: its module, its index in the module, and the replica of the module.
 
-    A module that runs whole (one of a mapping) has :data:`WHOLE` as its place and the module's
-    name as its own. ``StageId("")`` is no stage: what concerns all of a rank.
+    Ids sort in that order and print as the names in files: ``llm.2``, or ``vision.0@1`` in the
+    second replica. A module that runs whole (in a mapping) has the index :data:`WHOLE` and prints
+    as its name. ``StageId("")`` (:data:`NO_STAGE`) stands for the whole rank.
     """
 
     module: str
@@ -35,19 +34,19 @@ class StageId(NamedTuple):
 
     @property
     def first_replica(self) -> StageId:
-        """The same stage in the module's first replica."""
+        """The same stage in the first replica of the module."""
         return self._replace(replica=0)
 
 
 WHOLE = -1
 NO_STAGE = StageId("")
 Edge = tuple[StageId, StageId]
-"""From one stage to another."""
+"""(from stage, to stage)."""
 
 
 class Degrees(NamedTuple):
-    """How a rank is several processes: by tokens (context parallel), by parameters (tensor
-    parallel), by samples (fully sharded data parallel)."""
+    """Parallel degrees of a rank: context parallel (tokens), tensor parallel (parameters), and
+    fully sharded data parallel (samples)."""
 
     cp: int = 1
     tp: int = 1
@@ -59,32 +58,28 @@ class Stage:
     """Layers ``[layers[0], layers[1])`` of one module, on one rank.
 
     Attributes:
-        module, index: the module, and the stage's place in it.
+        index: position of the stage in the module.
         layers: first layer, and one past the last.
-        rank: where it runs.
-        replica: which replica of the module it belongs to (data parallelism). Microbatches are
-            split over the copies in turn; gradients of all copies are summed.
-        recompute: keep only its inputs, and run its forward again for the backward.
-        cp: context parallel degree: its rank is that many processes, each with its share of
-            every sample's tokens.
-        tp: tensor parallel degree: each of those is that many processes, each with its share of
-            the layers' parameters.
-        sharding: what of the module the processes that share its parameters keep one copy of
-            among themselves: one of :data:`SHARDINGS`.
-        fsdp: degree of fully sharded data parallelism: its rank is that many times as many
-            processes, each with its share of every microbatch's samples (an encoder's items).
-            With ``sharding="fsdp"`` only; the blocks' parameters are then shared out over the
-            ``fsdp * cp`` processes that have the same of everything else.
-        layer_options: what each of its blocks does with its activations, one of
-            :data:`raymm.scheduler.costs.recomputation.OPTIONS`; all keep them if none are given.
-        quota: share of the rank's multiprocessors that it runs on beside other modules' stages;
-            None: nothing runs beside it (:mod:`raymm.scheduler.plan.rank_quotas`).
-        split: what the module's replicas deal out, one of :data:`SPLITS`.
-        ep: expert parallel degree: 1, or the number of processes that its blocks' parameters are
-            shared out over. These then send tokens to one another's experts instead of gathering
+        replica: data-parallel replica of the module. Microbatches go to the replicas in turn;
+            gradients are summed over replicas.
+        recompute: True to keep only the inputs and run the forward again for the backward.
+        cp: context parallel degree; the processes split the tokens of every sample.
+        tp: tensor parallel degree; the processes split the parameters of the layers.
+        sharding: what the processes with equal parameters shard, one of :data:`SHARDINGS`.
+        fsdp: degree of fully sharded data parallelism; the processes split the samples of every
+            microbatch (the items of an encoder). Needs ``sharding="fsdp"``, which shards the
+            parameters of the blocks over all ``fsdp * cp`` processes.
+        layer_options: activation handling of each block, one of
+            :data:`raymm.scheduler.costs.recomputation.OPTIONS`; if empty, all blocks keep their
+            activations.
+        quota: share of the rank's multiprocessors, if stages of other modules run concurrently;
+            None for the whole device (:mod:`raymm.scheduler.plan.rank_quotas`).
+        split: what the replicas of the module split, one of :data:`SPLITS`.
+        ep: expert parallel degree: 1, or the number of processes that shard the parameters of the
+            blocks. With more than 1, these send tokens to each other's experts instead of gathering
             the experts.
-        slot: in schedule ``"slots"``, when it runs: ranks run their slots forward in this order,
-            then backward in reverse, and the stages of one slot concurrently.
+        slot: time slot in schedule ``"slots"``: ranks run their slots forward in this order, then
+            backward in reverse, and the stages of one slot concurrently.
     """
 
     module: str
@@ -105,15 +100,14 @@ class Stage:
 
     @cached_property
     def degrees(self) -> Degrees:
-        """How its rank is several processes."""
+        """Parallel degrees of the stage's rank."""
         return Degrees(self.cp, self.tp, self.fsdp)
 
     @property
     def shards(self) -> int:
-        """How many processes the blocks' parameters are shared out over; 1 if each has them all."""
+        """Number of processes that shard the parameters of the blocks; 1 without sharding."""
         return self.fsdp * self.cp if self.sharding == "fsdp" else 1
 
     @cached_property
     def id(self) -> StageId:
-        """Which stage it is."""
         return StageId(self.module, self.index, self.replica)

@@ -1,4 +1,4 @@
-"""Which stages hand something to which."""
+"""Data edges between the stages of a plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ SAMPLES = "samples"
 def stage_edges(
     graph: ModuleGraph, replicas: Mapping[str, Sequence[Sequence[Stage]]]
 ) -> tuple[Edge, ...]:
-    """Directed data edges between stages, within modules and between them. Of replicas, only those
-    are joined that some samples may go through both of.
-
-    Args:
-        graph: the modules.
-        replicas: by module, its stages per replica.
-    """
+    """Return the directed data edges between stages, within and between modules. Two replicas are
+    connected only if some samples may pass through both."""
     edges: list[Edge] = []
     for node in graph.nodes:
         for replica in replicas[node.name]:
@@ -37,15 +32,15 @@ def stage_edges(
 def joined(
     producers: Sequence[Stage], consumers: Sequence[Stage], every: bool = False
 ) -> list[tuple[Stage, Stage]]:
-    """Of stages of all replicas of two modules those that some samples may go through both of.
+    """Return the pairs of stages of two modules that some samples may pass through.
 
     Args:
         producers, consumers: one stage of each replica.
-        every: each consumer reads all samples.
+        every: True if each consumer reads all samples.
     """
     splits = producers[0].split, consumers[0].split
     if SAMPLES not in splits:
-        # Microbatch m goes through replica m % p of the one and m % c of the other.
+        # Microbatch m goes through replica m % p of the producer and m % c of the consumer.
         period = gcd(len(producers), len(consumers))
         return [
             (producer, consumer) for number, producer in enumerate(producers)
@@ -53,8 +48,9 @@ def joined(
         ]
     if every or splits != (SAMPLES, SAMPLES):
         return list(product(producers, consumers))
-    # Shares i of p and j of c have samples in common if [i/p, (i+1)/p) and [j/c, (j+1)/c) meet,
-    # and of some sizes only then (:func:`~raymm.scheduler.graph.sample_ranges.share`).
+    # Shares i of p and j of c have common samples only if [i/p, (i+1)/p) and [j/c, (j+1)/c)
+    # intersect, and then they do for some sizes
+    # (:func:`~raymm.scheduler.graph.sample_ranges.share`).
     p, c = len(producers), len(consumers)
     return [
         (producers[i], consumers[j]) for i in range(p)
