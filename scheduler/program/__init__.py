@@ -1,1 +1,1 @@
-"""Instructions per rank, the proof that they end, and the times they took."""
+"""Instructions per rank, the proof that they end, and measured times."""

@@ -1,4 +1,4 @@
-"""Proves of a rank's concurrent groups that a device can run them."""
+"""Checks that a device can run the concurrent groups of a rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from raymm.scheduler.program.program import BACKWARDS, COMPUTE, Instruction, Op
 
 
 def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
-    """Groups are of compute instructions next to each other, on quotas that a device has; a
-    backward runs where the forward that kept its activations ran, because autograd runs it on
-    that one's stream. Whether one instruction of a group needs another's result cannot be seen
-    without the plan.
+    """Check that groups consist of adjacent compute instructions on quotas that fit on the device,
+    and that each backward has the quota of the forward that kept its activations, because autograd
+    runs it on the stream of that forward. Dependencies within a group are not checked; they need
+    the plan.
 
     Raises:
-        InternalError: naming rank and instruction.
+        InternalError: a rule is violated; the message names rank and instruction.
     """
     if all(i.group < 0 and i.quota == 1.0 for i in instructions):
         return

@@ -1,5 +1,4 @@
-"""Proves of a program that it ends, whatever it costs to wait, and says in which order processes
-are to begin what they have with one another."""
+"""Proof that a program ends, and the order in which processes begin their communication."""
 
 from __future__ import annotations
 
@@ -25,14 +24,15 @@ from raymm.scheduler.program.stage_state import (
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What :func:`check_program` proved.
+    """Result of :func:`check_program`.
 
     Attributes:
-        live_activations: per stage, the largest number of microbatches whose activations live
-            at once.
-        issues: per rank, what it is to begin before which instruction, in order.
-        bound: messages of one edge that may be under way, sent and not yet received: whoever sends
-            another waits until the first of them is. None: any number.
+        live_activations: largest number of microbatches whose activations are live at once, per
+            stage.
+        issues: receives and gradient sums that each rank begins, in order, with the instruction
+            before which each begins.
+        bound: most messages of one edge in flight, sent and not yet received. A sender of another
+            message waits until the first of them is received. None means any number.
     """
 
     live_activations: dict[StageId, int]
@@ -41,7 +41,7 @@ class ProgramReport:
 
 
 
-# Seconds of what nobody knows the costs of, relative to one another.
+# Relative durations where no costs are known.
 _USUAL = {Op.FORWARD: 1.0, Op.FORWARD_CHECKPOINTED: 1.0, Op.FORWARD_NO_GRAD: 1.0,
           Op.RECOMPUTE: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0,
           Op.BACKWARD_WEIGHT: 1.0}  # fmt: skip
@@ -54,38 +54,41 @@ def check_program(
 ) -> ProgramReport:
     """Prove that a program runs to its end, before anything starts.
 
-    The program is played: of all ranks that can go on, the one whose time it is does its next
-    instruction. A receive waits until the matching send was issued, a collective until every rank
-    is in it. Shown here: every RECV has its SEND, with the same microbatch, in the same order on
-    the same edge; no message is left over; no set of ranks waits in a circle; a backward follows
-    its own forward and runs once; outputs and gradients are computed before they are sent and
-    received before they are used; collective instructions come in the same order on every rank;
-    of every group, what :func:`check_groups` says. Whether a program lacks both ends of a message
-    that the model needs cannot be seen without the plan.
+    The program is simulated: of all ranks that can proceed, the one with the earliest time executes
+    its next instruction. A receive waits until the matching send was issued, a collective until
+    every rank has reached it. The simulation checks:
 
-    **It ends with gloo**, where a send blocks while :attr:`ProgramReport.bound` messages of its
-    edge have been sent and not received: the play is such a run. A program that would not end so
-    is played again without a bound (several chunks per rank and many microbatches).
+    - every RECV has its SEND, with the same microbatch, in the same order on the same edge; no
+      message is left over; no ranks wait for each other in a cycle;
+    - a backward follows its own forward and runs once; outputs and gradients are computed before
+      they are sent, and received before they are used;
+    - collective instructions have the same order on every rank;
+    - the rules of :func:`check_groups`.
 
-    **It ends with NCCL**, where a message waits for both ends, a sum for all of its members, and
-    any operation may hold up whatever its process issues later: if receives and sums begin where
-    :attr:`ProgramReport.issues` says. There the receiver issues its end of a message just when
-    the sender of the play issues its own, and all members issue a sum at one time of the play, so
-    everything that processes have with one another is issued everywhere in the one order of the
-    play. The first operation of that order which is not done is the first on each of its
-    processes, so nothing holds it up, and what its values are made of comes before it in the play.
-    This holds however communicators are dealt out to messages, streams to communicators, and
-    hardware queues to streams, and even if every operation blocks the host that issues it until it
-    is done.
+    A message that is missing at both ends cannot be detected without the plan.
+
+    **With gloo** the program ends because a send blocks while :attr:`ProgramReport.bound` messages
+    of its edge are in flight, and the simulation is such a run. A program that would deadlock that
+    way (several chunks per rank and many microbatches) is simulated again without a bound.
+
+    **With NCCL**, a message waits for both ends, a sum for all of its members, and any operation
+    may delay whatever its process issues later. The program ends if receives and sums begin where
+    :attr:`ProgramReport.issues` says. Then the receiver of a message issues its end when the
+    simulated sender issues its own, and all members issue a sum at the same simulated time, so all
+    processes issue their communication in one global order. The first unfinished operation of that
+    order is the first unfinished one on each of its processes, so nothing delays it, and its inputs
+    come before it in the simulation. This holds for any assignment of messages to communicators, of
+    communicators to streams, and of streams to hardware queues, and even if every operation blocks
+    the host until it is done.
 
     Args:
-        program: with the collectives at its end, or without.
-        shared: parameters whose gradients ranks sum, in an order common to all of them.
-        seconds: by stage and operation, for the order of what could begin in any; by default
+        program: with or without the collectives at its end.
+        shared: parameters whose gradients are summed over ranks, in an order common to all ranks.
+        seconds: durations by stage and operation, which order independent instructions; by default
             backwards take twice as long as forwards.
 
     Raises:
-        InternalError: naming rank and instruction.
+        InternalError: a check failed; the message names rank and instruction.
     """
     for rank, instructions in enumerate(program.ranks):
         check_groups(rank, instructions)
@@ -106,12 +109,11 @@ def check_program(
 
 @dataclass
 class _Shared:
-    """Shared gradients.
+    """State of shared gradients.
 
     Attributes:
-        stages, ranks: as in :class:`SharedGradients`.
-        last: by rank, the number of the last instruction that adds to them.
-        left: ranks that have not come to it.
+        last: number of the last instruction that adds to the gradients, by rank.
+        left: number of ranks that have not reached that instruction.
     """
 
     stages: tuple[StageId, ...]
@@ -121,8 +123,8 @@ class _Shared:
 
 
 class _Edge:
-    """Messages of an edge under way, who waits for the next one, who receives them, and the rank
-    that waits to send another (-1: none does)."""
+    """Messages of an edge in flight, the receiving rank, whether it waits for the next message, and
+    the rank that is blocked while sending (-1 for none)."""
 
     __slots__ = ("blocked", "receiver", "sent", "waiting")
 
@@ -134,12 +136,7 @@ class _Edge:
 
 
 class _Play:
-    """A run of a program on paper.
-
-    Attributes:
-        stages: what has been done, by stage.
-        issues: per rank, what it is to begin where.
-    """
+    """Simulated run of a program. ``stages`` and ``issues`` are the results."""
 
     def __init__(
         self, program: Program, shared: Sequence[SharedGradients],
@@ -156,13 +153,12 @@ class _Play:
             self._seconds.setdefault(stage, dict(_USUAL))[op] = value
         self.stages: dict[StageId, StageState] = {}
         self.issues: list[list[Issue]] = [[] for _ in program.ranks]
-        # By rank and instruction, the shared gradients that are complete there once it has run.
+        # Per rank, the shared gradients that are complete after the instruction of this number.
         self._completes: list[dict[int, list[_Shared]]] = [{} for _ in program.ranks]
         self._homes = self._receivers()
         self._find_last(shared)
 
     def _receivers(self) -> dict[Edge, int]:
-        """The rank that receives on each edge."""
         return {
             (i.peer, i.stage): rank
             for rank, instructions in enumerate(self._program.ranks)
@@ -187,7 +183,7 @@ class _Play:
             state.left = len(state.last)
 
     def run(self) -> None:
-        """Play until nobody can go on."""
+        """Run until no rank can proceed."""
         while self._events:
             while self._events:
                 now, rank = heapq.heappop(self._events)
@@ -196,7 +192,7 @@ class _Play:
             self._meet()
 
     def _advance(self, rank: int, now: float) -> None:
-        """A rank's instructions until it has computed, or waits."""
+        """Run the instructions of a rank until it has computed or has to wait."""
         instructions = self._program.ranks[rank]
         number, end = self._position[rank], len(instructions)
         while number < end:
@@ -235,7 +231,7 @@ class _Play:
         return state
 
     def _send(self, rank: int, instruction: Instruction, now: float) -> bool:
-        """Send an edge's next message; False if there are too many under way."""
+        """Send the next message of an edge; return False if too many are in flight."""
         done = self._state(rank, instruction).done.get(instruction.microbatch, 0)
         direction = instruction.direction
         if not done & (FORWARD_DONE if direction is Direction.FORWARD else BACKWARD_DONE):
@@ -261,7 +257,7 @@ class _Play:
         return messages
 
     def _receive(self, rank: int, instruction: Instruction, now: float) -> bool:
-        """Take the edge's next message; False if it is not there yet."""
+        """Receive the next message of an edge; return False if it was not sent yet."""
         state = self._state(rank, instruction)
         messages = self._messages((instruction.peer, instruction.stage))
         if not messages.sent:
@@ -288,8 +284,8 @@ class _Play:
         return True
 
     def _complete(self, rank: int, number: int) -> None:
-        """A rank computes the last that it has to add to shared gradients. If it is the last of
-        all ranks, their sum may begin: here meanwhile, on the others where they are."""
+        """Record that a rank has finished its part of shared gradients. When the last rank has, the
+        sum may begin: on this rank during the current instruction, on others where they are."""
         for shared in self._completes[rank][number]:
             shared.left -= 1
             if shared.left:
@@ -298,7 +294,7 @@ class _Play:
                 before, issues = self._position[member], self.issues[member]
                 last = shared.last.get(member, -1)
                 if before == last + 1 and (not issues or issues[-1].before <= last):
-                    before = last  # it has begun nothing since, so this may begin while that runs
+                    before = last  # nothing else began, so it may begin while that runs
                 issues.append(Issue(before, stages=shared.stages))
 
     def _check_collectives(self) -> None:
@@ -310,7 +306,7 @@ class _Play:
                 raise InternalError(f"rank {rank} runs collectives {ops}, rank 0 {first}")
 
     def _meet(self) -> None:
-        """Step over a collective if every rank has come to it."""
+        """Step over a collective once every rank has reached it."""
         ranks, position = self._program.ranks, self._position
         next_ops = {
             rank[at].op if at < len(rank) else None
@@ -324,14 +320,12 @@ class _Play:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a rank waits to send."""
+        """True if a rank is blocked while sending."""
         return any(messages.blocked >= 0 for messages in self._edges.values())
 
     def check_ended(self) -> None:
-        """
-        Raises:
-            InternalError: a rank that waits for ever, or something that was begun and not ended.
-        """
+        """Raise ``InternalError`` if a rank waits forever, or a message or a forward has no
+        counterpart."""
         if any(at < len(rank) for at, rank in zip(self._position, self._program, strict=True)):
             self._check_collectives()
         for rank, instructions in enumerate(self._program.ranks):

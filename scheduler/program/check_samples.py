@@ -1,4 +1,4 @@
-"""Proves of a program in which replicas share microbatches that every sample is used once."""
+"""Proof that every sample is used once, for programs in which replicas split microbatches."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _Place = tuple[str, int, int]  # module, index, microbatch
 
 
 def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> None:
-    """Prove it, of a program of which :func:`~raymm.scheduler.program.check_program.check_program`
-    has proved that it ends and that messages come in order.
+    """Prove that every sample is used once in a program that has passed
+    :func:`~raymm.scheduler.program.check_program.check_program`.
 
-    Shown here: every sample of a microbatch goes once through every module that the microbatch has;
-    a stage has every sample that it reads once, from whoever made it, and receives none of a
-    microbatch that it does not run; both ends of a message say the same samples; a backward has the
-    samples of its forward; of every sample whose gradient a stage hands back, every rank that read
-    it has given its part once, and whole: after the last of its stages that read it.
+    These rules are checked:
+
+    - every sample of a microbatch passes once through every module of the microbatch;
+    - a stage gets every sample that it reads once, from its producer, and receives nothing of
+      microbatches that it does not run;
+    - both ends of a message have the same samples; a backward has the samples of its forward;
+    - for every sample whose gradient a stage sends back, every rank that read the sample has
+      contributed its gradient once, after the last of its stages that read it.
 
     Args:
-        plan: whose stages run.
-        program: of a step.
-        samples: of each microbatch.
+        samples: samples of each microbatch.
 
     Raises:
-        InternalError: naming rank and instruction.
+        InternalError: a rule is violated; the message names rank and instruction.
     """
     check = _Check(plan, program, samples)
     for rank, instructions in enumerate(program.ranks):
@@ -42,12 +43,8 @@ def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> N
 
 
 class _Check:
-    """What is true of all ranks together.
-
-    Attributes:
-        plan, of: as given.
-        ran: stages and microbatches that the program has a forward of.
-    """
+    """Checks over all ranks; ``of`` has the samples of each microbatch, ``ran`` the (stage,
+    microbatch) pairs with a forward."""
 
     def __init__(self, plan: Plan, program: Program, samples: Sequence[Samples]) -> None:
         self.plan, self.of = plan, samples
@@ -59,22 +56,19 @@ class _Check:
         self._received: dict[Edge, deque[tuple[Range, ...]]] = {}
 
     def samples(self, instruction: Instruction) -> tuple[Range, ...]:
-        """Those of an instruction."""
         return instruction.samples or (Range(0, self.of[instruction.microbatch].size),)
 
     def message(self, instruction: Instruction) -> None:
-        """One end of a message."""
         ends = self._sent if instruction.op is Op.SEND else self._received
         ends.setdefault(instruction.edge, deque()).append(self.samples(instruction))
 
     def forward(self, instruction: Instruction) -> None:
-        """A stage works on samples."""
         stage, microbatch = instruction.stage, instruction.microbatch
         place = stage.module, stage.index, microbatch
         self._of_module.setdefault(place, []).extend(self.samples(instruction))
 
     def readers(self, stage: StageId, microbatch: int) -> dict[int, tuple[Range, ...]]:
-        """By rank, the samples of what a stage makes that the rank's stages read."""
+        """Return the samples of a stage's output that each rank reads."""
         plan, samples = self.plan, self.of[microbatch]
         read: dict[int, list[Range]] = {}
         for consumer in plan.stage_consumers[stage]:
@@ -84,11 +78,8 @@ class _Check:
         return {rank: union(ranges) for rank, ranges in read.items()}
 
     def ended(self) -> None:
-        """
-        Raises:
-            InternalError: a sample that a module has not, or more than once; ends of a message that
-                differ.
-        """
+        """Raise ``InternalError`` if a module misses or repeats a sample, or the ends of a message
+        differ."""
         for (module, index, microbatch), ranges in self._of_module.items():
             if not _tiles(ranges, has := self.of[microbatch].of(module)):
                 raise InternalError(
@@ -104,7 +95,7 @@ class _Check:
 
 
 class _Rank:
-    """What one rank has, instruction by instruction."""
+    """State of one rank, updated instruction by instruction."""
 
     def __init__(self, check: _Check, rank: int) -> None:
         self._check, self._rank = check, rank
@@ -114,7 +105,6 @@ class _Rank:
         self._backwards: set[tuple[StageId, int]] = set()
 
     def play(self, instructions: Iterable[Instruction]) -> None:
-        """All of its instructions."""
         for instruction in instructions:
             forward = instruction.direction is Direction.FORWARD
             if instruction.op in FORWARDS:
@@ -146,7 +136,7 @@ class _Rank:
                 (p, microbatch) in check.ran for p in check.plan.stage_producers[stage.id]
                 if p.module == module
             ):
-                continue  # the microbatch has nothing for it
+                continue  # the microbatch has no data for it
             needed = needed_samples(check.plan, module, stage, check.of[microbatch])
             ranges = [
                 both for r in self._arrived.get((module, index, microbatch), ())
@@ -170,7 +160,7 @@ class _Rank:
         ranks[rank] = self._check.samples(instruction)
 
     def _owing(self, producer: StageId, microbatch: int) -> list[StageId]:
-        """The rank's stages that read what a stage makes and have had no backward."""
+        """Return the consumers of a stage on this rank that have not run their backward."""
         plan, samples = self._check.plan, self._check.of[microbatch]
         return [
             c for c in plan.stage_consumers[producer]
@@ -202,17 +192,13 @@ class _Rank:
 
 
 def _sources(plan: Plan, stage: Stage) -> list[tuple[str, int]]:
-    """Modules, and places in them, whose stages a stage reads."""
+    """Return the (module, index) pairs of the stages that a stage reads."""
     return list(dict.fromkeys((p.module, p.index) for p in plan.stage_producers[stage.id]))
 
 
 def _tiles(ranges: Sequence[Range], whole: Sequence[Range]) -> bool:
-    """Whether ranges have each sample of others once, and no others.
-
-    Args:
-        ranges: in any order.
-        whole: ascending ranges that do not touch.
-    """
+    """Return True if ``ranges`` (in any order) has each sample of ``whole`` (ascending ranges that
+    do not touch) once, and no others."""
     ordered = sorted(ranges)
     apart = all(a.hi <= b.lo for a, b in zip(ordered, ordered[1:], strict=False))
     return apart and union(ordered) == tuple(whole)

@@ -1,10 +1,10 @@
-"""What a rank begins with other ranks before it needs it, and where among its instructions.
+"""Order in which ranks begin communication ahead of need.
 
-Receives are posted ahead of need, and sums of gradients start while other stages still compute. On
-a GPU every such operation is a rendezvous that may hold up whatever is issued after it on the same
-process: streams share hardware queues, a communicator connects at its first use, an operation
-under way holds multiprocessors. So all processes issue what they have with one another in one
-order, which :func:`raymm.scheduler.program.check_program.check_program` makes and proves.
+Receives are posted early, and gradient sums start while other stages still compute. On a GPU every
+such operation is a rendezvous that may delay everything that the same process issues later: streams
+share hardware queues, a communicator connects at its first use, and an operation in flight occupies
+multiprocessors. Therefore all processes issue their communication in one global order, which
+:func:`raymm.scheduler.program.check_program.check_program` creates and proves.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ NO_EDGE: Edge = (NO_STAGE, NO_STAGE)
 
 
 class Issue(NamedTuple):
-    """Something that a rank begins, and does not wait for.
+    """Communication that a rank begins without waiting for its end.
 
     Attributes:
-        before: number of the instruction before which it begins; a sum of gradients that the
-            instruction itself completes may begin while that runs.
-        edge: whose next message is to be received; :data:`NO_EDGE` if it is a sum.
-        stages: whose gradients are to be summed (:attr:`SharedGradients.stages`).
+        before: number of the instruction before which it begins. A gradient sum that this
+            instruction completes may begin while the instruction runs.
+        edge: edge whose next message is received; :data:`NO_EDGE` for a sum.
+        stages: stages whose gradients are summed (:attr:`SharedGradients.stages`).
     """
 
     before: int
@@ -33,12 +33,8 @@ class Issue(NamedTuple):
 
 
 class SharedGradients(NamedTuple):
-    """Parameters with parts of their gradient on several ranks.
-
-    Attributes:
-        stages: that have the parameters, in the first replica of their module.
-        ranks: that hold them.
-    """
+    """Parameters whose gradient is spread over several ranks. ``stages`` have the parameters, in
+    the first replica of their module."""
 
     stages: tuple[StageId, ...]
     ranks: tuple[int, ...]
@@ -47,10 +43,10 @@ class SharedGradients(NamedTuple):
 def shared_gradients(
     held: Iterable[tuple[tuple[StageId, ...], Iterable[int]]]
 ) -> tuple[SharedGradients, ...]:
-    """What is held by the same stages, as one.
+    """Merge the groups of processes that sum gradients for the same stages.
 
     Args:
-        held: stages and ranks of every group of processes that sums gradients.
+        held: stages and ranks of every such group.
     """
     ranks: dict[tuple[StageId, ...], set[int]] = {}
     for stages, holders in held:

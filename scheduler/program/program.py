@@ -1,4 +1,4 @@
-"""Programs: what each rank does in one step, as lists of small frozen instructions."""
+"""Programs: the instructions of each rank for one step, as small frozen tuples."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 
 
 class Op(StrEnum):
-    """What an instruction does. ``edge`` below is a directed pair of stages."""
+    """Operation of an instruction. An ``edge`` is a directed pair of stages."""
 
     FORWARD = "forward"  # run a stage on a microbatch and keep what its backward needs
-    FORWARD_NO_GRAD = "forward_no_grad"  # run it under no_grad: nothing is kept
-    FORWARD_CHECKPOINTED = "forward_checkpointed"  # run it and keep only its inputs
-    RECOMPUTE = "recompute"  # run a checkpointed forward again, keeping what backward needs
-    BACKWARD = "backward"  # gradients of inputs and parameters, whichever are due
+    FORWARD_NO_GRAD = "forward_no_grad"  # run a stage under no_grad and keep nothing
+    FORWARD_CHECKPOINTED = "forward_checkpointed"  # run a stage and keep only its inputs
+    RECOMPUTE = "recompute"  # run a checkpointed forward again and keep what the backward needs
+    BACKWARD = "backward"  # gradients of inputs and parameters, as far as needed
     BACKWARD_INPUT = "backward_input"  # B_d: gradients of inputs only; B_w follows
     BACKWARD_WEIGHT = "backward_weight"  # B_w: gradients of parameters, after B_d
-    SEND = "send"  # start sending what the stage produced for the edge; never blocks
-    RECV = "recv"  # wait until the edge's next message is here
-    REDUCE_GRADS = "reduce_grads"  # sum gradients of parameters that live on two ranks
+    SEND = "send"  # start sending the stage's result for the edge; never blocks
+    RECV = "recv"  # wait for the next message of the edge
+    REDUCE_GRADS = "reduce_grads"  # sum gradients of parameters that live on several ranks
     CLIP_GRADS = "clip_grads"  # scale gradients by the norm over all ranks
     STEP = "step"  # optimizer update, then zero gradients
 
@@ -35,18 +35,20 @@ OPTIMIZER_OPS = (Op.REDUCE_GRADS, Op.CLIP_GRADS, Op.STEP)
 
 
 class Instruction(NamedTuple):
-    """One instruction. ``stage`` and ``microbatch`` say what it works on; ``peer`` is the
-    stage at the other end of a SEND or RECV, and ``direction`` what the message is: an output
-    goes forward, a gradient backward (from consumer to producer, so its edge is the data edge
-    reversed).
+    """One instruction of a rank.
 
-    Compute instructions of one ``group`` (a number, unique on the rank) stand next to each other
-    and run concurrently: one module's in their order, each module on its ``quota``, the share of
-    the rank's multiprocessors. All begin when all before them has ended, and nothing after them
-    begins before all have ended. Without a group (-1) an instruction has the whole device.
+    ``peer`` is the stage at the other end of a SEND or RECV. The ``direction`` of a message is
+    forward for outputs and backward for gradients, which travel from consumer to producer, so their
+    edge is the reversed data edge.
 
-    ``samples`` are those of the microbatch that it works on, or that its message has something
-    of, as ascending ranges; without any it is all of them."""
+    Adjacent compute instructions with the same ``group`` (a number that is unique on the rank) run
+    concurrently: each module runs its instructions in order on its ``quota``, a share of the rank's
+    multiprocessors. A group begins when all earlier instructions have ended, and later instructions
+    wait for all of it. Without a group (-1) an instruction has the whole device.
+
+    ``samples`` are ascending ranges of the microbatch's samples that the instruction or its message
+    covers; empty means all of them.
+    """
 
     op: Op
     stage: StageId = NO_STAGE
@@ -72,8 +74,8 @@ class Instruction(NamedTuple):
 
 
 def group_end(instructions: Sequence[Any], index: int) -> int:
-    """One past the last instruction (or task) of the group of ``instructions[index]``; of one
-    without a group, the next."""
+    """Return one past the last instruction (or task) of the group of ``instructions[index]``;
+    without a group, return ``index + 1``."""
     group, end = instructions[index].group, index + 1
     while group >= 0 and end < len(instructions) and instructions[end].group == group:
         end += 1
@@ -81,7 +83,7 @@ def group_end(instructions: Sequence[Any], index: int) -> int:
 
 
 class Program(NamedTuple):
-    """One step: per rank, its instructions in order."""
+    """Instructions of one step, in order, for each rank."""
 
     ranks: tuple[tuple[Instruction, ...], ...]
 
@@ -89,7 +91,7 @@ class Program(NamedTuple):
         return iter(self.ranks)
 
     def with_optimizer_ops(self, ops: tuple[Op, ...]) -> Program:
-        """The same program, followed on every rank by ``ops`` (collective, so on all)."""
+        """Return the program followed on every rank by the collective operations ``ops``."""
         tail = tuple(Instruction(op) for op in ops)
         return Program(tuple(rank + tail for rank in self.ranks))
 

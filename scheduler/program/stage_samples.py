@@ -1,4 +1,4 @@
-"""What of a microbatch's samples a stage works on, reads and gets."""
+"""Samples of a microbatch that a stage runs on, reads and receives."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 
 
 class Samples(NamedTuple):
-    """A microbatch's samples.
+    """Samples of a microbatch.
 
     Attributes:
-        size: how many.
-        filled: of modules that have something of some samples only, these: ascending ranges that
-            do not touch. All others have something of every one.
+        size: number of samples.
+        filled: ascending ranges that do not touch, of the samples with data for a module, for
+            modules that have data for some samples only. All other modules have data for every
+            sample.
     """
 
     size: int
     filled: tuple[tuple[str, tuple[Range, ...]], ...] = ()
 
     def of(self, module: str) -> tuple[Range, ...]:
-        """Those that a module has something of."""
         for name, ranges in self.filled:
             if name == module:
                 return ranges
@@ -32,14 +32,14 @@ class Samples(NamedTuple):
 
 
 def filled_samples(plan: Plan, size: int, offsets: Mapping[str, Sequence[int]]) -> Samples:
-    """A microbatch's samples, in ranges as coarse as the plan's shares of them, so that few step
-    programs do for many batches.
+    """Return the samples of a microbatch, in ranges as coarse as the plan's shares, so that few
+    step programs serve many batches.
 
     Args:
-        plan: that splits samples.
-        size: of the microbatch.
-        offsets: by module that has any number of rows of a sample, each sample's first row, and
-            behind the last one the number of rows.
+        plan: plan that splits samples.
+        size: number of samples of the microbatch.
+        offsets: (samples + 1,) first row of each sample, followed by the number of rows; by module,
+            for modules with any number of rows per sample.
     """
     counts = {len(plan.replicas(s.module)) for s in plan.stages if s.split == SAMPLES}
     ends = sorted({index * size // count for count in counts for index in range(count + 1)})
@@ -51,13 +51,7 @@ def filled_samples(plan: Plan, size: int, offsets: Mapping[str, Sequence[int]]) 
 
 
 def stage_samples(plan: Plan, stage: Stage, samples: Samples) -> tuple[Range, ...]:
-    """The samples of a microbatch that a stage works on, if the microbatch goes through it.
-
-    Args:
-        plan: whose stage it is.
-        stage: which.
-        samples: of the microbatch.
-    """
+    """Return the samples that a stage runs on, if the microbatch goes through it."""
     own = Range(0, samples.size)
     if stage.split == SAMPLES:
         own = share(samples.size, stage.replica, len(plan.replicas(stage.module)))
@@ -67,14 +61,7 @@ def stage_samples(plan: Plan, stage: Stage, samples: Samples) -> tuple[Range, ..
 def needed_samples(
     plan: Plan, producer: str, consumer: Stage, samples: Samples
 ) -> tuple[Range, ...]:
-    """The samples of a microbatch of which a stage reads what a module makes.
-
-    Args:
-        plan: whose stage it is.
-        producer: the module.
-        consumer: the stage.
-        samples: of the microbatch.
-    """
+    """Return the samples for which a stage reads the output of module ``producer``."""
     has = samples.of(producer)
     if (producer, consumer.module) in plan.graph.every:
         return has
@@ -84,14 +71,12 @@ def needed_samples(
 def carried_samples(
     plan: Plan, producer: StageId, consumers: Sequence[StageId], samples: Samples
 ) -> tuple[Range, ...]:
-    """Of which samples a rank gets what a stage makes: those that any of its stages reads, each
-    once; ascending ranges that do not touch.
+    """Return the samples of a stage's output that a rank receives: each sample that any of its
+    stages reads, once, as ascending ranges that do not touch.
 
     Args:
-        plan: whose stages they are.
-        producer: who makes it.
-        consumers: who reads it on the rank.
-        samples: of the microbatch.
+        producer: stage that computes the output.
+        consumers: stages of the rank that read the output.
     """
     own = stage_samples(plan, plan.by_id[producer], samples)
     return union(

@@ -1,17 +1,17 @@
-"""What has been done of a stage while a program is played."""
+"""Progress of a stage in a simulated program."""
 
 from __future__ import annotations
 
 from raymm.errors import InternalError
 from raymm.scheduler.program.program import Instruction, Op
 
-# What can be done with a stage and a microbatch, each once, as bits.
+# Bits for the operations of a stage on a microbatch; each may run once.
 FORWARD_DONE = 1
-_KEPT = 2  # a forward, or a recomputation, that kept what the backward needs
-_CHECKPOINTED = 4  # a forward that kept its inputs
+_KEPT = 2  # a forward or recomputation that kept what the backward needs
+_CHECKPOINTED = 4  # a forward that kept only its inputs
 _RECOMPUTED = 8
-BACKWARD_DONE = 16  # of the inputs: their gradient can be sent
-_SPLIT = 32  # such that that of the parameters is still to come
+BACKWARD_DONE = 16  # backward of the inputs: their gradient can be sent
+_SPLIT = 32  # the backward of the parameters is still to come
 _WEIGHT = 64
 
 _FORWARDS = {
@@ -24,8 +24,8 @@ _LATER = {Op.RECOMPUTE: _RECOMPUTED, Op.BACKWARD: BACKWARD_DONE, Op.BACKWARD_INP
 
 
 class StageState:
-    """What has been done of a stage: the rank it is on, by microbatch the bits above, the number
-    of microbatches whose activations live (-1: it has run nothing), and seconds by operation."""
+    """Progress of a stage: its rank, the bits above by microbatch, current and largest number of
+    microbatches with live activations (-1 before the first), and seconds by operation."""
 
     __slots__ = ("done", "live", "peak", "rank", "seconds")
 
@@ -37,15 +37,14 @@ class StageState:
 
 
 def compute(rank: int, instruction: Instruction, state: StageState) -> None:
-    """A rank computes: what of the stage is done, and which activations live, afterwards.
+    """Update the state of a stage for a compute instruction.
 
     Args:
-        rank: for errors.
-        instruction: a compute instruction.
-        state: of its stage; changed.
+        rank: rank of the instruction, for error messages.
+        state: state of the instruction's stage; changed in place.
 
     Raises:
-        InternalError: it comes twice, or before what it needs.
+        InternalError: the instruction runs twice, or before what it needs.
     """
     op, microbatch = instruction.op, instruction.microbatch
     done = state.done.get(microbatch, 0)
@@ -74,7 +73,7 @@ def compute(rank: int, instruction: Instruction, state: StageState) -> None:
     if op is Op.BACKWARD_WEIGHT and not done & _SPLIT:
         raise InternalError(f"rank {rank}: {instruction} before its backward_input")
     if op is Op.BACKWARD_INPUT:
-        later |= _SPLIT  # lives on until its backward_weight
+        later |= _SPLIT  # activations stay live until backward_weight
     else:
         state.live -= 1
     state.done[microbatch] = done | later

@@ -1,4 +1,4 @@
-"""Timelines: when each rank did what, measured by actors or predicted by the simulator."""
+"""Timelines of the instructions of each rank, measured by actors or predicted by the simulator."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ _start = attrgetter("start")
 
 
 class Span(NamedTuple):
-    """One instruction's execution. Times are seconds since the step's start; a RECV span
-    is time spent waiting for the message. ``peer`` is set for SEND and RECV. ``quota`` is the
-    share of the rank's multiprocessors that it ran on, beside others."""
+    """Execution of one instruction.
+
+    Times are seconds since the step's start; a RECV span is the time spent waiting for the message.
+    ``peer`` is set for SEND and RECV. ``quota`` is the share of the rank's multiprocessors.
+    """
 
     rank: int
     op: str
@@ -32,14 +34,14 @@ class Span(NamedTuple):
 
     @property
     def device_seconds(self) -> float:
-        """Seconds that the whole device would have taken, as far as the simulator knows: what
-        it takes as a cost."""
+        """Seconds on the whole device, assuming that time is inversely proportional to the quota,
+        as in the costs of the simulator."""
         return (self.end - self.start) * self.quota
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of one step over all ranks. The executor and the simulator both make it."""
+    """Spans of one step over all ranks, from the executor or the simulator."""
 
     spans: tuple[Span, ...]
     num_ranks: int
@@ -52,7 +54,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first span's start to the last one's end."""
+        """Seconds from the first start to the last end."""
         if not self.spans:
             return 0.0
         return max(s.end for s in self.spans) - min(s.start for s in self.spans)
@@ -61,8 +63,7 @@ class Timeline:
         return tuple(s for s in self.spans if s.op in COMPUTE)
 
     def busy(self, rank: int) -> float:
-        """Seconds a rank spent in forwards and backwards; those that run concurrently count
-        once."""
+        """Return the seconds that a rank computes; concurrent spans count once."""
         total, until = 0.0, -math.inf
         for span in sorted((s for s in self.compute() if s.rank == rank), key=_start):
             total += max(0.0, span.end - max(span.start, until))
@@ -70,24 +71,23 @@ class Timeline:
         return total
 
     def bubble(self, rank: int) -> float:
-        """Fraction of the step in which a rank computes nothing."""
+        """Return the fraction of the step in which a rank computes nothing."""
         return 1.0 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
     @property
     def mean_bubble(self) -> float:
-        """Over all ranks."""
         return sum(map(self.bubble, range(self.num_ranks))) / max(1, self.num_ranks)
 
     def stage_busy(self) -> dict[StageId, float]:
-        """Seconds of compute per stage."""
+        """Return the seconds of compute per stage."""
         busy: dict[StageId, float] = {}
         for span in self.compute():
             busy[span.stage] = busy.get(span.stage, 0.0) + span.end - span.start
         return busy
 
     def costs(self) -> dict[tuple[StageId, Op], float]:
-        """Median :attr:`Span.device_seconds` per (stage, compute op): what the simulator
-        takes."""
+        """Return the median :attr:`Span.device_seconds` per (stage, compute op), the costs of the
+        simulator."""
         samples: dict[tuple[StageId, Op], list[float]] = {}
         for span in self.compute():
             samples.setdefault((span.stage, Op(span.op)), []).append(span.device_seconds)
@@ -111,12 +111,12 @@ class Timeline:
 def chrome_trace(
     timelines: Iterable[tuple[str, Timeline]], rank_names: Mapping[int, str] | None = None
 ) -> dict[str, Any]:
-    """Timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank, and
-    one for each module that runs concurrently with others on it.
+    """Return timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank,
+    and one thread for each module that runs concurrently with others.
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("measured", t), ("predicted", p)]``.
-        rank_names: what to call each rank.
+        rank_names: label of each rank.
     """
     events: list[dict[str, Any]] = []
     for pid, (label, timeline) in enumerate(timelines):
