@@ -61,14 +61,17 @@ class ModuleParts:
         accepted = [*model.module_names]
         accepted += [f"{n}{PROJECTOR}" for n, e in model.encoders.items() if e.projector]
         if name not in accepted:
-            raise ModelError(f"at names {name!r}; the model's are {', '.join(accepted)}")
+            raise ModelError(
+                f"at names {name!r}, which is not a part of the model; accepted: "
+                f"{', '.join(accepted)}"
+            )
         parameters = dict(self._skeleton(name).named_parameters())
         adapters = [p for parameter, p in parameters.items() if is_adapter(parameter)]
         flags = {p.requires_grad for p in adapters or parameters.values()}
         if len(flags) > 1:
             raise ModelError(
-                f"at names {name!r}, which is trained in part; accepted: modules that are frozen "
-                "or trained as a whole"
+                f"at names {name!r}, which is partly frozen; accepted: modules that are entirely "
+                "frozen or entirely trained"
             )
         return FULL if True in flags else FROZEN
 
@@ -107,7 +110,9 @@ class WholeParts:
     def mode(self, name: str) -> str:
         if name not in self._model.part_names:
             accepted = ", ".join(self._model.part_names)
-            raise ModelError(f"at names {name!r}; the model's are {accepted}")
+            raise ModelError(
+                f"at names {name!r}, which is not a part of the model; accepted: {accepted}"
+            )
         return FROZEN if self._model.is_frozen(name) else FULL
 
     def change(self, names: Collection[str]) -> None:

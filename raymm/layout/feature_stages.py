@@ -37,19 +37,19 @@ def featured_modules(
         blocks = min(node.frozen_blocks, first.layers[1])
         whole = blocks == node.num_blocks
         if name not in modalities:
-            reason = "the data do not have it"
+            reason = "the data do not contain it"
         elif not blocks:
-            reason = "it is trained from its first layer on"
+            reason = "its first layer is trained"
         elif name in model.changing:
             reason = "run.at changes what is frozen"
         elif whole and not node.projector:
             reason = "it has no projector"
         elif whole and encoder.postprocess_projector_callback is not None:
-            reason = "what comes after its projector reads its inputs"
+            reason = "postprocess_projector_callback reads its inputs"
         elif plan.schedule == SLOTS or first.split == SAMPLES:
-            reason = "its plan deals out samples"
+            reason = "its plan splits microbatches by samples"
         elif max(first.fsdp, first.cp) > 1:
-            reason = "its items are shared out among processes"
+            reason = "its items are sharded over processes"
         else:
             kept[name] = blocks
             continue
@@ -76,9 +76,9 @@ def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]
         elif others:
             reason = "its blocks are on several stages"
         elif first.split == SAMPLES:
-            reason = "its plan deals out samples"
+            reason = "its plan splits microbatches by samples"
         elif max(first.fsdp, first.cp, first.tp) > 1:
-            reason = "it is shared out among processes"
+            reason = "it is sharded over processes"
         else:
             try:
                 model.root_form(name)

@@ -42,7 +42,7 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
     assert spec.cut is not None  # of the probe
     module = prune(skeleton, spec.cut, 0, blocks)
     if any(isinstance(part, _BatchNorm) and part.training for part in module.modules()):
-        return "they have norms over all samples (batch norm), whose statistics are trained"
+        return "they contain batch norms, whose running statistics change in training"
     stage = EncoderStage(replace(spec, preprocess=None), 0, blocks, module, None)
     drawn: list[tuple[int, ...]] = []
     context = MicrobatchContext(1)
@@ -52,12 +52,12 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
             hidden = [stage.run(item, {}, context) for item in every_item(_two(inputs))]
             after = host_states()
     except USER_CODE_RAISES as error:  # not every forward runs without data
-        return f"they do not run without data{because(error)}"
+        return f"they do not run on the meta device{because(error)}"
     if drawn or after != before:
         return "they draw random numbers in training, as dropout does"
     entries = kept_entries(joined(hidden))
     if bad := [name for name, entry in entries.items() if len(entry) != 2]:
-        return f"{bad[0]!r} of what they hand on does not have a row per item"
+        return f"their output {bad[0]!r} does not have one row per item"
     return None
 
 

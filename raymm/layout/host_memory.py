@@ -135,10 +135,10 @@ def check_hosts(needs: Sequence[HostNeed], hosts: Sequence[HostMemory]) -> None:
             what = ", ".join(f"{_size(size)} of {name}" for name, size in parts.items() if size)
             numbers = ", ".join(map(str, local))
             raise PlanError(
-                f"processes {numbers} on {host.name} need {_size(total)} of host "
-                f"memory for copies of what trains: {what}; {_size(host.available)} are available. "
-                "Turn one of them off (asynchronous_checkpoints: false, snapshot_every: null), or "
-                "use more nodes"
+                f"processes {numbers} on {host.name} need {_size(total)} of host memory for copies "
+                f"of the training state: {what}; {_size(host.available)} are available. Turn one "
+                "of these off (asynchronous_checkpoints: false, snapshot_every: null), or use more "
+                "nodes"
             )
 
 

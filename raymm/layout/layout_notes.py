@@ -37,9 +37,9 @@ def layout_notes(
         parts = [source.skeleton() for source in sources if source is not None]
         if device == "cuda" and shown and any(map(_drops_in_kernels, parts)):
             yield (
-                f"note: attention of {node.name} draws other dropout masks with {shown} than in "
-                "one process, as kernels on GPUs make them: losses are similar, not equal. For "
-                "equal ones set attn_implementation of the model to eager"
+                f"note: with {shown}, attention kernels of {node.name} draw other dropout masks "
+                "than in one process: losses are similar, not equal. For equal losses set "
+                "attn_implementation of the model to eager"
             )
         replicas = len(plan.replicas(node.name))
         trained = [m for part in parts for m in part.modules() if m.training]
@@ -48,17 +48,17 @@ def layout_notes(
         ):
             yield (
                 f"note: each of the {replicas} replicas of {node.name} updates its running "
-                "statistics (batch norm) with the microbatches that it has: training is that of "
-                "one process, but held-out losses are those of each replica's statistics, and "
-                "checkpoints hold the first replica's, which all replicas have after a resume. "
-                f"For the statistics of one process set dp of {node.name} to 1, or freeze it"
+                "statistics (batch norm) with its own microbatches: training matches one process, "
+                "but held-out losses use the statistics of each replica, and checkpoints store "
+                "those of the first replica, which all replicas load on resume. For the statistics "
+                f"of one process set dp of {node.name} to 1, or freeze it"
             )
         if replicas > 1 and any(isinstance(m, _SpectralNorm) for m in trained):
             yield (
-                f"note: each of the {replicas} replicas of {node.name} updates its vectors of "
-                "spectral norms with the microbatches that it has, and weights are divided by "
-                "them: losses are similar to those of one process, not equal, also after a "
-                f"resume. For equal ones set dp of {node.name} to 1, or freeze it"
+                f"note: each of the {replicas} replicas of {node.name} updates the vectors of its "
+                "spectral norms, which scale the weights, with its own microbatches: losses are "
+                "similar to those of one process, not equal, also after a resume. For equal losses "
+                f"set dp of {node.name} to 1, or freeze it"
             )
 
 

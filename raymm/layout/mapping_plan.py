@@ -41,5 +41,7 @@ def plan_of_mapping(
     try:
         check_no_shared_parameters(parts)
     except ValueError as error:
-        raise ModelError(f"{error}; give each a copy of its own, or tie nothing") from None
+        raise ModelError(
+            f"{error}; give each module a separate copy, or do not tie parameters"
+        ) from None
     return mapped_plan(module_graph(model), mapping, microbatches)

@@ -26,8 +26,9 @@ def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
         kept = config.rule_of(node.name, "module.").parameters
         if kept != FP32 and plan.module_stages(node.name)[0].shards > 1:
             raise PlanError(
-                f"sharding of {node.name!r} is 'fsdp', which gathers weights in bf16 by itself, "
-                f"and its optimizer's parameters are {kept!r}; accepted: {FP32}, or zero1"
+                f"sharding of {node.name!r} is 'fsdp', which already gathers weights in bf16, and "
+                f"parameters of its optimizer is {kept!r}; accepted: parameters {FP32}, or "
+                "sharding zero1"
             )
         if not any(config.rule_of(node.name, part).name == MUON for part in parts):
             continue
@@ -36,9 +37,9 @@ def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
             if degree > 1:
                 shown = "'fsdp'" if what == "sharding" else degree
                 raise PlanError(
-                    f"{what} of {node.name!r} is {shown}, under which no process has a whole "
-                    f"matrix, and its optimizer is {MUON!r}, which needs them; accepted: {what} "
-                    f"{fits}, or adamw"
+                    f"{what} of {node.name!r} is {shown}, under which no process has a full "
+                    f"matrix, and its optimizer is {MUON!r}, which needs full matrices; accepted: "
+                    f"{what} {fits}, or adamw"
                 )
 
 
@@ -65,5 +66,5 @@ def check_modules(config: OptimizerConfig, graph: ModuleGraph, bf16: bool) -> No
     for module in config.modules:
         if module not in accepted:
             raise PlanError(
-                f"optimizer.modules has {module!r}; the model's are {', '.join(accepted)}"
+                f"optimizer.modules has {module!r}; the model's modules are {', '.join(accepted)}"
             )

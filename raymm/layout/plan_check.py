@@ -43,9 +43,9 @@ def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:
     nodes = {node.name: node for node in planned.nodes}
     own = {node.name: node for node in model.nodes}
     for name in sorted(nodes.keys() - own.keys()):
-        texts.append(f"the plan has a module {name!r}, the model has not")
+        texts.append(f"the plan has a module {name!r}, the model does not")
     for name in sorted(own.keys() - nodes.keys()):
-        texts.append(f"the model has a module {name!r}, the plan has not")
+        texts.append(f"the model has a module {name!r}, the plan does not")
     for name, node in own.items():
         if name not in nodes:
             continue

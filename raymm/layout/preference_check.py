@@ -26,8 +26,8 @@ def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
         return
     if plan is not None and plan.splits_samples:
         raise PlanError(
-            "of pairs of answers, a process of the language model must have both: accepted: pp, "
-            "tp, cp, dp and sharding; not a mapping"
+            "the plan splits microbatches by samples, but a process of the language model needs "
+            "both answers of a pair; accepted: pp, tp, cp, dp and sharding, not a mapping"
         )
     if model.preference.asked_once:
         return
@@ -40,9 +40,9 @@ def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
     ]
     if others:
         raise PlanError(
-            f"{len(others)} parameters are trained that are no adapters ({others[0]}, ...), and "
-            "answers are compared with what the model without its adapters says of them; accepted: "
-            "adapters (train: {lora: {r: 16}}), all else frozen, projectors too; or reference: "
+            f"{len(others)} trained parameters are not adapters ({others[0]}, ...), but the "
+            "reference of the preference loss is the model without its adapters; accepted: "
+            "adapters (train: {lora: {r: 16}}) with all else frozen, projectors too, or reference: "
             "initial"
         )
 

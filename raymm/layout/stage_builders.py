@@ -44,18 +44,18 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
 
 # What to do about norms over samples that replicas deal out.
-_SPLIT_NORMS = "{!r} has replicas that deal samples out (give it one, or freeze it), and it"
+_SPLIT_NORMS = "{!r} has replicas that split samples (use one replica, or freeze it), and it"
 SHARDED_NORMS = (
-    "sharding of {!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); fsdp deals samples out over "
+    "sharding of {!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); fsdp splits samples over "
     "processes, and it"
 )
 _LAYER_DROP = (
-    "{!r} leaves out layers at random in training; with cp above 1 or sharding 'fsdp' it must not: "
-    "set the probability in its config to 0 (layerdrop)"
+    "{!r} skips layers at random in training (layer drop), which is not supported with cp above 1 "
+    "or sharding 'fsdp'; set the probability in its config to 0 (layerdrop)"
 )
 _HOST_DRAWS = (
     "{!r} draws random numbers with NumPy or Python in its training forward, and {}, because "
-    "processes with some of the samples or tokens would draw other numbers than one process does. "
+    "processes with part of the samples or tokens would draw other numbers than one process does. "
     "Set the probability in its config to 0 (mask_time_prob and mask_feature_prob of speech "
     "models), or freeze the module"
 )
@@ -175,7 +175,7 @@ def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
         spec = probe_node(spec, _cuts(plan, node), example, plan.graph.backward)
         if first.fsdp > 1 and any(read.every for read in dag.nodes[node.name].parsed_inputs()):
             raise PlanError(
-                f"sharding of {node.name!r} is 'fsdp', accepted of a module that reads every(): "
+                f"sharding of {node.name!r} is 'fsdp', but the module reads every(); accepted: "
                 "'none', 'zero1'"
             )
         builders.shard_specs[node.name] = _shared(plan, node.name, spec, example)
@@ -237,7 +237,9 @@ def _try_inputs(
     if stage.tp > 1 and probe_tensor(spec.source, stage.tp, spec.name, inputs) != (
         shard_spec.plans["module"]
     ):
-        raise ProbeError(f"tp of {spec.name!r} is {stage.tp}, and they need other shards of it")
+        raise ProbeError(
+            f"tp of {spec.name!r} is {stage.tp}, and these inputs need other shards of it"
+        )
 
 
 def _cuts(plan: Plan, node: ModuleNode) -> Cuts:
@@ -282,7 +284,7 @@ def check_training_draws(spec: AnySpec, stage: Stage, draws: TrainingDraws) -> N
     if stage.fsdp > 1:
         planned = "sharding is 'fsdp'; accepted: 'none', 'zero1' (with dp)"
     elif stage.split == SAMPLES:
-        planned = "its replicas share every microbatch by samples; accepted: one replica"
+        planned = "its replicas split every microbatch by samples; accepted: one replica"
     else:
         planned = f"cp is {stage.cp}; accepted: 1"
     cuts_samples = stage.fsdp > 1 or stage.split == SAMPLES
@@ -324,7 +326,7 @@ def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
         for name, child in skeleton.named_modules()
         if not child._buffers or f"{name}.{next(iter(child._buffers))}".lstrip(".") in own
     ):
-        raise PlanError(f"{planned} has norms over all samples (batch norm)")
+        raise PlanError(f"{planned} contains batch norms, which need all samples")
 
 
 def _check_samples(
@@ -360,12 +362,12 @@ def shard_spec(
         blocks = spec.cut.blocks if spec.cut else find_blocks(skeleton)
         if blocks is None:
             raise PlanError(
-                f"sharding of {spec.name!r} is 'fsdp', and no list of blocks was found in it, "
-                "whose parameters it shares out; use none or zero1"
+                f"sharding of {spec.name!r} is 'fsdp', but no list of blocks to shard was found in "
+                "it; accepted: 'none', 'zero1'"
             )
         if any(not parameter.is_floating_point() for parameter in skeleton.parameters()):
             raise PlanError(
-                f"sharding of {spec.name!r} is 'fsdp', and weights under its adapters are "
+                f"sharding of {spec.name!r} is 'fsdp', but the weights under its adapters are "
                 "quantised (base); accepted: 'none', 'zero1' (with dp)"
             )
         units = language_units if isinstance(spec, LanguageSpec) else block_units

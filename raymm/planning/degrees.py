@@ -61,8 +61,9 @@ class DegreeRequest:
             number = int(match["number"]) if match and match["number"] else None
             if not match or number == 0 or (match["module"] and number is None):
                 raise PlanError(
-                    f"degrees has {entry!r}; accepted: auto, none, or a list of tp, cp, dp, of "
-                    "which each may have a highest degree (tp=4) or one for a module (llm.tp=4)"
+                    f"degrees has {entry!r}; accepted: auto, none, or a list of tp, cp, dp, each "
+                    "optionally with a maximum degree (tp=4) or a fixed degree for one module "
+                    "(llm.tp=4)"
                 )
             if match["module"] and number is not None:
                 fixed[match["module"], match["kind"]] = number

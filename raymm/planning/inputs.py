@@ -204,7 +204,7 @@ def _without_kept(
             replace(layer, forward=0.0) if place < blocks else layer
             for place, layer in enumerate(modules[name])
         )
-    notes = (f"planned for epochs in which features of {', '.join(kept)} are known",)
+    notes = (f"planned for epochs in which the features of {', '.join(kept)} are cached",)
     return replace(profile, modules=modules), notes if kept else ()
 
 

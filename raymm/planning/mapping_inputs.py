@@ -126,8 +126,8 @@ def mapping_inputs(
         surfaces = _estimates(shapes, batch, device, gpus, steps, request.ranks_per_node)
         source = _source(device, batch)
     if all(surface.quotas == (surface.steps,) for surface in surfaces):
-        remarks.append("no quotas below a whole device are known: modules only take turns or have "
-                       "devices of their own")  # fmt: skip
+        remarks.append("no quotas below a full device are known: modules take turns or get "
+                       "separate devices")  # fmt: skip
     interference, about = _interference(request.interference, surfaces)
     limit = _limit(device, request.memory_gib)
     _check_fits(surfaces, gpus, limit)
@@ -204,11 +204,11 @@ def _check_conditions(
     if conditions is None:
         if request.tokens:
             raise PlanError(
-                f"tokens are {dict(request.tokens)}, but surfaces are given, which have the "
-                "lengths that they were measured with, and do not say which; accepted: none"
+                f"tokens is {dict(request.tokens)}, but the given surfaces do not record the "
+                "lengths that they were measured with; accepted: no tokens"
             )
-        return ["which batch, device, precision and lengths the surfaces are of is not known: "
-                "they are taken to be those planned here"]  # fmt: skip
+        return ["the surfaces do not record their batch, device, precision and lengths: those of "
+                "this plan are assumed"]  # fmt: skip
     conditions.check(batch.samples, batch.precision, request.tokens or None)
     measured = device_called(conditions.device)
     if device is not None and measured is not None and measured.name != device.name:
@@ -218,13 +218,13 @@ def _check_conditions(
         )
     notes = []
     if device is not None and measured is None:
-        notes.append(f"the surfaces were measured on {conditions.device}; only limits are those "
-                     f"of {device.name}")  # fmt: skip
+        notes.append(f"the surfaces were measured on {conditions.device}; only the limits are "
+                     f"taken from {device.name}")  # fmt: skip
     for name, load in (batch.loads or {}).items():
         if load.tokens != conditions.tokens.get(name, load.tokens):
             notes.append(
-                f"{name} was measured with {conditions.tokens[name]} tokens per sample; this run's "
-                f"have {load.tokens}, of which the surfaces say nothing"
+                f"{name} was measured with {conditions.tokens[name]} tokens per sample; this run "
+                f"has {load.tokens}, which the surfaces do not cover"
             )
     return notes
 
@@ -239,11 +239,11 @@ def _interference(
         interference = INTERFERENCES[name]
         if name == "bandwidth" and not any(any(surface.bandwidth) for surface in surfaces):
             return Interference(), (
-                "blind: the surfaces say nothing of bandwidth, so modules side by side are taken "
-                "not to disturb each other"
+                "blind: the surfaces have no bandwidth data, so modules side by side are assumed "
+                "not to interfere"
             )
         if name == "blind":
-            return interference, "blind: modules side by side are taken not to disturb each other"
+            return interference, "blind: modules side by side are assumed not to interfere"
         return interference, (
             "estimated from shares of the memory bandwidth (a module is delayed by its use times "
             "that of the others); not measured"
@@ -251,7 +251,7 @@ def _interference(
     file = Path(name)
     if not file.is_file():
         raise PlanError(
-            f"interference is {name!r}, and there is no such file; accepted: "
+            f"interference is {name!r}, which is not an existing file; accepted: "
             f"{', '.join(INTERFERENCES)}, or a file"
         )
     try:
@@ -288,8 +288,8 @@ def _check_fits(surfaces: Sequence[ScalingSurface], gpus: int, limit: int | None
         if sizes and min(sizes.values()) > limit:
             degree = min(sizes, key=lambda d: (sizes[d], d))
             raise NoPlanError(
-                f"module {surface.name!r} fits nowhere: a replica needs at least "
+                f"module {surface.name!r} fits on no GPU: a replica needs at least "
                 f"{sizes[degree] / GIB:.2f} GiB (with {degree} of {gpus} GPUs), and a GPU may use "
-                f"{limit / GIB:.2f} GiB; a module is not cut here (`--style pipelined` does), so "
-                "take more GPUs, a smaller batch, or devices with more memory"
+                f"{limit / GIB:.2f} GiB; multiplexed plans do not cut modules: use --style "
+                "pipelined, more GPUs, a smaller batch, or devices with more memory"
             )

@@ -119,8 +119,8 @@ class PlannedMultiplexed:
             rows,
             title=f"{stages} stage{'s' * (stages != 1)} on {gpus} GPU{'s' * (gpus != 1)}, "
             "multiplexed" + (" (estimates)" if self.estimated else ""),
-            caption="quota: share of each GPU's multiprocessors; ms: forward and backward beside "
-            "the others; memory in GiB on each GPU",
+            caption="quota: share of each GPU's multiprocessors; ms: forward and backward next to "
+                    "the other modules; memory in GiB on each GPU",
             left=_LEFT,
             sections=[i for i, row in enumerate(rows) if row["stage"] and i],
         )
@@ -137,7 +137,7 @@ class PlannedMultiplexed:
             )
             lines.append(f"found by {mapping.method}; under this model {proof}")
         else:
-            lines.append(f"found by {mapping.method}; nothing is proven of it")
+            lines.append(f"found by {mapping.method}; no bound is known")
         lines.append(f"interference: {self.interference}")
         if self.problem.memory_bytes is not None:
             lines.append(

@@ -129,8 +129,8 @@ def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
         limits.append(MAX_CPU_RANKS)
     if math.isinf(most := min(limits)):
         raise PlanError(
-            "planning.ranks is not given, and the cluster's autoscaler may bring any number of "
-            "nodes; accepted: how many ranks to plan for"
+            "planning.ranks is not given, and the cluster's autoscaler may add any number of "
+            "nodes; accepted: the number of ranks to plan for"
         )
     return max(1, int(most))
 

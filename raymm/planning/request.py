@@ -63,7 +63,7 @@ class PlanRequest(PlanOptions):
         accepted = [option.name for option in fields(cls)]
         if unknown := [name for name in options if name not in accepted]:
             raise TypeError(
-                f"{unknown[0]!r} is no option of planning; accepted: {', '.join(accepted)}"
+                f"unknown planning option {unknown[0]!r}; accepted: {', '.join(accepted)}"
             )
         return cls(**options)
 

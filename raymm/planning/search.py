@@ -88,7 +88,7 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
     searches_degrees = bool(degrees) and has_rank_each(problem)
     if degrees and costs.device is None:
         searches_degrees = False
-        notes.append("degrees are not searched: no device is named, so links are not known")
+        notes.append("degrees are not searched: no device is named, so link speeds are unknown")
     whole: dict[str, str] = {}
     unshared: dict[Refused, str] = {}
     probed: set[str] = set()
@@ -120,12 +120,12 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         whole |= refused
         unshared |= not_shared
     if control.stopped is not None:
-        notes.append(f"the search was ended by {control.stopped}: this is the best plan so far")
+        notes.append(f"the search was stopped by {control.stopped}: this is the best plan so far")
     best = proposal.best.plan
     nodes = [process // costs.ranks_per_node for process in range(best.num_processes)]
     if costs.device is not None and (astride := straddling(best, nodes)) is not None:
         notes.append(astride)
-    notes += [f"{name} stays in one piece: {reason}" for name, reason in whole.items()]
+    notes += [f"{name} is not cut into stages: {reason}" for name, reason in whole.items()]
     notes += sorted({f"{name} without {kind}: {why}" for (name, kind, _), why in unshared.items()})
     return Planned(
         best, proposal, costs, replace(problem, degrees={}), tuple(whole),

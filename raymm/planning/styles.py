@@ -115,11 +115,11 @@ class StyleComparison:
             "the same for both: batch, devices, memory limit, frozen rules, the costs of layers "
             "(modules too small to fill a device are slower by the same rule)",
             f"pipelined: {self.microbatches} microbatches through cut modules; bubbles and "
-            "messages between stages are counted, sums of gradients as far as the backward does "
-            "not hide them; may recompute activations",
+            "messages between stages are counted, gradient all-reduces where the backward does not "
+            "hide them; may recompute activations",
             "multiplexed: the whole batch at once through whole modules, so weights are read once; "
-            "interference and sums of gradients (not hidden) are counted, messages between modules "
-            "are not; keeps all activations",
+            "interference and gradient all-reduces (not hidden) are counted, messages between "
+            "modules are not; keeps all activations",
         ]
 
 
@@ -132,7 +132,7 @@ class StyleComparison:
             f"{style} {time_text(option.seconds)}" for style, option in search.starts.items()
         )
         equal = [style for style, option in search.starts.items() if option is best]
-        text = f"auto: {equal[0]} as it is" if equal else f"auto: {best.label}"
+        text = f"auto: {equal[0]} unchanged" if equal else f"auto: {best.label}"
         how = "all layouts without guests, then local moves" if search.exhaustive else "local moves"
         return [
             f"{text}, {time_text(best.seconds)} per step (all simulated, with messages, "
@@ -300,7 +300,7 @@ class _Basis:
             }
             if costs.device is None:
                 notes += (f"the profile's device, {costs.profile.device}, is not in raymm's table: "
-                          "it is taken to have no quotas, and links of CPUs",)  # fmt: skip
+                          "it is assumed to have no quotas, and the links of CPUs",)  # fmt: skip
         return cls(inputs, shapes_of(inputs.parts), loads, notes)
 
     def mapping_inputs(self, request: PlanRequest, microbatches: int = 1) -> MappingInputs:
@@ -423,9 +423,9 @@ class _Basis:
         for shape, surface in zip(self.shapes, surfaces, strict=True):
             if surface.degrees[0] > 1 or surface.quotas[-1] < surface.steps:
                 raise NoPlanError(
-                    f"surfaces say nothing of {shape.name!r} on one whole device (degrees are "
+                    f"surfaces of {shape.name!r} lack one full device (degrees are "
                     f"{list(surface.degrees)}, quotas {list(surface.quotas)} of {surface.steps}), "
-                    "by which layers of pipelines are judged"
+                    "which the layer costs of pipelines are scaled by"
                 )
             alone = surface.seconds_at(1, surface.steps) / self.inputs.workload.microbatches
             factor = alone / shape.seconds(layers[shape.name])

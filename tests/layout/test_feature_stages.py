@@ -155,5 +155,5 @@ def test_a_plan_does_without_what_is_kept() -> None:
             layouts=("modality_parallel",), keeps_features=keeps,
         )
         ranks[keeps] = {stage.rank for stage in planned.plan.module_stages("vision")}
-        assert any("are known" in note for note in planned.notes) is keeps
+        assert any("are cached" in note for note in planned.notes) is keeps
     assert len(ranks[True]) == 1 < len(ranks[False])

@@ -32,7 +32,7 @@ SHARED = [
 @pytest.mark.parametrize(("layout", "shown"), SHARED)
 def test_attention_dropout_of_gpu_kernels(layout, shown):
     (line,) = notes(layout, attention_dropout=0.1)
-    assert f"attention of llm draws other dropout masks with {shown}" in line
+    assert f"with {shown}, attention kernels of llm draw other dropout masks" in line
     assert notes(layout, attention_dropout=0.1, device="cpu") == []
     assert notes(layout, attention_dropout=0.1, attn_implementation="eager") == []
     assert notes(layout) == notes(layout, lora=LoraConfig(r=2, dropout=0.1)) == []
@@ -71,8 +71,8 @@ def test_running_statistics_of_replicas(norm, frozen, replicas, is_noted):
     lines = list(layout_notes(model, spec.plan(model), "cpu"))
     assert len(lines) == is_noted
     if lines:
-        assert "each of the 2 replicas of vision updates its " in lines[0]
+        assert "each of the 2 replicas of vision updates " in lines[0]
         batch_norm = isinstance(norm, nn.BatchNorm1d)
-        assert ("training is that of one process" in lines[0]) == batch_norm
+        assert ("training matches one process" in lines[0]) == batch_norm
         assert ("similar to those of one process" in lines[0]) != batch_norm
         assert "set dp of vision to 1, or freeze it" in lines[0]

@@ -175,7 +175,7 @@ class NormOverItems(pm.PlainCNN):
 @pytest.mark.parametrize(
     ("encoder", "example", "why"),
     [
-        (NormOverItems, None, "norms over all samples"),
+        (NormOverItems, None, "batch norms, which need all samples"),
         (pm.PlainCNN, {"pixel_values": torch.zeros(64, 12), "grid_thw": torch.ones(2, 3)},
          r"pixel_values \(64, 12\), grid_thw \(2, 3\)"),
         (lambda: torch.nn.Conv2d(3, 12, 8, stride=8), None, "no list of blocks"),

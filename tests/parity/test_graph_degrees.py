@@ -146,7 +146,7 @@ def test_what_cannot_be_shared_out_is_refused_by_name():
             DagParallelModule(dag, dag_plan(dag, specs))
 
     fsdp = ParallelSpec(dp=2, sharding="fsdp")
-    refused(PlanError, "sharding of 'talker' is 'fsdp', and no list of blocks", speaking(),
+    refused(PlanError, "sharding of 'talker' is 'fsdp', but no list of blocks", speaking(),
             talker=fsdp)  # fmt: skip
     refused(ProbeError, "cp of 'talker' is 2; accepted: 1", speaking(), talker=ParallelSpec(cp=2))
     refused(ProbeError, "cp of 'second' is 2; accepted: 1", chained(), second=ParallelSpec(cp=2))
@@ -154,5 +154,5 @@ def test_what_cannot_be_shared_out_is_refused_by_name():
         "first": DagModule(nn.Linear(5, 8), reads={"input": "x"}),
         "loss": DagLoss(Compared(), inputs={"x": every("first")}),
     })
-    refused(PlanError, "sharding of 'loss' is 'fsdp', accepted of a module that reads every()",
+    refused(PlanError, "sharding of 'loss' is 'fsdp', but the module reads every(); accepted",
             together, loss=fsdp)  # fmt: skip

@@ -87,7 +87,7 @@ def test_three_steps(ray_cluster, llm):
      "tp of 'llm' is 2, under which no process has a whole matrix"),
     ({"dp": 2, "sharding": "fsdp"}, {"llm": {"name": "muon"}}, "sharding of 'llm' is 'fsdp'"),
     ({}, {"text": {"lr": 1.0}},
-     "optimizer.modules has 'text'; the model's are vision, llm, vision_projector"),
+     "optimizer.modules has 'text'; the model's modules are vision, llm, vision_projector"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(ray_cluster, spec, modules, says):
     plan = MultimodalParallelSpec({"vision": ParallelSpec()}, ParallelSpec(**spec), 2)

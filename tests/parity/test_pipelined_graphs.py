@@ -310,7 +310,7 @@ def test_what_cannot_run_is_refused_by_name():
         dag_plan(dag, {"listener": ParallelSpec()})
     with pytest.raises(PlanError, match="pp of 'talker' is 2, but it can be cut into at most 1"):
         dag_plan(dag, {"talker": ParallelSpec(pp=2)})
-    with pytest.raises(PlanError, match="the model has a module 'thinker', the plan has not"):
+    with pytest.raises(PlanError, match="the model has a module 'thinker', the plan does not"):
         DagParallelModule(dag, dag_plan(chained()))
     guessing = ModuleDag({
         "states": DagModule(States(), reads=("states", "length"), outputs="pooled"),

@@ -195,7 +195,7 @@ def test_the_loss_is_the_papers(pairs, beta, smoothing):
 
 
 @pytest.mark.parametrize(("layout", "options", "says"), [
-    ({}, {"lora": None}, "parameters are trained that are no adapters"),
+    ({}, {"lora": None}, "trained parameters are not adapters"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(layout, options, says):
     model = model_of(**options)

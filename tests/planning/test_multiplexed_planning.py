@@ -212,8 +212,8 @@ def test_without_quotas_or_bandwidth_it_says_so():
     dag = towers(a=64, b=64)
     whole = [ScalingSurface(n, (1,), (10,), 10, ((0.1,),), (0,), (0.0,)) for n in ("a", "b")]
     planned = raymm.plan_multiplexed(dag, gpus=2, surfaces=whole)
-    assert "no quotas below a whole device" in planned.explain()
-    assert "blind: the surfaces say nothing of bandwidth" in planned.explain()
+    assert "no quotas below a full device" in planned.explain()
+    assert "blind: the surfaces have no bandwidth data" in planned.explain()
     cpu = raymm.plan_multiplexed(dag, gpus=2, batch=4, tokens={"a": 8, "b": 8})
     assert all(s.quotas == (10,) for s in cpu.problem.surfaces)
     assert "one CPU core" in cpu.explain() and "no quotas" in cpu.explain()
@@ -222,7 +222,7 @@ def test_without_quotas_or_bandwidth_it_says_so():
 def test_a_module_that_fits_nowhere_is_refused_with_numbers():
     dag = towers(a=64, b=64)
     given = [surface("a"), surface("b", memory=3 * 2**30)]
-    with pytest.raises(NoPlanError, match=r"'b' fits nowhere.* 3\.00 GiB .*2\.00 GiB"):
+    with pytest.raises(NoPlanError, match=r"'b' fits on no GPU.* 3\.00 GiB .*2\.00 GiB"):
         raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=2)
 
 
@@ -334,7 +334,7 @@ def test_surfaces_of_something_else_are_refused_by_field(tmp_path, changes, text
         return plan(PlanInputs.of(model, request, Workload(1, samples, 512, dtype=dtype)))
 
     found = planned(plan_step_multiplexed)
-    assert found.batch == 8 and not any("not known" in note for note in found.notes)
+    assert found.batch == 8 and not any("not record" in note for note in found.notes)
     for plan in (plan_step_multiplexed, compare_styles):
         with pytest.raises(PlanError, match=text):
             planned(plan, **changes)
@@ -342,7 +342,7 @@ def test_surfaces_of_something_else_are_refused_by_field(tmp_path, changes, text
 
 def test_lengths_and_surfaces_of_unknown_lengths_are_refused_together():
     given = [surface("a"), surface("b")]
-    with pytest.raises(PlanError, match="tokens are {'a': 4}, but surfaces are given"):
+    with pytest.raises(PlanError, match="tokens is {'a': 4}, but the given surfaces"):
         raymm.plan_multiplexed(towers(a=64, b=64), gpus=2, surfaces=given, tokens={"a": 4})
 
 
@@ -369,7 +369,7 @@ def test_surfaces_without_one_whole_device_refuse_pipelines_only():
                           surfaces=(surface("vision"), two))  # fmt: skip
     found = compare_styles(inputs_of(vlm(), request, 1, 8, "fp32"))
     assert found.style == "multiplexed" and found.pipelined is None
-    assert "pipelined does not run: surfaces say nothing of 'llm' on one" in found.explain()
+    assert "pipelined does not run: surfaces of 'llm' lack one full device" in found.explain()
 
 
 def test_a_given_plan_is_compared_on_its_devices_with_its_microbatches():
@@ -390,7 +390,7 @@ def test_a_style_that_does_not_fit_loses():
                           schedules=("1f1b",), memory_gib=0.05)  # fmt: skip
     found = compare_styles(inputs_of(vlm(), request, 8, 4))
     assert "multiplexed" in found.refused and found.style != "multiplexed"
-    assert "multiplexed does not run: module 'llm' fits nowhere" in found.explain()
+    assert "multiplexed does not run: module 'llm' fits on no GPU" in found.explain()
 
 
 def assert_within(plan: Plan, limit: int) -> None:

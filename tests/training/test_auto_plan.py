@@ -151,7 +151,7 @@ def test_a_module_that_cannot_be_cut_stays_whole():
     )
     stages = planned.plan.module_stages("vision")
     assert stages[0].layers[0] == 0 and stages[0].layers[1] >= 4 and len(stages) <= 2
-    (note,) = [note for note in planned.notes if "vision stays in one piece" in note]
+    (note,) = [note for note in planned.notes if "vision is not cut into stages" in note]
     assert "SkipEncoder" in note and note in planned.explain()
 
 

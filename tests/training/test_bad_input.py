@@ -31,7 +31,7 @@ BAD_SETTINGS = {
     ),
     "optimizer of no module": (
         ["optimizer.modules={text: {lr: 0.1}}"],
-        ["optimizer.modules has 'text'; the model's are vision, llm, vision_projector"],
+        ["optimizer.modules has 'text'; the model's modules are vision, llm, vision_projector"],
     ),
     "field of a module's optimizer": (
         ["optimizer.modules={llm: {rate: 0.1}}"], ["optimizer.modules.llm.rate: unknown key"],

@@ -87,4 +87,4 @@ def test_frozen_first_blocks_run_once_per_item(
 
 def test_what_cannot_be_kept_is_said(ray_cluster, raymm, changes, make_config):
     code, text = raymm("train", make_config({**changes, f"{VISION}.train": "full", "run.steps": 1}))
-    assert code == 0 and "features of vision are not kept: it is trained from" in text
+    assert code == 0 and "features of vision are not kept: its first layer is trained" in text

@@ -124,7 +124,7 @@ def test_replicas_that_come_and_go(ray_cluster, raymm, make_config, tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"at": {2: {"audio": "full"}}}, "at names 'audio'; the model's are vision, llm"),
+    ({"at": {2: {"audio": "full"}}}, "at names 'audio', which is not a part of the model"),
     ({"at": {2: {"llm": "half"}}}, "at.2.llm"),
     ({"at": {0: {"llm": "full"}}}, "at.0"),
 ])  # fmt: skip

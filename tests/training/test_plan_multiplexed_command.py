@@ -101,7 +101,7 @@ def test_a_file_of_surfaces_is_a_profile_too(raymm, make_config, tmp_path, wide,
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
     assert step_timeline(plan, Network()).makespan == pytest.approx(0.3) and "300 ms" in text
     assert "surfaces, measured or given" in text and "(estimates)" not in text
-    assert "blind: modules side by side" in text and "surfaces are of is not known" in text
+    assert "blind: modules side by side" in text and "surfaces do not record" in text
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
 
 
@@ -155,9 +155,9 @@ def test_styles_are_compared_on_the_devices_of_the_layouts(
         (("--solver", ""), "--solver is of multiplexed plans"),
         ((*MULTIPLEXED, "--solver", ""), "strategy is ''"),
         ((*MULTIPLEXED, "--interference", "no.json"),
-         "'no.json', and there is no such file; accepted: bandwidth, blind, or a file"),
+         "'no.json', which is not an existing file; accepted: bandwidth, blind, or a file"),
         ((*MULTIPLEXED, "--solver", "best"), "strategy is 'best'"),
-        ((*MULTIPLEXED, "--memory-gib", "0.0001"), "fits nowhere"),
+        ((*MULTIPLEXED, "--memory-gib", "0.0001"), "fits on no GPU"),
     ],
 )
 def test_refusals(raymm, make_config, wide, tmp_path, no_ray, options, text):

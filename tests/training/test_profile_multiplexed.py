@@ -64,8 +64,8 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
     assert code == 0, text
     plan = Plan.from_json((tmp_path / "plan" / "plan.json").read_text())
     assert plan.schedule == "slots" and all(stage.quota in (None, 1.0) for stage in plan.stages)
-    assert "no quotas below a whole device" in text and "blind: the surfaces say nothing" in text
-    assert f"per iteration of {batch} samples" in text and "is not known" not in text
+    assert "no quotas below a full device" in text and "blind: the surfaces have no" in text
+    assert f"per iteration of {batch} samples" in text and "do not record" not in text
     code, text = raymm(
         "plan", "--style", "multiplexed", config, "--ranks", "2", "--profile", str(target),
         "--out", str(tmp_path / "plan"), "--microbatches", "64",

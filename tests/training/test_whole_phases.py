@@ -103,5 +103,5 @@ def test_a_part_that_is_none_is_refused(tmp_path, capsys):
     file = configuration(tmp_path, at={2: {"llm": "frozen"}})
     assert main(["train", file]) == 2
     text = capsys.readouterr()
-    accepted = "at names 'llm'; the model's are vision, projector, language_model"
+    accepted = "which is not a part of the model; accepted: vision, projector, language_model"
     assert accepted in " ".join((text.out + text.err).split())

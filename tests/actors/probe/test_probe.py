@@ -183,7 +183,7 @@ def test_layers_that_some_processes_would_leave_out_are_refused(degrees):
         if frozen:
             stage_builders(model, plan)
             continue
-        with pytest.raises(PlanError, match="'llm' leaves out layers at random .*layerdrop"):
+        with pytest.raises(PlanError, match="'llm' skips layers at random .*layerdrop"):
             stage_builders(model, plan)
 
 
