@@ -19,11 +19,16 @@ class HubServer:
         root: the value of ``HF_ENDPOINT``.
         requests: ``"METHOD path"`` of all requests.
         tokens: repository -> the token that it wants.
+        files_at: the root of another server to which downloads of files are redirected, as the hub
+            redirects to its storage; empty for none.
+        authorizations: the ``Authorization`` header of each request, None where it had none.
     """
 
     def __init__(self) -> None:
         self.requests: list[str] = []
         self.tokens: dict[str, str] = {}
+        self.files_at = ""
+        self.authorizations: list[str | None] = []
         self._commits: dict[str, dict[str, dict[str, bytes]]] = {}
         owner = self
 
@@ -64,6 +69,7 @@ class HubServer:
     def _serve(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path).strip("/")
         self.requests.append(f"{request.command} {path}")
+        self.authorizations.append(request.headers.get("Authorization"))
         length = int(request.headers.get("Content-Length") or 0)
         body = request.rfile.read(length) if length else b""
         status, headers, content = self._answer(path, body, request.headers)
@@ -112,6 +118,9 @@ class HubServer:
             return _error(404, "EntryNotFound")
         content = files[name]
         sent = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": commit}
+        if self.files_at:
+            linked = {"X-Linked-Size": str(len(content)), "X-Linked-ETag": sent["ETag"]}
+            return 302, {**sent, **linked, "Location": f"{self.files_at}/{path}"}, b""
         if (asked := headers.get("Range")) is not None:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             part = content[int(first) : int(last) + 1 if last else None]

@@ -15,7 +15,7 @@ class S3Server:
 
     Attributes:
         before: is called with every request (method, key and query, if any) before it is served;
-            returns the status of an error to answer with, or None.
+            returns the status of an error to answer with, a URL to redirect to, or None.
         requests: all of them since the last time they were cleared.
     """
 
@@ -26,7 +26,7 @@ class S3Server:
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._served = DomainDispatcherApplication(create_backend_app)
-        self.before: Callable[[str, str], int | None] = lambda method, key: None
+        self.before: Callable[[str, str], int | str | None] = lambda method, key: None
         self.requests: list[tuple[str, str]] = []
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -40,9 +40,12 @@ class S3Server:
         if query := environment.get("QUERY_STRING"):
             key += f"?{query}"
         self.requests.append((method, key))
-        if (status := self.before(method, key)) is not None:
+        if (answer := self.before(method, key)) is not None:
             environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
-            start(f"{status} Error", [("Content-Length", "0")])
+            if isinstance(answer, str):
+                start("307 Temporary Redirect", [("Content-Length", "0"), ("Location", answer)])
+            else:
+                start(f"{answer} Error", [("Content-Length", "0")])
             return [b""]
         return self._served(environment, start)
 

@@ -130,6 +130,30 @@ def test_what_the_hub_refuses_is_explained(hub, commits, tmp_path, name):
     assert done.returncode == 2 and not [part for part in parts if part not in text], text
 
 
+def test_a_redirected_download_gets_no_token(hub, tmp_path):
+    model, storage = Path(tiny("idefics3")[0]), HubServer()
+    for server in (hub, storage):
+        server.commit(f"models/{MODEL}", model)
+    hub.tokens[f"models/{MODEL}"], hub.files_at = "secret", storage.root
+    code = (
+        "from raymm.actors.weights.hub_folder import local_folder; "
+        f"print(local_folder({MODEL!r}))"
+    )
+    variables = environment(hub, tmp_path / "home", HF_TOKEN="secret")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=variables, text=True, capture_output=True,
+            timeout=240,
+        )
+    finally:
+        storage.close()
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    assert (folder / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert "Bearer secret" in hub.authorizations
+    assert storage.requests and set(storage.authorizations) == {None}
+
+
 def test_without_a_network_the_cache_and_the_command_are_named(hub, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     home = tmp_path / "home"

@@ -256,6 +256,15 @@ def test_a_redirect_gets_no_credentials(tmp_path, monkeypatch, web, netrc):
     assert set(other.credentials) == {(None, None)}
 
 
+def test_a_redirected_s3_request_gets_no_credentials(s3, web):
+    (web.folder / "a.jsonl").write_text('{"text": "a"}')
+    upload(s3, web.folder, "redirected")
+    s3.before = lambda method, key: f"{web.root}/a.jsonl" if "a.jsonl" in key else None
+    with pytest.raises(DataError, match="a.jsonl"):
+        open_source(beside(s3.url("redirected"), "a.jsonl"))
+    assert s3.requests and {authorization for authorization, _ in web.credentials} <= {None}
+
+
 def failing(times: int):
     """Answers so many requests with an error, then as it should."""
     left = iter([503] * times)
