@@ -84,7 +84,7 @@ def test_three_steps(ray_cluster, llm):
 
 @pytest.mark.parametrize(("spec", "modules", "says"), [
     ({"tp": 2}, {"llm": {"name": "muon"}},
-     "tp of 'llm' is 2, under which no process has a whole matrix"),
+     "tp of 'llm' is 2, under which no process has a full matrix"),
     ({"dp": 2, "sharding": "fsdp"}, {"llm": {"name": "muon"}}, "sharding of 'llm' is 'fsdp'"),
     ({}, {"text": {"lr": 1.0}},
      "optimizer.modules has 'text'; the model's modules are vision, llm, vision_projector"),
