@@ -1,1 +1,1 @@
-"""Plans: request, search, result, views."""
+"""Planning of a run: the request, the search and its results."""

@@ -1,4 +1,4 @@
-"""Which degrees of tensor, context and data parallelism planning may give a model's modules."""
+"""Degrees of tensor, context and data parallelism that planning may use for each module."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
 
-# Fewer tokens of a microbatch per process are not worth sharing out.
+# With fewer tokens of a microbatch per process, context parallelism costs more than it saves.
 LEAST_TOKENS = 1024
 _ENTRY = re.compile(r"(?:(?P<module>\w+)\.)?(?P<kind>tp|cp|dp)(?:=(?P<number>\d+))?")
 Refused = tuple[str, str, int]
-"""A module, a kind of parallelism and its degree."""
+"""(module, kind of parallelism, degree)."""
 
 
 @dataclass(frozen=True)
 class DegreeRequest:
-    """What may be searched.
+    """Degrees that the search may use.
 
     Attributes:
-        most: per kind that may be used, the highest degree; None for any.
-        fixed: per (module, kind), the degree that it has to be.
+        most: highest degree by kind; None for no limit. Kinds that are absent are not used.
+        fixed: required degree by (module, kind).
     """
 
     most: Mapping[str, int | None]
@@ -41,12 +41,15 @@ class DegreeRequest:
 
     @classmethod
     def of(cls, degrees: str | Sequence[str]) -> DegreeRequest:
-        """``"auto"``: everything; ``"none"``: nothing; or a list (or its entries with commas
-        between them) of kinds, ``tp``, ``cp``, ``dp``, which may be used, ``tp=4`` up to a
-        degree, ``llm.tp=4`` with this degree in this module.
+        """Parse a request for degrees.
+
+        Args:
+            degrees: ``"auto"`` to search all kinds, ``"none"`` to search none, or a list (or a
+                comma-separated string) of entries. ``tp``, ``cp`` and ``dp`` allow a kind, ``tp=4``
+                limits its degree, and ``llm.tp=4`` fixes the degree of one module.
 
         Raises:
-            PlanError: on an entry that is none of these.
+            PlanError: an entry has none of these forms.
         """
         entries = degrees.split(",") if isinstance(degrees, str) else list(degrees)
         entries = [entry.strip() for entry in entries]
@@ -75,9 +78,13 @@ class DegreeRequest:
         return bool(self.most or self.fixed)
 
     def check(self, modules: Sequence[str]) -> None:
-        """
+        """Check that all modules of the request exist.
+
+        Args:
+            modules: names of the model's modules.
+
         Raises:
-            PlanError: if it names a module that is not among these.
+            PlanError: the request names another module.
         """
         for module, kind in self.fixed:
             if module not in modules:
@@ -89,19 +96,21 @@ class DegreeRequest:
         self, model: MultimodalModule | WholeModel, devices: int, num_microbatches: int,
         tokens: Mapping[str, int], refused: frozenset[Refused] = frozenset(),
     ) -> dict[str, DegreeChoices]:
-        """Per module, what it may have: powers of two; ``tp`` that deals heads and feed-forwards
-        out evenly, ``cp`` that leaves each process :data:`LEAST_TOKENS` tokens, ``dp`` that
-        divides the microbatches.
+        """Return the degrees that each module may have.
+
+        Degrees are powers of two. ``tp`` must split heads and feed-forwards evenly, ``cp`` must
+        leave each process at least :data:`LEAST_TOKENS` tokens, and ``dp`` must divide the
+        microbatches. A fixed degree only has to divide the microbatches and be supported by the
+        model's code.
 
         Args:
-            model: the description.
-            devices: how many there are.
-            num_microbatches: of a step.
-            tokens: per module, those of a microbatch.
-            refused: what the model's code does not allow, as of :func:`refused_degrees`.
+            devices: number of devices, the highest degree.
+            num_microbatches: microbatches per step.
+            tokens: tokens of a microbatch, by module.
+            refused: degrees that the model's code does not support, from :func:`refused_degrees`.
 
         Raises:
-            PlanError: if a degree that was fixed cannot be.
+            PlanError: a fixed degree is not possible.
         """
         choices = {}
         for module in model.module_names:
@@ -146,7 +155,7 @@ class DegreeRequest:
 
 
 def _divides(model: MultimodalModule | WholeModel, module: str, tp: int) -> bool:
-    """Whether every process has its own share of heads and feed-forwards."""
+    """Return True if every process gets its own shard of the heads and feed-forwards."""
     if tp == 1:
         return True
     try:
@@ -162,8 +171,11 @@ def _tensor_plan(model: MultimodalModule | WholeModel, module: str, tp: int) -> 
 
 
 def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Refused, str]:
-    """Degrees of a plan under which a shrunk copy of the model computes something else, and why:
-    what would be refused when the plan is started."""
+    """Return the degrees of a plan that the model's code does not support, with the reason.
+
+    Each degree is tried on a small replica of the model, so that the search does not choose a plan
+    that would be refused when a run starts.
+    """
     refused: dict[Refused, str] = {}
     for node in plan.graph.nodes:
         name, degrees = node.name, degrees_of(plan, node.name)
@@ -185,7 +197,8 @@ def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Re
 def _probes(
     model: MultimodalModule | WholeModel, name: str, degree: int
 ) -> tuple[Callable[[], object], Callable[[int], object]]:
-    """What tries a module with its tokens shared, and, given how many processes, its parameters."""
+    """Return functions that try a module with split tokens and, given ``tp``, with split
+    parameters."""
     if isinstance(model, WholeModel):
         of_whole = model.spec(name)
         return (

@@ -1,4 +1,4 @@
-"""Everything that a plan follows from, put together once, before anything is searched."""
+"""Inputs of a search for a plan: model, workload, request, costs and memory limit."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from raymm.scheduler.search.options import PlanProblem
 
 @dataclass(frozen=True)
 class Costs:
-    """What a plan is judged by.
+    """Costs that a plan is evaluated with.
 
     Attributes:
-        profile: costs of every layer on one microbatch, with the device's links.
-        device: where; None if measured on one that raymm has no data of.
-        ranks_per_node: processes that share a node.
-        notes: remarks a person should see.
+        profile: costs of every layer for one microbatch, with the device's links.
+        device: None if the profile was measured on a device that is not in raymm's table.
+        ranks_per_node: processes per node.
+        notes: remarks to show to the user.
     """
 
     profile: CostProfile
@@ -56,14 +56,21 @@ class Costs:
 
     @property
     def network(self) -> Network:
-        """The device's links; messages take no time if it is not known."""
+        """Links of the device; messages take no time if the device is unknown."""
         if self.device is None:
             return Network()
         return Network(self.device.within_node, self.device.across_nodes, self.ranks_per_node)
 
     def memory_limit(self, gib: float | None) -> int | None:
-        """Bytes a rank may use: as said, else a known device's memory without the driver's
-        context; none on CPUs."""
+        """Return the bytes that a rank may use; None for no limit.
+
+        Args:
+            gib: the limit in GiB. None for the memory of a known GPU without the driver's context,
+                and no limit on CPUs.
+
+        Raises:
+            PlanError: ``gib`` is not above 0.
+        """
         if gib is not None:
             if not gib > 0:
                 raise PlanError(f"memory_gib is {gib}; it must be above 0")
@@ -75,18 +82,17 @@ class Costs:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan follows from: everything a search is told.
+    """Inputs of a search for a plan.
 
     Attributes:
-        model: the description; its weights are not used.
+        model: its weights are not used.
         workload: the work of a step.
-        request: what is asked for.
-        costs: of layers on a microbatch, and of links.
-        ranks: how many devices there are; a plan may use fewer.
-        memory_limit: bytes that each may use; None: no limit.
+        costs: costs of a microbatch's layers, and of links.
+        ranks: number of devices; a plan may use fewer.
+        memory_limit: bytes per rank; None for no limit.
 
     Raises:
-        PlanError: ranks or a limit that cannot be.
+        PlanError: ``ranks`` or the limit is out of range.
     """
 
     model: MultimodalModule | WholeModel
@@ -104,17 +110,15 @@ class PlanInputs:
         cls, model: MultimodalModule | WholeModel, request: PlanRequest, workload: Workload,
         costs: Costs | None = None, notes: Sequence[str] = (),
     ) -> PlanInputs:
-        """The inputs of a request.
+        """Build the inputs of a request.
 
         Args:
-            model: the description.
-            request: its ``ranks`` must be known.
-            workload: the work of a step.
-            costs: where they are known; by default :func:`costs_of` the others.
-            notes: remarks to hand on.
+            request: its ``ranks`` must be set.
+            costs: None to derive them with :func:`costs_of`.
+            notes: further remarks to show to the user.
 
         Raises:
-            PlanError: naming the field and what is accepted.
+            PlanError: names the field and what is accepted.
         """
         if request.ranks is None:
             raise PlanError("ranks is not given; accepted: the number of devices, at least 1")
@@ -124,10 +128,10 @@ class PlanInputs:
         return cls(model, workload, request, costs, request.ranks, limit)
 
     def problem(self, degrees: Mapping[str, DegreeChoices] | None = None) -> PlanProblem:
-        """The planner's problem of pipelining this.
+        """Return the problem that the pipeline planner solves.
 
         Args:
-            degrees: that modules may have beside their pipelines.
+            degrees: parallel degrees that modules may have in addition to pipeline stages.
         """
         asked = self.request
         return PlanProblem(
@@ -142,29 +146,29 @@ class PlanInputs:
         """The model, for a multiplexed plan.
 
         Raises:
-            ModelError: it is a whole one.
+            ModelError: the model is a :class:`WholeModel`.
         """
         return of_parts(self.model, f"parallel.style is {self.request.style!r}")
 
     @property
     def graph(self) -> ModuleGraph:
-        """Of the model."""
+        """Graph of the model."""
         return self.model.graph
 
 
 def costs_of(
     model: MultimodalModule | WholeModel, request: PlanRequest, workload: Workload
 ) -> Costs:
-    """Costs of a model's layers: measured ones of a profile, else analytic ones of a device.
+    """Return the costs of a model's layers: measured if the request has a profile, otherwise
+    analytic.
 
     Args:
-        model: the description; its weights are not used.
-        request: its device (by default the profile's, else ``"cpu"``), profile, tokens per sample
-            (which go before the microbatch's), and ranks per node.
-        workload: the microbatch.
+        model: its weights are not used.
+        request: its ``device`` defaults to the profile's device, or to ``"cpu"`` without a profile.
+            Its ``tokens`` (per sample) take precedence over those of the workload.
 
     Raises:
-        PlanError: naming the field and what is accepted.
+        PlanError: names the field and what is accepted.
     """
     check_tokens(model, request.tokens)
     device = None if request.device is None else find_device(request.device)
@@ -190,7 +194,7 @@ def costs_of(
 def _without_kept(
     profile: CostProfile, model: MultimodalModule | WholeModel, request: PlanRequest
 ) -> tuple[CostProfile, tuple[str, ...]]:
-    """Costs of epochs in which features of frozen first blocks are known; and what to say."""
+    """Return costs of epochs in which the features of frozen first blocks are cached, and notes."""
     if not request.keeps_features or request.style != PIPELINED or isinstance(model, WholeModel):
         return profile, ()
     modules, kept = dict(profile.modules), []
@@ -211,12 +215,11 @@ def _without_kept(
 def loads_of(
     model: MultimodalModule | WholeModel, workload: Workload, tokens: Mapping[str, int]
 ) -> ModuleWorkloads:
-    """How much one microbatch is to each module.
+    """Return the load of one microbatch on each module.
 
     Args:
-        model: the description.
-        workload: a real microbatch, or samples and text.
-        tokens: per module, tokens per sample; where given, instead of the microbatch's.
+        workload: a real microbatch, or numbers of samples and text tokens.
+        tokens: tokens per sample, by module; these replace the microbatch's.
     """
     complete = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
     if workload.microbatch is None or complete:
@@ -228,8 +231,8 @@ def loads_of(
 
 
 def _total(table: ProfileTable, name: str, each: int) -> int:
-    """Tokens of a microbatch from tokens per sample, with as many samples as the default
-    microbatch has."""
+    """Return the tokens of a microbatch, given tokens per sample and the samples of the default
+    row."""
     if name not in table.modules:
         raise PlanError(
             f"tokens name {name!r}; the profile's modules are {', '.join(table.modules)}"

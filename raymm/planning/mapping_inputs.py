@@ -1,6 +1,6 @@
-"""Everything that a mapping follows from: surfaces, limits and interference of a model's modules.
+"""Inputs of a search for a multiplexed mapping: surfaces, limits and interference of modules.
 
-The solver's limit on memory is of one stage at a time, and so is what is refused here.
+The solver limits the memory of one stage at a time, and so does the check here.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from raymm.scheduler.graph.strict_json import MOST_GPUS, MOST_STEPS, number, rea
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.schedule.memory import GIB
 
-MOST_GIB = 2**30  # bytes then fit into a word
+MOST_GIB = 2**30  # the bytes fit into 64 bits
 COUNTED_SHARE = 0.9
-"""Of what a GPU has for plans, for what mappings count: weights, their state and activations. The
-rest is for communicators, workspaces and fragments, which pipelines count one by one."""
+"""Share of a GPU's usable memory that mappings count: weights, optimizer state and activations. The
+rest is for communicators, workspaces and fragmentation, which pipelines count separately."""
 INTERFERENCES = {"bandwidth": BANDWIDTH_SHARES, "blind": Interference()}
 
 
 @dataclass(frozen=True)
 class MappedBatch:
-    """The work that modules are mapped for: what runs at once.
+    """The work that runs at once in a mapping.
 
     Attributes:
-        samples: of the whole batch; None: surfaces say, or nobody.
+        samples: samples of the batch; None to take them from the surfaces, if those record them.
         dtype: compute dtype of estimates.
-        precision: that surfaces must have been measured with; None: whatever it was.
-        loads: of the whole batch by module, for estimates.
-        measured: layers that were measured on a microbatch, and its loads: estimates are made as
-            much longer or shorter.
-        microbatches: of a step, of which this is one.
+        precision: dtype that surfaces must have been measured with; None accepts any.
+        loads: load of the batch by module, for estimates.
+        measured: layers measured on a microbatch, and the loads of that microbatch. Estimates are
+            scaled to them.
+        microbatches: number of such batches in a step.
     """
 
     samples: int | None = None
@@ -66,16 +66,16 @@ class MappedBatch:
 
 @dataclass(frozen=True)
 class MappingInputs:
-    """What a search for a mapping is told, and what a person should know of it.
+    """Inputs of a search for a mapping, and remarks on them.
 
     Attributes:
-        problem: surfaces, dependencies, GPUs, memory, interference.
+        problem: surfaces, dependencies, GPUs, memory and interference.
         request: solver, seed and deadline.
-        source: where the times come from, in words.
-        estimated: whether they are estimates, not measurements.
-        interference: what is known of modules disturbing each other, in words.
-        batch: samples of an iteration; None if nobody said.
-        notes: remarks a person should see.
+        source: description of the source of the times.
+        estimated: True if the times are estimates rather than measurements.
+        interference: description of the interference model.
+        batch: samples of an iteration; None if unknown.
+        notes: remarks to show to the user.
     """
 
     problem: MappingProblem
@@ -95,18 +95,17 @@ def mapping_inputs(
     device: DeviceSpec | None = None,
     notes: Sequence[str] = (),
 ) -> MappingInputs:
-    """The inputs of a request.
+    """Build the inputs of a request.
 
     Args:
-        shapes, edges: modules and dependencies.
-        request: what is asked for; its ``ranks`` are GPUs, and must be known.
-        batch: what runs at once.
-        device: that estimates and limits are of; without surfaces, one CPU core by default.
-        notes: remarks to hand on.
+        edges: dependencies between modules, (producer, reader).
+        request: its ``ranks`` is the number of GPUs and must be set.
+        device: device of estimates and limits. Without surfaces, None stands for one CPU core.
+        notes: further remarks to show to the user.
 
     Raises:
-        PlanError: naming the field and what is accepted.
-        NoPlanError: a module that fits no GPU.
+        PlanError: names the field and what is accepted.
+        NoPlanError: a module fits on no GPU.
     """
     gpus = whole(request.ranks, "gpus", 1, MOST_GPUS)
     steps = whole(request.quota_steps, "steps", 1, MOST_STEPS)
@@ -139,7 +138,7 @@ def _estimates(
     shapes: Sequence[ModuleShape], batch: MappedBatch, device: DeviceSpec, gpus: int, steps: int,
     ranks_per_node: int,
 ) -> tuple[ScalingSurface, ...]:
-    assert batch.loads is not None  # see there
+    assert batch.loads is not None  # required by estimates
     links = Links(device.within_node, device.across_nodes, ranks_per_node)
     measured, dtype = batch.measured, batch.dtype
     return tuple(
@@ -168,11 +167,16 @@ def _source(device: DeviceSpec, batch: MappedBatch) -> str:
 def read_surfaces(
     surfaces: Sequence[ScalingSurface] | str | Path, modules: Sequence[str]
 ) -> tuple[tuple[ScalingSurface, ...], SurfaceConditions | None]:
-    """Surfaces of these modules, in their order, given or from a file; and what they were
-    measured with, if the file says so.
+    """Return the surfaces of modules in the given order, and the conditions of their measurement.
+
+    Args:
+        surfaces: surfaces, or a file of them.
+
+    Returns:
+        The surfaces, and the conditions if the file records them.
 
     Raises:
-        PlanError: no such file, something in it is wrong, or other modules.
+        PlanError: the file does not exist or is invalid, or the surfaces are of other modules.
     """
     conditions = None
     if isinstance(surfaces, str | Path):
@@ -196,10 +200,10 @@ def _check_conditions(
     conditions: SurfaceConditions | None, request: PlanRequest, batch: MappedBatch,
     device: DeviceSpec | None,
 ) -> list[str]:
-    """Remarks on what the surfaces are of.
+    """Return remarks on the conditions of surfaces.
 
     Raises:
-        PlanError: they are of something else than what is planned.
+        PlanError: the conditions differ from what is planned.
     """
     if conditions is None:
         if request.tokens:

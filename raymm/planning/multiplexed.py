@@ -1,7 +1,7 @@
-"""Planning multiplexed execution: ``raymm.plan_multiplexed`` and what it returns.
+"""Planning of multiplexed execution: ``raymm.plan_multiplexed`` and its result.
 
-A module keeps its weights on its GPUs, and its activations until the backward, which goes through
-the stages in reverse. So a mapping is checked over the whole iteration.
+A module keeps its weights on its GPUs, and its activations until the backward, which runs through
+the stages in reverse. Memory is therefore checked over the whole iteration.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _LEFT = ("module", "GPUs")
 
 @dataclass(frozen=True)
 class PlannedMultiplexed:
-    """A mapping, what it follows from, and pictures and tables of it. Notebooks show the table.
+    """A mapping with its inputs, tables and pictures. Notebooks show the table.
 
     Attributes:
-        problem: what was mapped: surfaces, dependencies, GPUs, memory, interference.
-        mapping: what to run, as a plan (:func:`raymm.plan_of_mapping`).
-        source: where the times come from, in words.
-        estimated: whether they are estimates, not measurements.
-        interference: what is known of modules disturbing each other, in words.
-        batch: samples of an iteration; None if nobody said.
-        unfit: why the mapping does not fit in memory, if it does not.
-        notes: remarks a person should see.
-        needs: bytes on each GPU by the account of all plans, with messages and what the system and
-            updates take; empty where only surfaces say what modules take.
+        problem: surfaces, dependencies, GPUs, memory and interference.
+        mapping: convert it to a plan with :func:`raymm.plan_of_mapping` to run it.
+        source: description of the source of the times.
+        estimated: True if the times are estimates rather than measurements.
+        interference: description of the interference model.
+        batch: samples of an iteration; None if unknown.
+        unfit: reason why the mapping does not fit in memory; None if it fits.
+        notes: remarks to show to the user.
+        needs: bytes on each GPU by the memory model of all plans, with messages, system memory and
+            optimizer updates; empty where only surfaces are known.
     """
 
     problem: MappingProblem
@@ -85,9 +85,11 @@ class PlannedMultiplexed:
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """Make a row per module of every stage: its GPUs, its quota of each, milliseconds of
-        forward and backward next to the others and alone, those of the stage, and GiB on each
-        GPU."""
+        """Return one row per module of every stage.
+
+        A row has the module's GPUs and its quota of each, milliseconds of forward and backward next
+        to the other modules and alone, milliseconds of the stage, and GiB on each GPU.
+        """
         problem, mapping = self.problem, self.mapping
         rows = []
         for index, stage in enumerate(mapping.stages):
@@ -112,7 +114,8 @@ class PlannedMultiplexed:
         return rows
 
     def table(self) -> Table:
-        """Every stage: its modules, their GPUs and quotas, what they take. For a rich console."""
+        """Return a table of all stages for a rich console: modules, GPUs, quotas, times and memory.
+        """
         rows = self.rows()
         stages, gpus = len(self.mapping.stages), self.mapping.gpus
         return row_table(
@@ -126,7 +129,7 @@ class PlannedMultiplexed:
         )
 
     def explain(self) -> str:
-        """How long an iteration takes, and how the mapping was found."""
+        """Return a text on the predicted time of an iteration and how the mapping was found."""
         mapping = self.mapping
         samples = f" of {self.batch} samples" if self.batch else ""
         lines = [f"predicted {time_text(mapping.seconds)} per iteration{samples}; {self.source}"]
@@ -152,7 +155,8 @@ class PlannedMultiplexed:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def draw(self, path: str | Path, title: str | None = None) -> Path:
-        """Draw the mapping, a lane per GPU; ``.png`` or ``.svg``. Returns the path written."""
+        """Draw the mapping with one row per GPU into a ``.png`` or ``.svg`` file, and return its
+        path."""
         return draw_mapping(
             self.problem, self.mapping, path, title=title,
             note=("estimates, not measured" if self.estimated else "")
@@ -178,7 +182,7 @@ def plan_multiplexed(
 ) -> PlannedMultiplexed:
     """Map a model's modules to stages, GPUs and shares of their multiprocessors (Mosaic §3).
 
-    Nothing is started and no weights are read::
+    No process is started and no weights are read::
 
         planned = raymm.plan_multiplexed(dag, gpus=8, device="H100", batch=256, tokens={"text": 77})
         planned                                # in a notebook: the table
@@ -186,20 +190,20 @@ def plan_multiplexed(
 
     Args:
         model: encoders and a language model, or any graph of modules.
-        gpus: how many GPUs there are.
-        batch: samples of an iteration, for estimates. Surfaces must have been measured with it.
+        gpus: number of GPUs.
+        batch: samples of an iteration. Estimates require it; surfaces must have been measured with
+            it.
         dtype: compute dtype of estimates.
-        steps: of a GPU's quota; 10: tenths.
-        strategy: of :func:`raymm.scheduler.multiplex.solver.solve.solve`.
-        **options: fields of :class:`raymm.PlanRequest`: ``device`` (``"cpu"`` if there are no
-            ``surfaces`` either; CPUs have no quotas), ``tokens`` (of a sample; by default what
-            configs say), ``memory_gib``, ``ranks_per_node``, and those of
+        steps: resolution of quotas; 10 stands for tenths of a GPU.
+        strategy: see :func:`raymm.scheduler.multiplex.solver.solve.solve`.
+        **options: fields of :class:`raymm.PlanRequest`: ``device`` (default ``"cpu"`` if there are
+            no ``surfaces`` either; CPUs have no quotas), ``tokens`` (per sample; the default is
+            from the modules' configs), ``memory_gib``, ``ranks_per_node``, and those of
             :class:`raymm.config.planning_options.MultiplexOptions`.
 
     Raises:
-        TypeError: an option that is none; by name.
-        PlanError: naming the argument and what is accepted; a module
-            that fits no GPU.
+        TypeError: unknown option.
+        PlanError: names the argument and what is accepted, or a module that fits on no GPU.
     """
     whole(gpus, "gpus", 1, MOST_GPUS)
     asked = {"ranks": gpus, "quota_steps": steps, "solver": strategy, **options}
@@ -233,12 +237,13 @@ def _too_much(problem: MappingProblem, mapping: Mapping) -> str | None:
 
 
 def gpus_text(gpus: tuple[int, ...]) -> str:
-    """``0-3``, or ``0,2`` where they are not neighbours."""
+    """Return ``"0-3"`` for consecutive GPUs, otherwise ``"0,2"``."""
     if len(gpus) > 1 and gpus[-1] - gpus[0] == len(gpus) - 1:
         return f"{gpus[0]}-{gpus[-1]}"
     return ",".join(map(str, gpus))
 
 
 def milliseconds(seconds: float) -> str:
-    """A number of three digits, or whole."""
+    """Format seconds as milliseconds with three significant digits, or as a whole number from 100
+    on."""
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"

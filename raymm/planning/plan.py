@@ -1,4 +1,4 @@
-"""A plan of pipelines, what else was tried, and pictures and tables of it."""
+"""A pipelined plan with the alternatives that were tried, its tables and pictures."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ from raymm.scheduler.search.evaluation import (
 from raymm.scheduler.search.module_degrees import rank_text
 from raymm.scheduler.search.options import PlanProblem
 
-# How many of the plans that lost, and of those that do not fit, are listed.
+# Number of slower plans, and of plans that do not fit, that are listed.
 SHOWN, REFUSED_SHOWN = 8, 4
 _LEFT = ("module", "stage", "layers", "shared", "GPU")
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, what else was tried, and pictures and tables of it. Notebooks show the table.
+    """A pipelined plan with the alternatives that were tried. Notebooks show the table.
 
     Attributes:
-        plan: what to run.
-        proposal: everything that was judged; a plan that was given is the only option.
-        costs: what it was judged by.
-        problem: what was solved; None if the plan was given.
+        proposal: all evaluated options; only the plan itself if the plan was given.
+        costs: costs that the plan was evaluated with.
+        problem: the solved problem; None if the plan was given.
         whole: modules that cannot be cut.
-        unfit: why the plan does not fit in memory, if it does not.
-        notes: remarks a person should see.
+        unfit: reason why the plan does not fit in memory; None if it fits.
+        notes: remarks to show to the user.
     """
 
     plan: Plan
@@ -62,17 +61,17 @@ class Planned:
 
     @property
     def network(self) -> Network:
-        """The links it was judged with."""
+        """Links that the plan was evaluated with."""
         return self.costs.network
 
     @cached_property
     def program(self) -> Program:
-        """The program of a step in which every microbatch has every modality."""
+        """Program of a step in which every microbatch has every modality."""
         return full_program(self.plan)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """That step, simulated."""
+        """Simulated timeline of that step."""
         return step_timeline(self.plan, self.network, self.program)
 
     @property
@@ -82,12 +81,11 @@ class Planned:
 
     @classmethod
     def evaluated(cls, plan: Plan, costs: Costs, memory_limit: int | None = None) -> Planned:
-        """A plan that was given, with costs: what raymm expects of it.
+        """Evaluate a given plan.
 
         Args:
-            plan: the plan; its own profile and limit, where it has them, go first.
-            costs: of its model.
-            memory_limit: bytes a rank may use.
+            plan: its own profile and memory limit take precedence.
+            memory_limit: bytes that a rank may use.
         """
         costs = replace(costs, profile=plan.profile or costs.profile)
         plan = replace(
@@ -101,13 +99,15 @@ class Planned:
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """Make a row per stage. ``F``, ``B_d``, ``B_w`` are milliseconds of one microbatch (with
-        recomputation, one more F comes before ``B_d``); weights (with gradients and optimizer
-        state) and activations are in GiB, those of activations the whole rank's most; the bubble
-        is the rank's share of the step without work. Of a rank of several processes, everything is
-        what each of them has; the column ``shared``, which is there if there are such ranks, says
-        how they share the module. The column ``quota``, where there are any, is the stage's share
-        of its rank; times are those of a whole device."""
+        """Return one row per stage.
+
+        ``F``, ``B_d`` and ``B_w`` are milliseconds of one microbatch; with recomputation, one more
+        ``F`` runs before ``B_d``. Weights (with gradients and optimizer state) and activations are
+        in GiB; activations are the peak of the whole rank. The bubble is the share of the step in
+        which the rank is idle. If a rank has several processes, all values are those of one
+        process, and the column ``shared`` shows how the processes split the module. The column
+        ``quota`` is the stage's share of its device; times are those of a full device.
+        """
         plan, timeline = self.plan, self.timeline
         several = plan.num_processes > plan.num_ranks
         costs = stage_costs(plan)
@@ -138,7 +138,7 @@ class Planned:
         return rows
 
     def table(self) -> Table:
-        """Every stage: its layers, its place, what it costs. For a rich console."""
+        """Return a table of all stages for a rich console: layers, ranks, times and memory."""
         plan = self.plan
         rows = self.rows()
         marks = ["* frozen"] if any(row["stage"].endswith("*") for row in rows) else []
@@ -156,7 +156,8 @@ class Planned:
         )
 
     def summary(self) -> list[str]:
-        """Three lines: what runs, how long a step takes, and why this and not something else."""
+        """Return three lines: the plan, the predicted time of a step, and how far behind the next
+        plan is."""
         plan, best = self.plan, self.proposal.best
         counts = ", ".join(_module_text(plan, node.name) for node in plan.graph.nodes)
         lines = [f"plan: {counts}; {places_text(plan)}, {plan.schedule}", self._prediction()]
@@ -171,7 +172,7 @@ class Planned:
         return lines
 
     def explain(self) -> str:
-        """How long a step takes, what was tried instead, and why it lost."""
+        """Return a text on the predicted time of a step and on the alternatives."""
         proposal = self.proposal
         lines = [self._prediction()]
         if self.unfit:
@@ -197,8 +198,10 @@ class Planned:
         return "\n".join(lines)
 
     def draw(self, path: str | Path) -> Path:
-        """Draw the simulated step; above it, for another schedule than 1F1B, the same stages
-        under 1F1B. ``.png`` or ``.svg``. Returns the path written."""
+        """Draw the simulated step into a ``.png`` or ``.svg`` file, and return its path.
+
+        For a schedule other than 1F1B, the same stages under 1F1B are drawn above it.
+        """
         plan = self.plan
         timelines = [(f"{plan.schedule}, predicted", self.timeline)]
         if plan.schedule != "1f1b":
@@ -234,8 +237,8 @@ class Planned:
 
 
 def _places(processes: range, per_node: int) -> str:
-    """Node and place in it of the first process, and of the last if there are several:
-    ``"0:3"``, ``"1:0-7"``, ``"0:6-1:1"``."""
+    """Return node and local rank of the first and last process: ``"0:3"``, ``"1:0-7"``,
+    ``"0:6-1:1"``."""
     node, place = divmod(processes[0], per_node)
     last_node, last = divmod(processes[-1], per_node)
     if len(processes) == 1:
@@ -244,8 +247,11 @@ def _places(processes: range, per_node: int) -> str:
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
-    """E.g. ``"0-11"``, or ``"12-23 +p"`` with the projector; `` r`` after it: recomputed, as a
-    whole or, ``"r4/12"``, as many of its blocks, in parts or whole."""
+    """Return a stage's layers as text.
+
+    Examples are ``"0-11"``, and ``"12-23 +p"`` with the projector. A trailing ``r`` stands for
+    recomputation of all blocks, ``r4/12`` for full or partial recomputation of 4 of 12 blocks.
+    """
     node = plan.graph.node(stage.module)
     lo, hi = stage.layers
     blocks = min(hi, node.num_blocks)
@@ -257,8 +263,7 @@ def layers_text(plan: Plan, stage: Stage) -> str:
 
 
 def _others(options: Sequence[Option]) -> list[Option]:
-    """The options after the first, without those that only have another name for the schedule
-    of one before."""
+    """Return the options after the first, without those that differ only in the schedule's name."""
     seen = set()
     result = []
     for option in options:
@@ -270,7 +275,7 @@ def _others(options: Sequence[Option]) -> list[Option]:
 
 
 def rank_names(plan: Plan) -> dict[int, str]:
-    """Per rank, its number, its stages, and how it is several processes."""
+    """Return a label for each rank: its number, its stages and how its processes split them."""
     names = {}
     for rank in range(plan.num_ranks):
         stages = [str(stage.id) for stage in plan.rank_stages(rank)]

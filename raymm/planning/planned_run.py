@@ -1,4 +1,4 @@
-"""The plan that a run starts with where nobody gives it one, for the cluster it finds."""
+"""Automatic planning of a run that has no plan, for the connected cluster."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from raymm.planning.styles import (
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 
-# Ranks that raymm takes by itself where they are CPU processes.
+# Default limit on the number of ranks if they are CPU processes.
 MAX_CPU_RANKS = 8
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What was planned, and what to say of it."""
+    """A plan, and lines to show to the user."""
 
     plan: Plan
     lines: tuple[str, ...]
@@ -51,18 +51,15 @@ def plan_for_cluster(
     """Plan a run for the connected cluster.
 
     Args:
-        request: what is asked for.
-        model: the description.
-        data: the run's, or batches in memory.
+        data: the run's data section, or batches in memory.
         device: ``"cpu"`` or ``"cuda"``.
-        resources: of each rank.
-        worker_cpus: CPUs of the data workers.
-        dtype: the run's precision.
-        optimizer: what updates the model.
-        say: takes a line every few seconds of a search for pipelines.
+        worker_cpus: CPUs reserved for the data workers.
+        dtype: precision of the run.
+        say: called with a progress line every few seconds of a search for pipelines.
 
     Raises:
-        PlanError, DataError: naming what is wrong; NoPlanError if nothing fits.
+        PlanError, DataError: names what is wrong and what is accepted.
+        NoPlanError: no plan fits.
     """
     request, note = request_for_cluster(request, device, resources, worker_cpus)
     assert request.ranks is not None
@@ -72,7 +69,7 @@ def plan_for_cluster(
         workload = Workload.of_batches(data, model.encoder_names, request.ranks, dtype)
     workload = replace(workload, optimizer=optimizer)
     mapped = whole_microbatches(data)
-    if request.style not in (PIPELINED, AUTO):  # for what runs at once: one microbatch
+    if request.style not in (PIPELINED, AUTO):  # costs are those of one microbatch
         workload = replace(workload, microbatches=1)
     notes = () if note is None else (note,)
     if request.style == PIPELINED:
@@ -80,7 +77,7 @@ def plan_for_cluster(
         return _pipelined(search_pipelines(inputs, SearchControl(request.time_limit, say)))
     inputs = PlanInputs.of(model, request, workload)
     if request.style == AUTO:
-        # Microbatches in memory are split as the plan says; a data section says them itself.
+        # Batches in memory can be split as the plan requires; a data section fixes the number.
         at_once = not isinstance(data, DataConfig)
         compared = compare_styles(
             inputs, at_once=at_once, control=SearchControl(request.time_limit, say)
@@ -94,14 +91,14 @@ def plan_for_cluster(
 def request_for_cluster(
     request: PlanRequest, device: str, resources: RankResources, worker_cpus: float
 ) -> tuple[PlanRequest, str | None]:
-    """A request with what it does not say as the connected cluster is; and what to say if the
-    device is not in raymm's table.
+    """Fill the unset fields of a request from the connected cluster.
 
     Args:
-        request: what is asked for.
         device: ``"cpu"`` or ``"cuda"``.
-        resources: of each rank.
-        worker_cpus: CPUs of the data workers.
+        worker_cpus: CPUs reserved for the data workers.
+
+    Returns:
+        The request, and a note if the cluster's device is not in raymm's table.
     """
     if request.ranks is None:
         request = replace(request, ranks=cluster_ranks(resources, worker_cpus))
@@ -114,11 +111,13 @@ def request_for_cluster(
 
 
 def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
-    """Ranks that the connected cluster, with all nodes that may come, has room for beside the data
-    workers: one per GPU share, or on CPUs at most :data:`MAX_CPU_RANKS`; at least one.
+    """Return the number of ranks that fit on the connected cluster next to the data workers.
+
+    Nodes that the autoscaler may add are counted. The result is one rank per GPU share, on CPUs at
+    most :data:`MAX_CPU_RANKS`, and at least 1.
 
     Raises:
-        PlanError: there may come any number of nodes.
+        PlanError: the autoscaler has no limit on the number of nodes.
     """
     has = reachable_resources()
     limits = [
@@ -136,10 +135,9 @@ def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
 
 
 def ranks_of_a_node(resources: RankResources) -> int:
-    """Return how many ranks a node of the connected cluster has room for, of the type of nodes that
-    can have most of the ranks; at least 1.
+    """Return the number of ranks per node, at least 1, for the node type that can hold most ranks.
 
-    Links within a node are those between its GPUs: pods of one GPU each have none.
+    Links within a node connect its own GPUs only: pods with one GPU each have none.
     """
     rooms = [(kind.holds(resources.bundle()), kind.most) for kind in all_types()]
     room, _ = max(rooms, key=lambda each: each[0] and each[0] * each[1], default=(1, 1))
@@ -154,9 +152,10 @@ def _pipelined(planned: Planned) -> PlannedRun:
 def _multiplexed(
     planned: PlannedMultiplexed, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
-    """
+    """Return the run of a mapping.
+
     Raises:
-        PlanError: it needs too much memory.
+        PlanError: the mapping needs too much memory.
     """
     if planned.unfit:
         raise PlanError(planned.unfit)
@@ -175,7 +174,8 @@ def _multiplexed(
 def _faster(
     compared: StyleComparison, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
-    """
+    """Return the run of the faster style.
+
     Raises:
         PlanError: neither style fits.
     """

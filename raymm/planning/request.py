@@ -1,4 +1,4 @@
-"""What is asked of planning, and the work that is planned for."""
+"""Request and workload of planning."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.plan.field_checks import check_number
 from raymm.scheduler.search.options import SEARCHED_SCHEDULES
 
-# Devices and memory of each beyond these are mistakes.
+# Larger numbers of devices, or GiB of memory, are treated as mistakes.
 MOST_RANKS = 2**16
 MOST_GIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(PlanOptions):
-    """What to plan for and how (fields: :class:`raymm.config.planning_options.PlanOptions`).
-    Devices that are not given are the cluster's. As a profile, a :class:`ProfileTable` may be
-    given instead of its file.
+    """Options of planning; see :class:`raymm.config.planning_options.PlanOptions` for the fields.
+
+    Unset devices are taken from the cluster. ``profile`` may also be a :class:`ProfileTable`.
 
     Attributes:
-        keeps_features: whether frozen first blocks of encoders run once per item of the data, so
-            that later epochs, for which pipelines are planned, do without.
+        keeps_features: True if the features of encoders' frozen first blocks are cached. Pipelines
+            are then planned for the later epochs, which do not run these blocks.
     """
 
     keeps_features: bool = False
 
     @classmethod
     def of_config(cls, config: TrainConfig) -> PlanRequest:
-        """What the sections ``planning`` and ``parallel`` ask for."""
+        """Return the request of the sections ``planning`` and ``parallel``."""
         only = config.parallel.schedule
         return cls(
             **config.planning.model_dump(), recompute=config.parallel.recompute,
@@ -55,10 +55,10 @@ class PlanRequest(PlanOptions):
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> PlanRequest:
-        """Of keyword arguments.
+        """Return the request of keyword arguments.
 
         Raises:
-            TypeError: one that is no field; by name, with those that are.
+            TypeError: unknown option; the message lists those that are accepted.
         """
         accepted = [option.name for option in fields(cls)]
         if unknown := [name for name in options if name not in accepted]:
@@ -69,15 +69,14 @@ class PlanRequest(PlanOptions):
 
     @property
     def degree_request(self) -> DegreeRequest:
-        """:attr:`degrees`, read."""
+        """:attr:`degrees`, parsed."""
         return DegreeRequest.of(self.degrees)
 
     def check(self, model: MultimodalModule | WholeModel) -> None:
-        """Find what is wrong before anything starts.
+        """Check the request before anything starts.
 
         Raises:
-            PlanError: naming the field, its value and what
-                is accepted.
+            PlanError: names the field, its value and what is accepted.
         """
         if self.ranks is not None and self.ranks > MOST_RANKS:
             raise PlanError(f"ranks is {self.ranks}; accepted: at most {MOST_RANKS}")
@@ -96,7 +95,7 @@ class PlanRequest(PlanOptions):
 
     @property
     def profile_table(self) -> ProfileTable:
-        """:attr:`profile`, read; it must be given."""
+        """:attr:`profile` as a table, which is read if it is a file. It must be set."""
         assert self.profile is not None
         if isinstance(self.profile, ProfileTable):
             return self.profile
@@ -108,12 +107,12 @@ class Workload:
     """The work of a step.
 
     Attributes:
-        microbatches: per step.
-        samples: per microbatch, if there is no ``microbatch``.
-        text: the longest text of a sample, if there is no ``microbatch``.
-        microbatch: a real one, or what reads it; None if there is no data (yet).
+        microbatches: microbatches per step.
+        samples: samples per microbatch, if there is no ``microbatch``.
+        text: tokens of the longest text of a sample, if there is no ``microbatch``.
+        microbatch: a real microbatch, or a function that reads one; None without data.
         dtype: compute dtype, ``"fp32"`` or ``"bf16"``.
-        optimizer: what updates the model: it keeps something of every trained parameter.
+        optimizer: determines the optimizer state per trained parameter.
     """
 
     microbatches: int
@@ -132,7 +131,7 @@ class Workload:
         return self.samples * self.microbatches
 
     def read_microbatch(self) -> Mapping[str, Any]:
-        """The real microbatch; there must be one."""
+        """Return the real microbatch, which must be set."""
         assert self.microbatch is not None
         return self.microbatch() if callable(self.microbatch) else self.microbatch
 
@@ -140,12 +139,11 @@ class Workload:
     def of_config(
         cls, data: DataConfig, modalities: Sequence[str], dtype: str = "fp32"
     ) -> Workload:
-        """Of a run's data; its file need not be there.
+        """Return the workload of a run's data, whose files need not exist.
 
         Args:
-            data: of the run.
-            modalities: that a microbatch should have.
-            dtype: of the computation.
+            modalities: modalities that the microbatch should have.
+            dtype: compute dtype.
         """
         there = all(is_there(source.path) for source in data.sources("train"))
         return cls(
@@ -157,17 +155,19 @@ class Workload:
     def of_batches(
         cls, batches: Sequence[Any], modalities: Sequence[str], ranks: int, dtype: str = "fp32"
     ) -> Workload:
-        """Of batches in memory: as many microbatches as they are split into already, else a
-        number that divides the rows and keeps the ranks busy.
+        """Return the workload of batches in memory.
+
+        The number of microbatches is kept if the batches are already split. Otherwise, it divides
+        the rows and keeps the ranks busy.
 
         Args:
-            batches: as the trainer takes them; the first is looked at.
-            modalities: of the model.
-            ranks: that are to be kept busy.
-            dtype: of the computation.
+            batches: in the trainer's format; only the first is read.
+            modalities: modalities of the model.
+            ranks: number of ranks to keep busy.
+            dtype: compute dtype.
 
         Raises:
-            DataError: the first batch cannot be.
+            DataError: the first batch is invalid.
         """
         first = batches[0]
         if not isinstance(first, Mapping):
@@ -181,10 +181,10 @@ class Workload:
 
 
 def whole_microbatches(data: DataConfig | Sequence[Any]) -> int:
-    """Microbatches of a step that nobody splits further.
+    """Return the number of microbatches per step, before any split by the plan.
 
     Args:
-        data: a run's, or batches in memory.
+        data: a run's data section, or batches in memory.
     """
     if isinstance(data, DataConfig):
         return data.microbatches
@@ -194,5 +194,5 @@ def whole_microbatches(data: DataConfig | Sequence[Any]) -> int:
 def _full_or_first(data: DataConfig, modalities: Sequence[str]) -> Mapping[str, Any]:
     try:
         return full_microbatch(data, modalities)
-    except PlanError:  # data that lack a modality can be trained on too
+    except PlanError:  # no microbatch has all modalities; training works on such data too
         return next(iter(local_steps(data, steps=1))).microbatches[0]

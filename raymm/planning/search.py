@@ -1,4 +1,4 @@
-"""``raymm.plan``: the search for a pipelined plan, from inputs to a result."""
+"""The search for a pipelined plan, ``raymm.plan``."""
 
 from __future__ import annotations
 
@@ -37,28 +37,26 @@ def plan(
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Planned:
-    """Plan a model: cut its modules, place the stages, choose a schedule.
+    """Plan a model: cut its modules, place the stages, and choose a schedule.
 
-    Nothing is started and no weights are read. Ctrl-C ends a search with the best plan so far::
+    No process is started and no weights are read. Ctrl-C ends a search with the best plan so far::
 
         planned = raymm.plan(model, ranks=24, device="H100", tokens={"llm": 4096})
         planned                                # in a notebook: the table
         raymm.Trainer(model, planned.plan, ...)
 
     Args:
-        model: the description.
-        ranks: how many devices there are; a plan may use fewer.
-        microbatches, microbatch, samples, dtype: the work of a step, as of
-            :class:`raymm.planning.request.Workload`.
-        say: takes a line every few seconds of a long search, e.g. ``print``.
-        **options: what is planned for and how: fields of :class:`raymm.PlanRequest` (``device``,
-            ``profile``, ``tokens``, ``memory_gib``, ``ranks_per_node``, ``time_limit``,
-            ``degrees``, ``schedules``, ``layouts``, ``recompute``).
+        ranks: number of devices; a plan may use fewer.
+        microbatches, microbatch, samples, dtype: see :class:`raymm.planning.request.Workload`.
+        say: called with a progress line every few seconds of a long search, e.g. ``print``.
+        **options: fields of :class:`raymm.PlanRequest`: ``device``, ``profile``, ``tokens``,
+            ``memory_gib``, ``ranks_per_node``, ``time_limit``, ``degrees``, ``schedules``,
+            ``layouts``, ``recompute``.
 
     Raises:
-        TypeError: an option that is none; by name.
-        PlanError: naming the argument and what is accepted.
-        NoPlanError: if nothing fits.
+        TypeError: unknown option.
+        PlanError: names the argument and what is accepted.
+        NoPlanError: no plan fits.
     """
     request = PlanRequest.of_options({"ranks": ranks, **options})
     request.degree_request.check(model.module_names)
@@ -70,17 +68,19 @@ def plan(
 
 
 def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> Planned:
-    """Search for a plan. Modules that the probe cannot cut stay whole, and those whose tokens or
-    parameters it cannot share out are not shared.
+    """Search for a pipelined plan.
+
+    Modules that the probe cannot cut stay on one stage, and modules whose tokens or parameters the
+    probe cannot split are not split. The search is repeated until its options use no refused cut or
+    degree.
 
     Args:
-        inputs: what the plan follows from.
-        control: is told how far the search is, and may end it; by default the request's time limit
-            does.
+        control: reports progress and can end the search; by default the request's time limit ends
+            it.
 
     Raises:
-        NoPlanError: if nothing fits.
-        PlanError: if a degree is asked for that a module cannot have.
+        NoPlanError: no plan fits.
+        PlanError: a requested degree is not possible for a module.
     """
     model, costs = inputs.model, inputs.costs
     control = control or SearchControl(inputs.request.time_limit)
@@ -134,7 +134,8 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
 
 
 def _advice(model: MultimodalModule | WholeModel) -> str:
-    """Return what needs less memory where a language model is trained in full, else nothing."""
+    """Return advice on saving memory if the language model is fully trained, otherwise an empty
+    string."""
     if isinstance(model, WholeModel):
         has_adapters, field = LANGUAGE in model.adapters, "model.train.language_model"
     else:
@@ -148,7 +149,8 @@ def _advice(model: MultimodalModule | WholeModel) -> str:
 
 
 def cut_modules(plan: Plan) -> list[str]:
-    """Modules of which a plan cuts the blocks; a projector comes off any encoder."""
+    """Return the modules whose blocks a plan cuts; a separate stage for a projector does not count.
+    """
     return [
         node.name for node in plan.graph.nodes
         if plan.replicas(node.name)[0][0].layers[1] < node.num_blocks
@@ -158,8 +160,10 @@ def cut_modules(plan: Plan) -> list[str]:
 def _refused_shares(
     model: MultimodalModule | WholeModel, options: Iterable[Option], probed: set[Any]
 ) -> dict[Refused, str]:
-    """What the model's code does not allow of the options' degrees; ``probed`` are those that are
-    known to be allowed, or have been found out."""
+    """Return the degrees of the options that the model's code does not support.
+
+    ``probed`` holds the combinations that were already tried, and is extended.
+    """
     refused: dict[Refused, str] = {}
     for option in options:
         key = tuple(degrees_of(option.plan, node.name)[1:3] for node in option.plan.graph.nodes)
@@ -170,7 +174,7 @@ def _refused_shares(
 
 
 def refused_cuts(model: MultimodalModule | WholeModel, modules: Sequence[str]) -> dict[str, str]:
-    """Those of the modules that the probe cannot cut, with its reason."""
+    """Return the modules that the probe cannot cut, with the reason."""
     refused = {}
     for name in modules:
         try:

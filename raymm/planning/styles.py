@@ -1,4 +1,4 @@
-"""Execution styles of one model: pipelined, multiplexed, or whichever is predicted to be faster."""
+"""Comparison of execution styles for one model: pipelined, multiplexed, or a plan between them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.styles.blocks import StyleProblem, halved_counts
 from raymm.scheduler.styles.style_search import BETWEEN, StyleSearch, search_between
 
-# Searches for a mapping that fits by the account of memory of all plans.
+# Number of attempts to find a mapping that fits by the memory model of all plans.
 TIGHTENED = 4
 
 
@@ -53,12 +53,12 @@ class StyleComparison:
     """A pipelined plan and a multiplexed mapping of the same model, batch and devices.
 
     Attributes:
-        pipelined, multiplexed: each; None where it was refused.
-        refused: why, by style.
+        pipelined, multiplexed: None where the style was refused.
+        refused: reason by style.
         batch: samples of a step.
-        microbatches: that the pipelined plan splits it into.
-        between: the search that goes on from both; None where surfaces do not say what pipelines
-            take, or nothing fits.
+        microbatches: microbatches of the pipelined plan.
+        between: the search that continues from both styles; None if nothing fits, or if the
+            surfaces do not cover what pipelines need.
     """
 
     pipelined: Planned | None
@@ -70,21 +70,25 @@ class StyleComparison:
 
     @property
     def chosen(self) -> Plan | None:
-        """What runs: the fastest of both styles and between them, judged alike; where nothing was
-        searched between them, that of the faster style if it is pipelined."""
+        """The plan to run: the fastest of both styles and the plans between them, evaluated
+        equally.
+
+        If no plans between them were searched, this is the pipelined plan, or None if the
+        multiplexed style is faster.
+        """
         if self.between is not None:
             return self.between.best.plan
         return self.pipelined.plan if self.pipelined and self.style == PIPELINED else None
 
     @property
     def style(self) -> str | None:
-        """The faster one of those that fit; None if neither does."""
+        """The faster of the styles that fit; None if neither fits."""
         seconds = self.seconds
         return min(seconds, key=lambda style: seconds[style]) if seconds else None
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Predicted seconds of a step, of each style that fits."""
+        """Predicted seconds of a step, for each style that fits."""
         planned = {PIPELINED: self.pipelined, MULTIPLEXED: self.multiplexed}
         return {
             style: plan.seconds for style, plan in planned.items()
@@ -92,7 +96,7 @@ class StyleComparison:
         }
 
     def explain(self) -> str:
-        """Which is faster, by how much, and what the two numbers do not have in common."""
+        """Return a text on which style is faster, by how much, and what the two numbers include."""
         lines = [f"{style} does not run: {reason}" for style, reason in self.refused.items()]
         by_style = self.seconds
         best = self.style
@@ -110,7 +114,7 @@ class StyleComparison:
 
     @property
     def common_lines(self) -> list[str]:
-        """What the two styles' numbers have in common, and what not."""
+        """Lines on what the predictions of the two styles have in common, and what not."""
         return [
             "the same for both: batch, devices, memory limit, frozen rules, the costs of layers "
             "(modules too small to fill a device are slower by the same rule)",
@@ -146,20 +150,20 @@ def compare_styles(
     inputs: PlanInputs, plan: Plan | None = None, at_once: bool = True,
     control: SearchControl | None = None,
 ) -> StyleComparison:
-    """Plan a model both ways, by the same costs, and between them.
+    """Plan a model in both styles with the same costs, and search for plans between them.
 
     Args:
-        inputs: of both. Where surfaces are given, the costs of layers are scaled to what a module
-            takes by its surface on one whole device.
-        plan: a pipelined plan to compare with, instead of searching one; of as many ranks
-            (:func:`with_ranks_of`) and microbatches as asked for.
-        at_once: whether a step's samples may be one microbatch; else a mapping is of one of the
-            microbatches that are asked for.
-        control: of the search between the styles; by default the request's time limit ends it.
+        inputs: if surfaces are given, layer costs are scaled so that a module takes the time of its
+            surface on one full device.
+        plan: a pipelined plan to compare with instead of searching for one. It must have the
+            requested number of ranks (:func:`with_ranks_of`) and microbatches.
+        at_once: True if the samples of a step may form one microbatch; otherwise a mapping runs one
+            of the requested microbatches at a time.
+        control: for the search between the styles; by default the request's time limit ends it.
 
     Raises:
-        PlanError: naming what is wrong, but
-            not if one style does not fit.
+        PlanError: names what is wrong. A style that does not fit is recorded in ``refused``
+            instead.
     """
     workload = inputs.workload
     if plan is not None and plan.num_microbatches != workload.microbatches:
@@ -169,7 +173,7 @@ def compare_styles(
     refused: dict[str, str] = {}
     basis = _Basis.of(inputs)
     try:
-        # Lengths are for pipelines too; whether surfaces are of them is checked below.
+        # Lengths also apply to pipelines; those of the surfaces are checked below.
         count = 1 if at_once else workload.microbatches
         multiplexed = basis.multiplexed(replace(inputs.request, tokens={}), count)
         if multiplexed.unfit:
@@ -204,7 +208,7 @@ def compare_styles(
 def _starts(
     basis: _Basis, compared: StyleComparison, microbatches: int
 ) -> dict[str, Option]:
-    """Return the best plans of both styles, of those that fit, judged alike."""
+    """Return the best plan of each style that fits, evaluated equally."""
     starts = {}
     if compared.pipelined is not None and PIPELINED not in compared.refused:
         starts[PIPELINED] = compared.pipelined.proposal.best
@@ -218,7 +222,8 @@ def _between(
     inputs: PlanInputs, starts: Mapping[str, Option], profiles: Mapping[int, CostProfile],
     pipelined: Planned | None, control: SearchControl,
 ) -> StyleSearch | None:
-    """Searched again as long as it cuts what the probe cannot."""
+    """Search between the styles, and repeat while the best plan cuts modules that the probe cannot
+    cut."""
     whole = set() if pipelined is None else set(pipelined.whole)
     sharing = next(iter(profiles.values())).sharing
     quotas = sharing is not None and any(
@@ -242,10 +247,10 @@ def _between(
 
 
 def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
-    """The request for as many ranks as a plan has, so that both styles have the same devices.
+    """Return the request with the plan's number of ranks, so that both styles use the same devices.
 
     Raises:
-        PlanError: it is for another number.
+        PlanError: the request has another number of ranks.
     """
     if request.ranks not in (None, plan.num_ranks):
         raise PlanError(
@@ -256,22 +261,21 @@ def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
 
 
 def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
-    """The multiplexed half of :func:`compare_styles`: all samples of a step at once.
+    """Return the multiplexed mapping of :func:`compare_styles`, for all samples of a step at once.
 
     Raises:
-        NoPlanError: a module fits no GPU.
-        PlanError: naming what is wrong.
+        NoPlanError: a module fits on no GPU.
+        PlanError: names what is wrong and what is accepted.
     """
     return _Basis.of(inputs).multiplexed(inputs.request)
 
 
 def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed) -> Plan:
-    """The plan that runs a mapping, with the costs and surfaces that it is predicted by, if those
-    say what modules take on one whole device.
+    """Return the plan that runs a mapping, with its costs and surfaces where these cover a full
+    device.
 
     Args:
-        inputs: that the mapping follows from.
-        planned: what :func:`plan_step_multiplexed` gave.
+        planned: the result of :func:`plan_step_multiplexed` for ``inputs``.
     """
     with suppress(NoPlanError):
         return _Basis.of(inputs).plan(planned.mapping, 1)
@@ -280,11 +284,11 @@ def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed) -> Plan:
 
 @dataclass(frozen=True)
 class _Basis:
-    """What both styles are judged by."""
+    """Costs and loads that both styles are evaluated with."""
 
     inputs: PlanInputs
     shapes: tuple[ModuleShape, ...]
-    loads: Mapping[str, Load]  # of a microbatch
+    loads: Mapping[str, Load]  # load of a microbatch
     notes: tuple[str, ...]
 
     @classmethod
@@ -304,7 +308,7 @@ class _Basis:
         return cls(inputs, shapes_of(inputs.parts), loads, notes)
 
     def mapping_inputs(self, request: PlanRequest, microbatches: int = 1) -> MappingInputs:
-        """Of a mapping of a step's samples in so many microbatches, one after another."""
+        """Return the inputs of a mapping of a step's samples, in sequential microbatches."""
         inputs, has_surfaces = self.inputs, request.surfaces is not None
         count, dtype = inputs.workload.microbatches // microbatches, inputs.workload.dtype
         loads = {
@@ -325,12 +329,13 @@ class _Basis:
         )
 
     def multiplexed(self, request: PlanRequest, microbatches: int = 1) -> PlannedMultiplexed:
-        """Map a step's samples in so many microbatches so that the plan fits by the same account
-        of memory as pipelines. The account of surfaces has neither messages nor what the system
-        and updates take: where they do not fit, a mapping of less is searched.
+        """Map a step's samples so that the plan fits by the same memory model as pipelines.
+
+        Surfaces include neither messages nor system memory and optimizer updates. If the plan does
+        not fit with these, the search is repeated with a lower memory limit.
 
         Raises:
-            NoPlanError: a module fits no GPU.
+            NoPlanError: a module fits on no GPU.
         """
         inputs = self.mapping_inputs(request, microbatches)
         planned, limit = PlannedMultiplexed.of(inputs), self.inputs.memory_limit
@@ -341,7 +346,7 @@ class _Basis:
             try:
                 plan = self.plan(tighter.mapping, microbatches)
             except NoPlanError:
-                return planned  # only surfaces say what fits
+                return planned  # only the surfaces' own memory is known
             option, reason = evaluate(plan, self.inputs.costs.network, MULTIPLEXED)
             needs = tuple(need.total for need in option.memory)
             if tighter is planned or reason is None:
@@ -352,7 +357,7 @@ class _Basis:
                 break
             try:
                 problem = replace(problem, memory_bytes=room)
-            except PlanError:  # a module fits nowhere
+            except PlanError:  # a module fits on no GPU
                 break
             tighter = PlannedMultiplexed.of(replace(inputs, problem=problem))
             if tighter.unfit:
@@ -360,10 +365,10 @@ class _Basis:
         return planned
 
     def plan(self, mapping: StageMapping, microbatches: int) -> Plan:
-        """Return the plan of a mapping, with its costs and the limit of memory.
+        """Return the plan of a mapping, with its costs and the memory limit.
 
         Raises:
-            NoPlanError: surfaces do not say what modules take on one whole device.
+            NoPlanError: the surfaces do not cover one full device.
         """
         return replace(
             plan_of_mapping(self.inputs.parts, mapping, microbatches),
@@ -371,18 +376,19 @@ class _Basis:
         )
 
     def shared_profile(self, microbatches: int) -> CostProfile:
-        """Layer costs of one of so many microbatches of a step, with its surfaces.
+        """Return layer costs of a microbatch if a step has ``microbatches`` of them, with the
+        surfaces.
 
         Raises:
-            NoPlanError: surfaces do not say what pipelines take.
-            PlanError: surfaces are of other lengths.
+            NoPlanError: the surfaces do not cover one full device.
+            PlanError: the surfaces were measured with other lengths.
         """
         profile, workload = self.profile(), self.inputs.workload
-        # Whether whole modules fit is no matter here.
+        # Memory does not matter here: only the surfaces of the problem are used.
         anyhow = replace(self.inputs.request, tokens={}, memory_gib=MOST_GIB)
         problem = self.mapping_inputs(anyhow, microbatches).problem
         surfaces = problem.surfaces
-        if self.inputs.request.surfaces is not None:  # of a whole step
+        if self.inputs.request.surfaces is not None:  # measured on a whole step
             surfaces = tuple(
                 replace(surface, seconds=tuple(
                     tuple(seconds / microbatches for seconds in row) for row in surface.seconds
@@ -402,11 +408,11 @@ class _Basis:
         )
 
     def profile(self) -> CostProfile:
-        """Layer costs that pipelines are judged by.
+        """Return the layer costs that pipelines are evaluated with.
 
         Raises:
-            NoPlanError: surfaces do not say them.
-            PlanError: surfaces are of other lengths.
+            NoPlanError: the surfaces do not cover one full device.
+            PlanError: the surfaces were measured with other lengths.
         """
         costs, request = self.inputs.costs, self.inputs.request
         if request.surfaces is None:
