@@ -1,1 +1,1 @@
-"""The attention operator, what both backends take and give, and a slow reference."""
+"""The attention operator, the inputs and outputs of both backends, and a slow reference."""

@@ -1,4 +1,4 @@
-"""Query, key and value that fit one another."""
+"""Checks and casts of query, key and value."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import torch
 def prepare(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value in autocast's dtype, if it is on.
+    """Return query, key and value, cast to autocast's dtype if it is enabled.
 
     Args:
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
+        softcap: must be positive or None.
 
     Raises:
-        ValueError: tensors that do not fit one another.
+        ValueError: the tensors do not fit one another.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):

@@ -1,8 +1,8 @@
-"""Attention as one operator that dispatch modes see, whatever computes it.
+"""Attention as a single operator that dispatch modes see, whatever computes it.
 
-torch's selective checkpointing keeps outputs by the operator that made them. A kernel of our own,
-or an exchange between processes, is none: here it becomes ``raymm::attention``, whose output can
-be kept so that neither runs again in the backward pass.
+torch's selective checkpointing saves outputs by the operator that made them, and a custom kernel or
+an exchange between processes is not an operator. Wrapped as ``raymm::attention``, its output can be
+saved, so it does not run again in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 _library = torch.library.Library("raymm", "FRAGMENT")
 _library.define("attention(Tensor query, Tensor key, Tensor value, int call) -> (Tensor, Tensor)")
 _numbers = itertools.count()
-# What an operator cannot be given: how to compute. Numbers are of calls under way.
+# Operators take no functions, so they get the number of an entry; entries exist during a call.
 _calls: dict[int, Compute] = {}
 
 
@@ -35,13 +35,11 @@ ATTENTION = torch.ops.raymm.attention.default
 def attention_operator(
     compute: Compute, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``compute(query, key, value)`` as an operator; for ``torch.autograd.Function.forward``.
+    """Run ``compute(query, key, value)`` as an operator, within
+    ``torch.autograd.Function.forward``.
 
     Args:
-        compute: gives output and LSE, which share no memory with what it is given.
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
+        compute: returns output and LSE, which must not share memory with its inputs.
     """
     number = next(_numbers)
     _calls[number] = compute

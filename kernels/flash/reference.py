@@ -20,7 +20,7 @@ def reference_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(softcap(scale * Q K^T) where visible) V, in float64 and differentiable.
+    """Compute softmax(softcap(scale * Q K^T) where visible) V, differentiable and in float64.
 
     Args:
         query: (B, Hq, Tq, D).
@@ -30,8 +30,8 @@ def reference_attention(
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
 
     Returns:
-        Output (B, Hq, Tq, D) and LSE (B, Hq, Tq), float64. Rows that see nothing have output
-        0 and LSE -inf, and give no gradient.
+        Output (B, Hq, Tq, D) and LSE (B, Hq, Tq), float64. Rows that see no key have output 0 and
+        LSE -inf, and give no gradient.
     """
     query, key, value = query.double(), key.double(), value.double()
     groups = query.shape[1] // key.shape[1]
@@ -43,6 +43,6 @@ def reference_attention(
     visible = (visible if visible.dim() == 3 else visible[None]).to(scores.device)[:, None]
     scores = scores.masked_fill(~visible, -math.inf)
     some = visible.any(dim=-1, keepdim=True)
-    # Rows that see nothing get scores of 0 before the softmax and weights of 0 after it.
+    # Rows that see no key get scores of 0 before the softmax and weights of 0 after it.
     weights = scores.masked_fill(~some, 0.0).softmax(dim=-1).masked_fill(~visible, 0.0)
     return weights @ value, torch.logsumexp(scores, dim=-1)

@@ -1,1 +1,1 @@
-"""Attention on CPUs: ATen on blocks that a mask has keys in."""
+"""Attention on CPUs: ATen's kernel on the blocks where a mask has visible keys."""

@@ -1,13 +1,13 @@
 """Attention on CPUs for any :class:`AttentionMask`, forward and backward.
 
-Blocks of query rows run ATen's CPU flash attention on the keys that they see and nothing
-else; only where a block sees a key in part is there a mask, of that block and those keys.
-The parts of a block are merged by their LSE in fp32. In the backward pass ATen's kernel is
-given the *whole* row's output and LSE, with which it computes exactly a part's share of the
-gradients. There is never a Tq x Tk mask.
+Blocks of query rows run ATen's CPU flash attention on exactly the keys that they see. A mask is
+made only for parts that a block sees in part, of the size of that block and those keys; there is
+never a Tq x Tk mask. The parts of a block are merged by their LSE in fp32. In the backward pass
+ATen's kernel gets the output and LSE of the *full* row, from which it computes a part's exact
+contribution to the gradients.
 
-Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``G = Hq / Hk``, ``Tq`` rows,
-``Tk`` keys, ``D`` head dim, ``n`` rows of a block, ``K`` keys of a part.
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``G = Hq / Hk``, ``Tq`` rows, ``Tk``
+keys, ``D`` head dim, ``n`` rows of a block, ``K`` keys of a part.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from raymm.kernels.mask.mask import AttentionMask, as_masks
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# A call costs about as long as this many multiply-adds per head dim (0.1 ms at 65 GFLOP/s,
-# forward and backward): divided by heads and head dim it is the planner's overhead in pairs.
+# Overhead of a call, in multiply-adds (0.1 ms at 65 GFLOP/s, forward and backward). Divided by the
+# number of heads and the head dim, it is the planner's overhead in (row, key) pairs.
 CALL_COST = 500_000
-# ATen adds the gradients of keys up in the inputs' dtype, over the rows of one call; over calls
-# we add in fp32. More rows than this gain no time.
+# Within a call, ATen sums the gradients of keys in the inputs' dtype; over calls, sums are in fp32.
+# Larger blocks are not faster.
 BLOCK_ROWS = 1024
-# Parts of fewer (row, key) pairs have their backward in fp32 also if the inputs are bf16: ATen
-# then multiplies by oneDNN, which compiles code for every new shape (about 5 ms and 1 MB a
-# part, as long as that backward itself). Parts this large gain more than that.
+# Parts with fewer (row, key) pairs run backward in fp32 even for bf16 inputs. For bf16, ATen uses
+# oneDNN, which compiles code for every new shape (about 5 ms and 1 MB per part); only larger parts
+# gain more than that.
 NATIVE_PAIRS = 2**20
-# The kernel in plain torch operations holds scores of Hq x rows x keys.
+# The kernel in plain torch operations materializes scores of Hq x rows x keys.
 DENSE_LIMITS = {"rows": 256, "keys": 1024, "triangles": False}
 
 
@@ -51,25 +51,25 @@ def cpu_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * Q K^T where visible) V on the CPU, without a Tq x Tk mask.
+    """Compute softmax(scale * Q K^T where visible) V on the CPU, without a Tq x Tk mask.
+
+    Inputs are cast under autocast as in `scaled_dot_product_attention`. Second derivatives are not
+    supported.
 
     Args:
         query: (B, Hq, Tq, D); fp32, bf16, fp16 or fp64, any strides.
         key, value: (B, Hk, Tk, D) of the same dtype; Hq is a multiple of Hk.
-        masks: one per sequence, (Tq, Tk) each, the same object may repeat; or one for all.
+        masks: one per sequence, (Tq, Tk) each, which may repeat an object; or one for all.
         scale: default ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2); in plain torch
-            operations, slower than without.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2), in plain torch
+            operations, which are slower.
 
     Returns:
         Output (B, Hq, Tq, D) in the inputs' dtype and LSE (B, Hq, Tq) fp32, natural log, not
-        differentiable. Rows that see nothing have output 0 and LSE -inf, and give no gradient.
-
-    Under autocast inputs are cast as `scaled_dot_product_attention` does. Gradients of
-    gradients are refused.
+        differentiable. Rows that see no key have output 0 and LSE -inf, and give no gradient.
 
     Raises:
-        ValueError: shapes, dtypes or masks that do not go together.
+        ValueError: shapes, dtypes or masks do not fit one another.
     """
     if query.device.type != "cpu":
         raise ValueError(f"query, key and value must be on the CPU, got {query.device}")
@@ -87,19 +87,15 @@ def cpu_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output in the dtype of the inputs and LSE in at least fp32, without autograd.
+    """Return output in the inputs' dtype and LSE in at least fp32, without autograd.
 
     Args:
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         masks: one per sequence of the batch.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     query, key, value = (_unit_stride(t) for t in (query, key, value))
     batch, heads, rows, _ = query.shape
-    # Memory order (B, Tq, Hq, D): what projections read after attention.
+    # Memory order (B, Tq, Hq, D), which the projection after attention reads.
     out = query.new_zeros(batch, rows, heads, value.shape[-1]).transpose(1, 2)
     lse = query.new_full((batch, heads, rows), -math.inf, dtype=_wide_dtype(query))
     with torch.autocast("cpu", enabled=False):
@@ -122,20 +118,17 @@ def cpu_backward(
     softcap: float | None,
     needs: Sequence[bool] = (True, True, True),
 ) -> list[torch.Tensor | None]:
-    """dQ, dK, dV in at least fp32, without autograd. ``out`` and ``lse`` are of all keys that
-    the rows see, of which ``key`` may be a part: gradients are then that part's share.
+    """Return dQ, dK, dV in at least fp32, without autograd.
+
+    ``out`` and ``lse`` cover all keys that the rows see. If ``key`` holds only a part of them, the
+    gradients are that part's contribution.
 
     Args:
-        grad_out: gradient of the output, (B, Hq, Tq, Dv).
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
-        out: the output, (B, Hq, Tq, Dv).
+        grad_out, out: (B, Hq, Tq, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         lse: (B, Hq, Tq), at least fp32.
         masks: one per sequence of the batch.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
-        needs: which of dQ, dK and dV are needed.
+        needs: True for those of dQ, dK and dV that are needed.
     """
     query, key, value, grad_out = (_unit_stride(t) for t in (query, key, value, grad_out))
     # Sums over blocks are kept in fp32.
@@ -193,7 +186,7 @@ def _block_forward(
     block: Block, plan: Plan, units: list[tuple[torch.Tensor, ...]], scale: float,
     softcap: float | None,
 ) -> None:  # fmt: skip
-    """Write a block's rows of output and LSE."""
+    """Write output and LSE of a block's rows."""
     biases = [_bias(plan, block, part, _wide_dtype(units[0][0])) for part in block.parts]
     for query, key, value, out, lse in units:
         rows, results = _take(query, block.rows), []
@@ -205,14 +198,14 @@ def _block_forward(
                 )
             )  # fmt: skip
             if hidden is not None:
-                # ATen gives rows that see nothing an LSE of 0.
+                # ATen returns an LSE of 0 for rows that see no key.
                 results[-1][1].masked_fill_(hidden, -math.inf)
         if len(results) == 1:
             _put(out, block.rows, results[0][0])
             _put(lse, block.rows, results[0][1])
             continue
         total = torch.logsumexp(torch.stack([part_lse for _, part_lse in results]), dim=0)
-        # Rows that see nothing at all: exp(-inf - 0) instead of exp(-inf + inf).
+        # For rows that see no key, compute exp(-inf - 0) instead of exp(-inf + inf).
         finite = total.masked_fill(total == -math.inf, 0.0)
         weights = [(part_lse - finite).exp_().unsqueeze(-1) for _, part_lse in results]
         merged = results[0][0] * weights[0]
@@ -227,13 +220,13 @@ def _block_backward(
     units: list[tuple[tuple[torch.Tensor, ...], list[torch.Tensor | None]]], scale: float,
     softcap: float | None,
 ) -> None:  # fmt: skip
-    """Add what a block's rows contribute to the gradients."""
+    """Add the contribution of a block's rows to the gradients."""
     biases = [_bias(plan, block, part, _wide_dtype(units[0][0][0])) for part in block.parts]
     for (query, key, value, out, lse, grad_out), grads in units:
         rows, row_grad, row_out, row_lse = (
             _take(t, block.rows) for t in (query, grad_out, out, lse)
         )
-        # exp(-inf - 0) is 0 for rows that see nothing, exp(-inf + inf) is not.
+        # For rows that see no key, exp(-inf - 0) is 0 and exp(-inf + inf) is NaN.
         row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
         row_sum = None
         for part, (bias, _) in zip(block.parts, biases, strict=True):
@@ -253,7 +246,7 @@ def _part_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind,
     bias: torch.Tensor | None, scale: float, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output and LSE of (N, H, n, D) rows among the keys of one part, (N, M, K, D)."""
+    """Return output and LSE of (N, H, n, D) rows over the keys of one part, (N, M, K, D)."""
     if softcap is not None or value.shape[-1] != query.shape[-1]:
         return dense.forward(query, key, value, bias, scale, softcap)
     shape = query.shape
@@ -272,7 +265,7 @@ def _part_backward(
     out: torch.Tensor, lse: torch.Tensor, kind: Kind, bias: torch.Tensor | None, scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Shares of the gradients: (N, H, n, D) and twice (N, M, K, D)."""
+    """Return a part's gradients: (N, H, n, D), and twice (N, M, K, D)."""
     if softcap is not None or value.shape[-1] != query.shape[-1]:
         return dense.backward(grad_out, query, key, value, out, lse, bias, scale, softcap)
     shape, key_heads = query.shape, key.shape[1]
@@ -295,8 +288,8 @@ def _part_backward(
 
 
 def _fold(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Rows of the heads that share a key head, one after another: every row sees every key,
-    and a matrix product of G n rows is faster than G of n."""
+    """Concatenate the rows of the heads that share a key head, if every row sees every key: a
+    matrix product of G n rows is faster than G products of n."""
     if rows.shape[1] == key.shape[1]:
         return rows
     return rows.reshape(rows.shape[0], 1, -1, rows.shape[-1])
@@ -305,8 +298,8 @@ def _fold(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _bias(
     plan: Plan, block: Block, part: Part, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What is added to the scores of a masked part, (1, 1, n, K), and which of its rows see
-    nothing (n,), or None if all see something."""
+    """Return the bias for the scores of a masked part, (1, 1, n, K), and (n,) True for rows that
+    see no key of it, or None if all rows see one."""
     if part.kind is not Kind.MASKED:
         return None, None
     visible = plan.visible(block, part)
@@ -316,7 +309,7 @@ def _bias(
 
 
 def _take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Rows or keys, the third dimension, of ``runs``; a view if it is one run."""
+    """Return the rows or keys (third dimension) of ``runs``; a view for a single run."""
     parts = [tensor[:, :, start:stop] for start, stop in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -339,9 +332,9 @@ def _plans(
     query: torch.Tensor, value: torch.Tensor, masks: tuple[AttentionMask, ...],
     softcap: float | None,
 ) -> Iterator[tuple[Plan, list[slice]]]:  # fmt: skip
-    """Plans with the sequences they are for: those of one mask run together."""
+    """Yield plans with their sequences; sequences with equal masks share a plan."""
     work = query.shape[1] * query.shape[-1]
-    # In powers of two, so that plans of like tensors are shared.
+    # Rounded to a power of two, so that similar tensors share plans.
     limits = Limits(2 ** round(math.log2(max(CALL_COST / work, 1))), rows=BLOCK_ROWS)
     if softcap is not None or value.shape[-1] != query.shape[-1]:
         limits = Limits(limits.overhead, **DENSE_LIMITS)
@@ -354,7 +347,7 @@ def _plans(
 
 
 def _unit(*tensors_and_sequence: Any) -> tuple[torch.Tensor, ...]:
-    """One sequence's tensors with the heads of a key head beside each other: (Hk, G, ...)."""
+    """Return one sequence's tensors, with the query heads grouped by key head: (Hk, G, ...)."""
     *tensors, sequence = tensors_and_sequence
     return tuple(_split_heads(t, sequence, tensors[1].shape[1]) for t in tensors)
 
@@ -372,5 +365,5 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
+    """Return fp32, or fp64 for fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,14 +1,14 @@
-"""Cuts a mask into blocks of query rows and, per block, the parts of the keys it sees.
+"""Plan that cuts a mask into blocks of query rows and, per block, parts of the keys that it sees.
 
-A part is keys that all rows of the block see (no mask needed), a triangle (row i sees the
-first i + 1 keys), or keys that some rows see (a mask of rows x keys is made when the part
+A part is a set of keys that all rows of the block see (no mask needed), a triangle (row i sees the
+first i + 1 keys), or a set of keys that some rows see (a mask of rows x keys is made when the part
 runs). Blocks follow the mask's segments, because rows of one segment share their bounds: an
-isolated image is one block with one part. Segments share a block, also where they lie apart,
-if they see the same keys (all images of an encoder) or are so short that a call for each
-would cost more (small documents, text between small images).
+isolated image is one block with one part. Segments share a block, even if they are not adjacent, if
+they see the same keys (all images of an encoder) or are so short that separate calls would cost
+more (small documents, text between small images).
 
-Planning reads the segment table only; nothing here is as long as the sequence, except the
-row arrays that masks of partial parts are made from.
+Planning reads only the segment table. Its size does not depend on the sequence length, except for
+the row arrays that give the masks of partial parts.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from raymm.kernels.flash.cpu.regions import (
 )
 from raymm.kernels.mask.mask import AttentionMask
 
-# A matrix product of n rows takes about (1 + ROW_COST / n) times as long per pair as one of
-# many rows, and adding a mask this much longer (ATen's flash attention, AVX-512).
+# Measured with ATen's flash attention on AVX-512: per pair, a product of n rows takes
+# (1 + ROW_COST / n) times as long as one of many rows, and a mask takes MASK_COST times as long.
 ROW_COST = 20
 MASK_COST = 1.2
-# A further run of rows or keys takes this share of a call.
+# Cost of an additional run of rows or keys, as a fraction of a call.
 RUN_COST = 0.25
-# Segments with fewer rows than this may share a block that needs a mask, of so many rows.
+# Segments with fewer than SMALL_ROWS rows may share a masked block of up to SHARED_ROWS rows.
 SMALL_ROWS = 128
 SHARED_ROWS = 256
-# Rows of a block of a triangle that needs a mask.
+# Rows per block of a triangle that needs a mask.
 TRIANGLE_ROWS = 256
 PLANS_PER_MASK = 4
 
 
 class Kind(Enum):
-    """How the rows of a block see the keys of a part."""
+    """Visibility of the keys of a part for the rows of a block."""
 
     FULL = "every row sees every key"
     CAUSAL = "row i sees keys 0 to i"
@@ -56,11 +56,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """Keys that a block of rows sees.
-
-    Attributes:
-        runs: ascending (first key, one past the last); put one after another.
-    """
+    """Keys that a block of rows sees; ``runs`` are ascending ranges (first key, index after the
+    last), concatenated."""
 
     kind: Kind
     runs: tuple[tuple[int, int], ...]
@@ -68,11 +65,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Query rows, and the disjoint parts of the keys that they see.
-
-    Attributes:
-        rows: ascending (first row, one past the last); put one after another.
-    """
+    """Query rows, and the disjoint parts of the keys that they see; ``rows`` are ascending ranges
+    (first row, index after the last), concatenated."""
 
     rows: tuple[tuple[int, int], ...]
     parts: tuple[Part, ...]
@@ -80,12 +74,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Limits:
-    """What suits the kernel that runs a plan.
+    """Limits of the kernel that runs a plan.
 
     Attributes:
         overhead: cost of a call, in (row, key) pairs.
-        triangles: whether the kernel has a causal mode.
-        rows, keys: most rows of a block and keys of a part; 0 for any number.
+        triangles: True if the kernel has a causal mode.
+        rows, keys: most rows of a block and keys of a part; 0 for no limit.
     """
 
     overhead: int = 2000
@@ -95,7 +89,7 @@ class Limits:
 
 
 class Plan:
-    """Blocks of a mask; rows in no block see nothing."""
+    """Blocks of a mask. Rows in no block see no key."""
 
     def __init__(self, mask: AttentionMask, limits: Limits) -> None:
         keys = MatchingKeys(mask)
@@ -103,15 +97,15 @@ class Plan:
             block for group in _shared(mask_regions(mask), keys, limits.overhead)
             for block in _blocks(group, keys, limits)
         )  # fmt: skip
-        # The mask itself must not be kept: plans live for as long as their mask.
+        # Keep no reference to the mask: it would keep its own cache entry alive.
         masked = any(part.kind is Kind.MASKED for block in self.blocks for part in block.parts)
         self._rows = mask.rows() if masked else None
         self._needs_bits = mask.needs_bits
 
     def visible(self, block: Block, part: Part) -> torch.Tensor:
-        """(rows, keys) bool of a masked part."""
+        """Return (rows, keys) bool of a masked part."""
         arrays = self._rows
-        assert arrays is not None  # there is a masked part
+        assert arrays is not None  # set if there is a masked part
         keys = torch.cat([torch.arange(*run, dtype=torch.int32) for run in part.runs])
         bounds = torch.cat([arrays.bounds[:, a:b] for a, b in block.rows], dim=1)
         lo1, hi1, lo2, hi2 = bounds.unsqueeze(-1)
@@ -119,7 +113,7 @@ class Plan:
         if (lo2 < hi2).any():
             visible |= (lo2 <= keys) & (keys < hi2)
         if self._needs_bits:
-            # Rows of a block have the same attend bits.
+            # All rows of a block have equal attend bits.
             attend = arrays.attend[block.rows[0][0]]
             visible &= (torch.cat([arrays.identity[a:b] for a, b in part.runs]) & attend) != 0
         return visible
@@ -129,7 +123,7 @@ _plans: WeakKeyDictionary[AttentionMask, dict[Limits, Plan]] = WeakKeyDictionary
 
 
 def plan_blocks(mask: AttentionMask, limits: Limits) -> Plan:
-    """The plan of a mask; kept while the mask lives, so that all layers share it."""
+    """Return the plan of a mask, cached while the mask lives, so that all layers share it."""
     plans = _plans.setdefault(mask, {})
     if limits not in plans:
         while len(plans) >= PLANS_PER_MASK:
@@ -141,9 +135,9 @@ def plan_blocks(mask: AttentionMask, limits: Limits) -> Plan:
 def _shared(
     regions: list[MaskRegion], keys: MatchingKeys, overhead: int
 ) -> Iterator[list[MaskRegion]]:
-    """Groups of pieces that share a block: those that see the same keys, and small ones where
-    one call with a mask is cheaper than one each. Pieces of a group have the same attend bits;
-    they may lie apart."""
+    """Yield groups of pieces that share a block: pieces that see the same keys, and small pieces
+    where one masked call is cheaper than a call each. Pieces of a group have equal attend bits and
+    need not be adjacent."""
     group: list[MaskRegion] = []
     cost, every, some = 0.0, [], []
     for region in sorted(regions, key=lambda region: (region.attend, region.start)):
@@ -173,8 +167,8 @@ def _cost(
     rows: int, row_runs: int, every: Ranges, some: Ranges, region: MaskRegion, keys: MatchingKeys,
     overhead: int,
 ) -> float:  # fmt: skip
-    """Pairs of rows with attend bits like the piece's, overheads included: a full and a masked
-    part, or one that masks everything."""
+    """Return the cost of rows in pairs, overheads included: the cheaper of a full and a masked
+    part, or one part that masks everything."""
     full, full_runs = keys.count(every, region.attend)
     seen, runs = keys.count(some, region.attend)
     together = overhead + (rows + ROW_COST) * MASK_COST * seen + overhead * RUN_COST * runs
@@ -186,7 +180,7 @@ def _cost(
 
 
 def _blocks(group: list[MaskRegion], keys: MatchingKeys, limits: Limits) -> Iterator[Block]:
-    """The blocks of pieces that share one."""
+    """Yield the blocks of a group of pieces."""
     if len(group) > 1:
         runs = union((region.start, region.stop) for region in group)
         for page in _pages(runs, limits.rows):
@@ -207,11 +201,11 @@ def _blocks(group: list[MaskRegion], keys: MatchingKeys, limits: Limits) -> Iter
 
 
 def _rows(region: MaskRegion, crossed: bool, keys: MatchingKeys, limits: Limits) -> int:
-    """How many rows of a piece a block should have."""
+    """Return the number of rows per block for a piece."""
     rows = region.rows
     growing = any(t for _, _, _, t in region.intervals)
     if crossed or any(s for _, _, s, _ in region.intervals):
-        # A window: many rows waste its corners, few rows are slow.
+        # A window: large blocks waste its corners, small blocks are slow.
         width = size(region.every()) or 1
         width = max(width, min(b - a + (t - s) * region.start for a, b, s, t in region.intervals))
         rows = min(
@@ -219,7 +213,7 @@ def _rows(region: MaskRegion, crossed: bool, keys: MatchingKeys, limits: Limits)
             key=lambda n: (1 + ROW_COST / n) * (width + n) + 3 * limits.overhead / n,
         )
     elif growing:
-        # A triangle needs a mask where keys among it do not match.
+        # A triangle needs a mask if some of its keys do not match.
         some = region.some()
         holes = keys.count(some, region.attend)[0] < size(some)
         if holes or not limits.triangles:
@@ -228,7 +222,7 @@ def _rows(region: MaskRegion, crossed: bool, keys: MatchingKeys, limits: Limits)
 
 
 def _exact(region: MaskRegion, keys: MatchingKeys, triangles: bool) -> dict[Kind, Ranges]:
-    """The keys of rows of one piece by kind of part, from its corners."""
+    """Return the keys that one piece's rows see, by kind of part."""
     full, causal, masked = [], [], []
     first, last = region.start, region.stop - 1
     for a, b, s, t in region.intervals:
@@ -253,7 +247,7 @@ def _exact(region: MaskRegion, keys: MatchingKeys, triangles: bool) -> dict[Kind
 
 
 def _mixed(regions: list[MaskRegion], keys: MatchingKeys) -> dict[Kind, Ranges]:
-    """The keys of rows of the same attend bits: what all see, and what else some see."""
+    """Return the keys that all rows see, and those that only some see, for equal attend bits."""
     attend, every = regions[0].attend, regions[0].every()
     for region in regions[1:]:
         every = intersect(every, region.every())
@@ -266,11 +260,11 @@ def _mixed(regions: list[MaskRegion], keys: MatchingKeys) -> dict[Kind, Ranges]:
 
 
 def _block(rows: Ranges, keys: dict[Kind, Ranges], limits: Limits) -> Iterator[Block]:
-    """The block of rows with these keys; none if there are none."""
+    """Yield the block of rows with these keys, if there are keys."""
     runs, causal = len(keys[Kind.FULL]) + len(keys[Kind.MASKED]), len(keys[Kind.CAUSAL])
     calls = bool(keys[Kind.FULL]) + causal + bool(keys[Kind.MASKED])
     if calls > 1:
-        # One call that masks everything, where that is cheaper than several and a merge.
+        # Use one masked call if it is cheaper than several calls and a merge.
         joined = union(run for ranges in keys.values() for run in ranges)
         unmasked = size(keys[Kind.FULL]) + size(keys[Kind.CAUSAL])
         saved = calls - 1 + RUN_COST * (runs + causal - len(joined))
@@ -284,7 +278,7 @@ def _block(rows: Ranges, keys: dict[Kind, Ranges], limits: Limits) -> Iterator[B
 
 
 def _pages(ranges: Ranges, most: int) -> Iterator[Ranges]:
-    """Ranges in portions of at most ``most`` together; 0 for one portion."""
+    """Yield ranges in portions of at most ``most`` positions; 0 for a single portion."""
     page, left = [], most
     for start, stop in ranges:
         while most and stop - start >= left:
@@ -298,7 +292,7 @@ def _pages(ranges: Ranges, most: int) -> Iterator[Ranges]:
 
 
 def _cut(rows: range, most: int) -> Iterator[tuple[int, int]]:
-    """Even pieces of at most ``most`` rows."""
+    """Return even pieces of at most ``most`` rows."""
     regions = -(-len(rows) // most)
     edges = [rows.start + len(rows) * i // regions for i in range(regions + 1)]
     return zip(edges[:-1], edges[1:], strict=True)

@@ -1,8 +1,8 @@
-"""Attention of a few rows among a few keys in plain torch operations, forward and backward:
-what ATen's CPU kernel does not do (soft-capped scores, values of another width than keys).
+"""Attention of a few rows over a few keys in plain torch operations, forward and backward. Covers
+features that ATen's CPU kernel lacks: soft-capped scores, and values of another width than keys.
 
-Scores are held in fp32, (N, M, G, n, K); callers keep n and K small.
-Legend: ``M`` key heads, ``G`` query heads per key head, ``n`` rows, ``K`` keys.
+Scores are materialized in fp32, (N, M, G, n, K); callers keep n and K small. Legend: ``M`` key
+heads, ``G`` query heads per key head, ``n`` rows, ``K`` keys.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ def forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (N, M * G, n, Dv) and LSE (N, M * G, n), fp32, of rows (N, M * G, n, D) among
-    keys (N, M, K, D); ``bias`` (1, 1, n, K) is 0 or -inf. Rows that see nothing have output 0
-    and LSE -inf.
+    """Return output (N, M * G, n, Dv) and LSE (N, M * G, n), fp32. Rows that see no key have output
+    0 and LSE -inf.
 
     Args:
-        query: (N, M * G, n, D).
-        key: (N, M, K, D).
-        value: (N, M, K, Dv).
-        bias: (1, 1, n, K), 0 or -inf; None: everything is visible.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        query, key, value: (N, M * G, n, D), (N, M, K, D) and (N, M, K, Dv).
+        bias: (1, 1, n, K), 0 or -inf; None if all pairs are visible.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None to leave them.
     """
     scores, _ = _scores(_grouped(query, key), _wide(key), bias, scale, softcap)
     lse = torch.logsumexp(scores, dim=-1)
@@ -50,18 +46,12 @@ def backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of rows, keys and values, fp32, from the whole rows' output and LSE.
+    """Return gradients of query, key and value in fp32, from output and LSE of the full rows.
 
     Args:
-        grad_out: (N, M * G, n, Dv).
-        query: (N, M * G, n, D).
-        key: (N, M, K, D).
-        value: (N, M, K, Dv).
-        out: of the whole rows, (N, M * G, n, Dv).
-        lse: of the whole rows, (N, M * G, n).
-        bias: (1, 1, n, K), 0 or -inf; None: everything is visible.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        grad_out, out: (N, M * G, n, Dv).
+        query, key, value, bias, scale, softcap: as in :func:`forward`.
+        lse: (N, M * G, n), of the full rows.
     """
     rows, keys, values = _grouped(query, key), _wide(key), _wide(value)
     grad_out, out = _grouped(grad_out, key), _grouped(out, key)
@@ -82,7 +72,7 @@ def _scores(
     rows: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None, scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(N, M, G, n, K) scores, and the slope of the soft cap at each."""
+    """Return (N, M, G, n, K) scores, and the derivative of the softcap at each."""
     scores, slope = _product(rows * scale, keys.mT), None
     if softcap is not None:
         tanh = scores.div_(softcap).tanh_()
@@ -94,7 +84,7 @@ def _scores(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(N, M, G, n, X) @ (N, M, X, Y), as one product of G n rows per key head."""
+    """Compute (N, M, G, n, X) @ (N, M, X, Y) as one product of G n rows per key head."""
     return (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
 
 

@@ -1,8 +1,8 @@
 """A mask's segments as pieces with exact bounds, and sets of keys as ranges.
 
-What the planner of :mod:`raymm.kernels.flash.cpu.blocks` decides with: pieces of rows whose
-intervals neither clip, nor vanish, nor touch within the piece, and counts and runs of the keys
-that attend bits match.
+The planner of :mod:`raymm.kernels.flash.cpu.blocks` uses pieces of rows whose intervals are not
+clipped and neither vanish nor touch within the piece, and counts and runs of keys that match attend
+bits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from raymm.kernels.mask.columns import ATTEND, BASES, IDENTITY, KEY_START, SLOPE
 from raymm.kernels.mask.mask import AttentionMask
 
 Ranges = list[tuple[int, int]]
-"""Disjoint ascending (first, one past the last)."""
+"""Disjoint ascending ranges (first, index after the last)."""
 
 
 @dataclass(frozen=True)
 class MaskRegion:
-    """Rows whose one or two intervals are disjoint, never empty and affine: (base of lo, base
-    of hi, slope of lo, slope of hi)."""
+    """Rows whose one or two intervals are disjoint, never empty and affine: (base of lo, base of
+    hi, slope of lo, slope of hi)."""
 
     start: int
     stop: int
@@ -32,33 +32,34 @@ class MaskRegion:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.stop - self.start
 
     def cut(self, start: int, stop: int) -> MaskRegion:
-        """Rows [start, stop) of it."""
+        """Return the part with rows [start, stop)."""
         return MaskRegion(start, stop, self.attend, self.intervals)
 
     def some(self) -> Ranges:
-        """Keys of which each is within an interval of some row, bits aside."""
+        """Return the keys within an interval of some row, ignoring bits."""
         last = self.stop - 1
         return union([(a + s * self.start, b + t * last) for a, b, s, t in self.intervals])
 
     def every(self) -> Ranges:
-        """Keys within one interval of every row (the same interval)."""
+        """Return the keys within the same interval of every row."""
         last = self.stop - 1
         return union([(a + s * last, b + t * self.start) for a, b, s, t in self.intervals])
 
     def crossed(self) -> bool:
-        """Whether a key may be in one interval of a row and in the other of another row."""
+        """Return True if a key may be in one interval of a row and in the other interval of another
+        row."""
         return size(self.some()) < sum(
             b + t * (self.stop - 1) - a - s * self.start for a, b, s, t in self.intervals
         )
 
 
 def mask_regions(mask: AttentionMask) -> list[MaskRegion]:
-    """The mask's segments, cut where a bound is clipped and where intervals begin to be empty
-    or to touch, with touching intervals joined. Segments that see nothing are left out."""
+    """Return the mask's segments, split where a bound is clipped and where intervals become empty
+    or touch. Touching intervals are merged, and segments without keys are left out."""
     start, stop, end = mask.query_table[:, START], mask.query_stops, mask.n_keys
     bases, slopes = mask.query_table[:, BASES], mask.query_table[:, SLOPES]
     segment, start, stop = _split(start, stop, np.concatenate(
@@ -71,7 +72,7 @@ def mask_regions(mask: AttentionMask) -> list[MaskRegion]:
     slopes = np.where(below | above, 0, slopes)
     changes = []
     for x, y, equal in ((0, 1, 0), (2, 3, 0), (0, 3, 1), (2, 1, 1), (0, 2, 0), (1, 3, 0)):
-        # Bound x < bound y (or <=) begins or ceases to hold at one row if one of them moves.
+        # The comparison bound x < bound y (or <=) changes at one row if exactly one bound moves.
         ceases = bases[:, y] - bases[:, x] + equal
         begins = bases[:, x] - bases[:, y] + 1 - equal
         order = slopes[:, x] - slopes[:, y]
@@ -94,7 +95,7 @@ def mask_regions(mask: AttentionMask) -> list[MaskRegion]:
 def _split(
     start: np.ndarray, stop: np.ndarray, changes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut segments (S,) at those of their ``changes`` (S, C) that lie inside; the segment,
+    """Split segments (S,) at those of their ``changes`` (S, C) that lie inside. Return the segment,
     start and stop of every piece."""
     segment, column = np.nonzero((changes > start[:, None]) & (changes < stop[:, None]))
     regions = np.concatenate([
@@ -110,7 +111,7 @@ def _split(
 def _disjoint(
     row: int, base: list[int], slope: list[int]
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Intervals of a piece from its clipped bounds; what holds in its first row holds in all."""
+    """Return a piece's intervals from its clipped bounds, whose order is the same in all rows."""
     a, b, c, d = (x + s * row for x, s in zip(base, slope, strict=True))
     first = (base[0], base[1], slope[0], slope[1])
     second = (base[2], base[3], slope[2], slope[3])
@@ -127,7 +128,7 @@ def _disjoint(
 
 
 class MatchingKeys:
-    """Which keys match attend bits: counts and runs, from the key segments."""
+    """Counts and runs of the keys that match attend bits, from the key segments."""
 
     def __init__(self, mask: AttentionMask) -> None:
         self._all = not mask.needs_bits
@@ -136,7 +137,7 @@ class MatchingKeys:
         self._matches: dict[int, tuple[list[int], list[int], list[int]]] = {}
 
     def count(self, ranges: Ranges, attend: int) -> tuple[int, int]:
-        """How many keys of ``ranges`` match, and in how many runs about."""
+        """Return the number of keys in ``ranges`` that match, and about how many runs they form."""
         if self._all or not ranges:
             return size(ranges), len(ranges)
         starts, stops, before = self._match(attend)
@@ -151,7 +152,7 @@ class MatchingKeys:
         return keys, runs
 
     def matching(self, ranges: Ranges, attend: int) -> Ranges:
-        """The keys of ``ranges`` that match."""
+        """Return the keys of ``ranges`` that match."""
         if self._all:
             return ranges
         starts, stops, _ = self._match(attend)
@@ -162,7 +163,7 @@ class MatchingKeys:
         ]
 
     def _match(self, attend: int) -> tuple[list[int], list[int], list[int]]:
-        """Runs of keys that match, and how many keys lie in earlier runs."""
+        """Return the runs of keys that match, and the number of keys in earlier runs."""
         if attend not in self._matches:
             edges = np.flatnonzero(np.diff((self._identity & attend) != 0, prepend=0, append=0))
             starts, stops = self._edges[edges[::2]], self._edges[edges[1::2]]
@@ -172,12 +173,12 @@ class MatchingKeys:
 
 
 def size(ranges: Ranges) -> int:
-    """Positions in all ranges together."""
+    """Return the number of positions in all ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Disjoint ascending ranges that cover the same keys."""
+    """Return disjoint ascending ranges that cover the same keys."""
     merged: Ranges = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if merged and start <= merged[-1][1]:
@@ -188,12 +189,12 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def intersect(first: Ranges, second: Ranges) -> Ranges:
-    """What is in both."""
+    """Return the positions in both."""
     return union((max(a, c), min(b, d)) for a, b in first for c, d in second)
 
 
 def subtract(ranges: Ranges, taken: Sequence[tuple[int, int]]) -> Ranges:
-    """What of disjoint ascending ``ranges`` is in none of ``taken``, which are so too."""
+    """Return the positions of ``ranges`` outside ``taken``; both are disjoint and ascending."""
     rest, i = [], 0
     for start, stop in ranges:
         while i < len(taken) and taken[i][1] <= start:
