@@ -3,8 +3,8 @@
 Blocks of query rows run ATen's CPU flash attention on exactly the keys that they see. A mask is
 made only for parts that a block sees in part, of the size of that block and those keys; there is
 never a Tq x Tk mask. The parts of a block are merged by their LSE in fp32. In the backward pass
-ATen's kernel gets the output and LSE of the *full* row, from which it computes a part's exact
-contribution to the gradients.
+ATen's kernel gets the output and LSE of the *full* row, so it computes a part's exact contribution
+to the gradients.
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``G = Hq / Hk``, ``Tq`` rows, ``Tk``
 keys, ``D`` head dim, ``n`` rows of a block, ``K`` keys of a part.

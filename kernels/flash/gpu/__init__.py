@@ -1,1 +1,1 @@
-"""Attention on GPUs: Triton kernels and the tables of work that they read."""
+"""Attention on GPUs: Triton kernels and their work tables."""

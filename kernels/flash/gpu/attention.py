@@ -65,34 +65,33 @@ def triton_attention(
     config: AttentionConfig | None = None,
     unordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(softcap(scale Q K^T) where visible) V, differentiable and deterministic.
+    """Compute softmax(softcap(scale Q K^T) where visible) V, differentiable and deterministic.
 
     Args:
-        query: (B, Hq, Tq, D), bf16, fp16 or fp32; D at most 512 (computed as the next power
-            of two from 32; copied where it is less than 32 or no multiple of 8).
-        key: (B, Hk, Tk, D); Hq is a multiple of Hk. Rows that are not dense in the
-            last dimension, or not aligned to 16 bytes, are copied.
-        value: (B, Hk, Tk, Dv); where Dv is not D, what is narrower is copied.
-        masks: one (Tq, Tk) mask per sequence; the same object may stand several times.
-            Plans are cached by these objects, so layers should share them.
+        query: (B, Hq, Tq, D), bf16, fp16 or fp32; D at most 512 (computed as the next power of two
+            from 32; copied if it is below 32 or not a multiple of 8).
+        key: (B, Hk, Tk, D); Hq is a multiple of Hk. Rows that are not dense in the last dimension,
+            or not aligned to 16 bytes, are copied.
+        value: (B, Hk, Tk, Dv); if Dv is not D, the narrower tensors are copied.
+        masks: one (Tq, Tk) mask per sequence, which may repeat an object. Plans are cached by these
+            objects, so layers should share them.
         scale: positive; default ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
-        processors: multiprocessors to balance long rows over; default those of the device
-            (fewer where a share of the device is used). Results for different numbers may
-            differ in the last bits, as sums are split differently.
-        config: launch configurations; default by table (triton_configs).
-        unordered: sum up the query's gradient in any order, where there are kernels for it: five
-            products per tile in the backward pass instead of seven, and gradients that differ in
-            the last bits from run to run.
+        processors: multiprocessors to balance long rows over; default those of the device, fewer if
+            a share of the device is used. The last bits of results depend on the number, because
+            sums are split differently.
+        config: launch configurations; default from a table.
+        unordered: sum the query's gradient in any order, if a kernel for it exists. Backward then
+            computes five products per tile instead of seven, and the last bits of gradients differ
+            from run to run.
 
     Returns:
-        Output (B, Hq, Tq, Dv) in the query's dtype, and LSE (B, Hq, Tq) fp32, natural
-        logarithm, without a gradient. Rows that see nothing have output 0, LSE -inf and give
-        no gradient.
+        Output (B, Hq, Tq, Dv) in the query's dtype, and LSE (B, Hq, Tq) fp32, natural logarithm,
+        without a gradient. Rows that see no key have output 0, LSE -inf and give no gradient.
 
     Raises:
-        ValueError: shapes that do not fit, other head dims or dtypes, tensors that are not on
-            a CUDA device (unless Triton interprets), scale or softcap that is not positive.
+        ValueError: shapes do not fit, a head dim or dtype is not supported, tensors are not on a
+            CUDA device (unless Triton interprets), or scale or softcap is not positive.
     """
     check_operands(query, key, value, masks)
     factors = scales(query.shape[-1], scale, softcap)
@@ -111,16 +110,7 @@ def triton_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`triton_attention` without autograd.
-
-    Args:
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
-        masks: one per sequence of the batch.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
-    """
+    """Compute :func:`triton_attention` without autograd."""
     check_operands(query, key, value, masks)
     factors = scales(query.shape[-1], scale, softcap)
     own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
@@ -142,19 +132,16 @@ def triton_backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dQ, dK, dV in fp32, without autograd. ``out`` and ``lse`` are of all keys that the rows
-    see, of which ``key`` may be a part: gradients are then that part's share.
+    """Return dQ, dK, dV in fp32, without autograd.
+
+    ``out`` and ``lse`` cover all keys that the rows see. If ``key`` holds only a part of them, the
+    gradients are that part's contribution.
 
     Args:
-        grad_out: gradient of the output, (B, Hq, Tq, Dv).
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
-        out: the output, (B, Hq, Tq, Dv).
+        grad_out, out: (B, Hq, Tq, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         lse: (B, Hq, Tq), at least fp32.
         masks: one per sequence of the batch.
-        scale: of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     factors = scales(query.shape[-1], scale, softcap)
     own, value_dim = query.shape[-1], value.shape[-1]
@@ -269,7 +256,7 @@ def _backward(
             if gradient is not None:
                 gradient.zero_()
         return grad_query, grad_key, grad_value
-    # The kernels without softcap take LSE off before scores are brought to base 2.
+    # Kernels without softcap subtract LSE before they scale scores to base 2.
     factor = math.log2(math.e) / (1.0 if softcap else factors[1])
     stats = lse.new_empty((batch, n_heads, 2, filled_tokens(n_queries)))
     rows = statistics_rows(head_dim)
@@ -279,7 +266,7 @@ def _backward(
         D=head_dim, BLOCK_D=padded_head_dim(head_dim), ROWS=rows, **SMALL_OPTIONS,
     )  # fmt: skip
     uses = plan.config.backward_query.descriptors or plan.config.backward_key.descriptors
-    if uses and not describable(grad_out):  # as an expanded one, that of a sum
+    if uses and not describable(grad_out):  # for example the expanded gradient of a sum
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     inputs = (query, key, value, grad_out)
     group, n_keys = plan.layout.group, key.shape[2]
@@ -319,13 +306,13 @@ def _backward(
 
 
 def _kernel(function: Any) -> Any:
-    """A small kernel, to be called with plain numbers for its ``tl.constexpr``: Triton's types
-    would have these."""
+    """Return a small kernel untyped, because Triton's types reject plain numbers for
+    ``tl.constexpr``."""
     return function
 
 
 def _sources(kernel: KernelConfig, query, key, value, *grad_out) -> list[Any]:
-    """What a kernel loads tiles of."""
+    """Return the inputs of a kernel, as tensors or as descriptors."""
     columns = padded_head_dim(query.shape[-1])
     sides = [(query, kernel.block_q), (key, kernel.block_k), (value, kernel.block_k)]
     sides += [(tensor, kernel.block_q) for tensor in grad_out]
@@ -333,7 +320,7 @@ def _sources(kernel: KernelConfig, query, key, value, *grad_out) -> list[Any]:
 
 
 def _target(kernel: KernelConfig, sums: torch.Tensor) -> Any:
-    """What a kernel adds tiles of rows to. The interpreter cannot by descriptors."""
+    """Return the tensor that a kernel adds rows to, or its descriptor (not in the interpreter)."""
     by_descriptor = kernel.unordered and kernel.descriptors and not INTERPRETED
     return source(sums, kernel.block_q, sums.shape[-1], descriptors=by_descriptor)
 
@@ -358,7 +345,7 @@ def _launch(
 
 
 def _parts(like, tables: DeviceTables, n_heads: int, rows: int, head_dim: int) -> torch.Tensor:
-    """Workspace of a split gradient; any fp32 tensor if nothing is split."""
+    """Return the workspace of a split gradient; any fp32 tensor if nothing is split."""
     if not tables.slots:
         return like
     return like.new_empty((tables.slots * n_heads * rows, padded_head_dim(head_dim)))
@@ -392,5 +379,5 @@ def _layout(
 
 
 def _on(device: torch.device):
-    """Launches go to the current device, which must be the tensors'."""
+    """Make the tensors' device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,16 +1,18 @@
-"""Backward attention kernels (FlashAttention-2): one pass over runs of key blocks for the query's
-gradient, one over runs of query blocks, and over the query heads of a group, for the gradients of
-keys and values: three and four products per tile. Every sum has one order, so two runs are equal
-to the bit. Legend and helpers: triton_ops.
+"""Backward attention kernels (FlashAttention-2).
 
-With FOR_QUERY the second pass adds what a tile gives to the query's gradient, too: five products
-in all, as nothing is computed twice, but programs add in the order in which they come by, and two
-runs differ in the last bits. (Waiting for one's turn would keep an order. The loop that waits
-keeps Triton from loading tiles ahead, and registers spill.)
+One kernel iterates over runs of key blocks for the query's gradient. Another iterates over runs of
+query blocks, and over the query heads of a group, for the gradients of keys and values. They
+compute three and four products per tile. Every sum has a fixed order, so two runs are bitwise
+equal. For the legend and helpers see ``ops.py``.
+
+With FOR_QUERY the second kernel also adds each tile's contribution to the query's gradient: five
+products in total, as nothing is computed twice. Programs add in the order in which they arrive, so
+two runs differ in the last bits. (Waiting for a turn would fix the order, but the waiting loop
+keeps Triton from prefetching tiles, and registers spill.)
 """
 
-# A tl.constexpr is a plain number or bool where a kernel is called, which Triton's types deny.
-# ``tl.range`` has no type of an iterator.
+# Kernels are called with plain numbers and bools for tl.constexpr, which Triton's types reject.
+# ``tl.range`` is not typed as an iterator.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ def row_statistics(
     n_heads, n_queries, o_b, o_h, o_t, g_b, g_h, g_t,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the other kernels subtract per row, stats (B, Hq, 2, Tq filled up): from scores
-    ``factor`` x LSE (+inf, which makes every weight 0, for rows that see nothing or are not);
-    from gradients of weights rowsum(grad_out * out)."""
+    """Compute what the other kernels subtract per row: stats (B, Hq, 2, Tq padded). From scores
+    they subtract ``factor`` x LSE, which is +inf, so that all weights are 0, for padding and for
+    rows that see no key; from gradients of weights, rowsum(grad_out * out)."""
     n_rows = filled(n_queries)
     blocks = n_rows // ROWS
     start = (tl.program_id(0) % blocks) * ROWS
@@ -73,8 +75,8 @@ def row_statistics(
 
 @triton.jit
 def _slope(scores, weights, SOFTCAP: tl.constexpr):
-    """Weights times the softcap's slope (``scores`` are the tanh). Before the next product
-    starts, so that the scores need no registers during it."""
+    """Return weights times the derivative of the softcap (``scores`` are the tanh). Applied before
+    the next product starts, so that scores occupy no registers during it."""
     if SOFTCAP:
         weights = weights * (1.0 - scores * scores)
     return weights
@@ -90,7 +92,7 @@ def _key_tiles(
     BLOCK_D: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``acc`` (M, D) what ``n_tiles`` tiles of keys, from ``run`` on, give."""
+    """Add to ``acc`` (M, D) the contribution of ``n_tiles`` tiles of keys, starting at ``run``."""
     columns = tl.arange(0, N)
     block, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
     for _ in tl.range(n_tiles, disable_licm=TMA):
@@ -130,7 +132,7 @@ def attention_backward_query(
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of query rows over the tiles of one work item."""
+    """Compute the gradient of a block of query rows over the tiles of one work item."""
     item, head = work_item(items, n_items, head_span)
     mask, batch, block = item_block(item)
     full_run, full_tiles = item_tiles(item, True)
@@ -183,8 +185,8 @@ def attention_backward_query(
 def _add_rows(
     sums, part, batch, head, n_heads, start, n_rows, TMA: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """Add to the rows of one head from ``start`` on, in any order: ``sums`` (B, Hq, Tq filled up,
-    BLOCK_D) fp32, or its descriptor, which the interpreter (UPCAST) cannot add by."""
+    """Add to the rows of one head, starting at ``start``, in any order. ``sums`` is (B, Hq, Tq
+    padded, BLOCK_D) fp32, or its descriptor, which the interpreter (UPCAST) cannot add to."""
     if TMA and not UPCAST:
         sums.atomic_add(
             [batch, head, start, 0], tl.reshape(part, (1, 1, part.shape[0], part.shape[1]))
@@ -206,9 +208,9 @@ def _query_tiles(
     BLOCK_D: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     FOR_KEY: tl.constexpr, FOR_VALUE: tl.constexpr, FOR_QUERY: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``acc_key`` and ``acc_value`` (N, D) what ``n_tiles`` tiles of query rows of every
-    head of the group give; scores are (N, M). One loop over heads and tiles, so that loads
-    stay pipelined from one head to the next."""
+    """Add to ``acc_key`` and ``acc_value`` (N, D) the contribution of ``n_tiles`` tiles of query
+    rows for every head of the group; scores are (N, M). Heads and tiles are one loop, so that loads
+    stay pipelined across heads."""
     rows = tl.arange(0, M)
     n_rows = filled(n_queries)
     run, left, head = first_run, n_tiles, 0
@@ -224,10 +226,10 @@ def _query_tiles(
         g = load_tile(g_head, batch, at, start, g_t, n_queries, M, D, BLOCK_D, not FULL, TMA)
         position = tl.cast(head, tl.int64) * 2 * n_rows
         offset = tl.load(stats + position + start + rows)
-        # What is subtracted per row starts the accumulators: along this axis every thread would
-        # hold a register per row for it. Such accumulators are written between products in flight,
-        # for which the assembler of Triton 3.5 and 3.6 waits for every product, so that products
-        # start from zeros where there are registers (AFTER).
+        # The accumulators start from the values that are subtracted per row: along this axis, every
+        # thread would need a register per row to subtract them later. But the assembler of Triton
+        # 3.5 and 3.6 waits for all products in flight before it writes such accumulators, so
+        # products start from zeros if there are enough registers (AFTER).
         AFTER: tl.constexpr = TMA and not (FOR_QUERY or SOFTCAP)  # pyright: ignore
         start_scores = tl.zeros((key.shape[0], M), tl.float32)
         if SOFTCAP:
@@ -269,7 +271,7 @@ def _query_tiles(
                 zeros = tl.zeros((M, BLOCK_D), tl.float32)
                 part = dot(tl.trans(grad_scores), key, zeros, PRECISION, UPCAST)
                 _add_rows(sums, part, batch, at, group * n_heads, start, n_rows, TMA, UPCAST)
-        # The next tile, or the first one for the next head.
+        # Advance to the next tile, or to the first tile for the next head.
         left -= 1
         again = left == 0
         run, block, stop = next_block(runs, run, block, stop)
@@ -297,9 +299,9 @@ def attention_backward_key(
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     FOR_KEY: tl.constexpr, FOR_VALUE: tl.constexpr, FOR_QUERY: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys (FOR_KEY) and values (FOR_VALUE) over the tiles of one work
-    item, which are added to the query's (FOR_QUERY: ``sums``, before ``scale``), too; ``n_heads``
-    and the programs' heads are those of keys."""
+    """Compute the gradients of a block of keys (FOR_KEY) and values (FOR_VALUE) over the tiles of
+    one work item. With FOR_QUERY, also add the tiles' contributions to the query's gradient in
+    ``sums``, before ``scale``. ``n_heads`` and the programs' heads are those of keys."""
     item, head = work_item(items, n_items, head_span)
     mask, batch, block = item_block(item)
     full_run, full_tiles = item_tiles(item, True)

@@ -1,6 +1,6 @@
-"""What a batch of masks comes to on a device: per-token arrays and the kernels' work tables.
+"""Device tables for a batch of masks: per-token arrays and the kernels' work tables.
 
-All layers of a model, and both passes, share a plan; plans of the last few batches are kept.
+All layers of a model, and both passes, share a plan. Plans of the last few batches are cached.
 """
 
 from __future__ import annotations
@@ -27,24 +27,20 @@ from raymm.kernels.mask.tiles import key_runs, query_runs
 
 MOST_IDENTITIES = 32
 CACHED_PLANS = 16
-"""Batches whose plans are kept: about 40 bytes per token of every distinct mask each."""
+"""Batches whose plans are cached; each takes about 40 bytes per token of every distinct mask."""
 CACHE_SHARE = 0.5
 """Share of the L2 cache that keys and values of neighbouring programs may fill."""
 DEFAULT_CACHE_BYTES = 32 * 2**20
 
 
 def filled_tokens(tokens: int) -> int:
-    """Tokens of a table that is filled up to whole units.
-
-    Args:
-        tokens: that it has values for.
-    """
+    """Return the length of a table for ``tokens`` tokens, padded to whole :data:`TABLE_UNIT`."""
     return -(-tokens // TABLE_UNIT) * TABLE_UNIT
 
 
 @dataclass(frozen=True)
 class DeviceTables:
-    """Work tables on the device, and the heads that are launched side by side."""
+    """Work tables on the device, and the number of heads that are launched side by side."""
 
     items: torch.Tensor
     runs: torch.Tensor
@@ -55,13 +51,13 @@ class DeviceTables:
 
 @dataclass(frozen=True)
 class Layout:
-    """What besides the masks decides the work tables.
+    """Inputs of the work tables, except masks.
 
     Attributes:
         query_heads, key_heads: Hq, Hk.
-        row_bytes: of one head's key or query row.
+        row_bytes: size of one head's key or query row.
         processors: multiprocessors to balance over; None to split nothing.
-        cache_bytes: of the L2 cache.
+        cache_bytes: size of the L2 cache.
     """
 
     query_heads: int
@@ -77,20 +73,14 @@ class Layout:
 
 
 class AttentionPlan:
-    """Tables of one batch of masks, made when first needed.
+    """Tables of one batch of masks, created on first use.
 
     Attributes:
-        bounds: (U, 4, Tq) int32 of the U distinct masks: lo1, length1, lo2, length2 of every
-            row. Tokens of this and the next two are filled up with zeros to whole TABLE_UNITs.
-        attend: (U, Tq), identity: (U, Tk) int32; ``bounds`` stands in their place if no mask
-            needs them.
-        needs_bits: whether some mask needs attend and identity.
-
-    Args:
-        masks: one per sequence of the batch.
-        config: launch configurations of the kernels.
-        layout: batch, heads and lengths.
-        device: where the tables are to be.
+        bounds: (U, 4, Tq) int32 of the U distinct masks: lo1, length1, lo2, length2 of every row.
+            Like the next two, padded with zeros to whole TABLE_UNITs.
+        attend, identity: (U, Tq) and (U, Tk) int32; the same tensor as ``bounds`` if no mask needs
+            them.
+        needs_bits: True if some mask needs attend and identity.
     """
 
     def __init__(
@@ -113,7 +103,7 @@ class AttentionPlan:
             self.attend, self.identity = self._bits()
 
     def _bits(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A bit per identity that occurs, instead of a bit per kind: 32 instead of 63."""
+        """Return attend and identity with one of 32 bits per identity that occurs."""
         identities = [mask.key_table[:, IDENTITY] for mask in self._masks]
         distinct = np.unique(np.concatenate(identities))
         if len(distinct) > MOST_IDENTITIES:
@@ -144,12 +134,12 @@ class AttentionPlan:
 
     @cached_property
     def forward(self) -> DeviceTables:
-        """Per block of query rows, for the forward kernel."""
+        """Tables per block of query rows, for the forward kernel."""
         return self._query_side(self.config.forward, 1.0)
 
     @cached_property
     def backward_query(self) -> DeviceTables:
-        """Per block of query rows, for the query's gradient (three products per tile)."""
+        """Tables per block of query rows, for the query's gradient (three products per tile)."""
         ours, theirs = self.config.backward_query, self.config.forward
         if (ours.block_q, ours.block_k) == (theirs.block_q, theirs.block_k):
             return self.forward
@@ -179,8 +169,8 @@ class AttentionPlan:
 
     @cached_property
     def backward_key(self) -> DeviceTables:
-        """Per block of keys, for the gradients of keys and values (four products per tile, two
-        outputs, every tile once per query head of the group)."""
+        """Tables per block of keys, for the gradients of keys and values (four products per tile,
+        two outputs, every tile once per query head of the group)."""
         kernel, layout = self.config.backward_key, self.layout
         tiles = [query_runs(mask, kernel.block_q, kernel.block_k) for mask in self._masks]
         cost = PART_TILES / kernel.block_q / layout.group
@@ -226,12 +216,5 @@ def attention_plan(
     layout: Layout,
     device: torch.device,
 ) -> AttentionPlan:
-    """The plan of a batch, from the cache if its masks (the same objects) came lately.
-
-    Args:
-        masks: one per sequence of the batch.
-        config: launch configurations of the kernels.
-        layout: batch, heads and lengths.
-        device: where the tables are to be.
-    """
+    """Return the plan of a batch, cached by its mask objects."""
     return AttentionPlan(masks, config, layout, device)

@@ -1,10 +1,11 @@
-"""Forward attention kernel: online softmax over runs of key blocks (FlashAttention-2), one
-program per work item and head; parts of split blocks are merged by LSE (Cornstarch v2
-§3.2.2). Legend and helpers: triton_ops.
+"""Forward attention kernel: online softmax over runs of key blocks (FlashAttention-2).
+
+There is one program per work item and head. Parts of split blocks are merged by LSE (Cornstarch v2
+§3.2.2). For the legend and helpers see ``ops.py``.
 """
 
-# A tl.constexpr is a plain number or bool where a kernel is called, which Triton's types deny.
-# ``tl.range`` has no type of an iterator.
+# Kernels are called with plain numbers and bools for tl.constexpr, which Triton's types reject.
+# ``tl.range`` is not typed as an iterator.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _key_tiles(
     BLOCK_D: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add ``n_tiles`` tiles of keys, from ``run`` on, to the running softmax: ``acc`` (M, D),
+    """Add ``n_tiles`` tiles of keys, starting at ``run``, to the running softmax: ``acc`` (M, D),
     ``total`` (M,) sums of weights, ``largest`` (M,) largest score in base 2."""
     columns = tl.arange(0, N)
     block, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
@@ -90,7 +91,7 @@ def attention_forward(
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Output and natural-log LSE of a block of rows over the tiles of one work item."""
+    """Compute output and natural-log LSE of a block of rows over the tiles of one work item."""
     item, head = work_item(items, n_items, head_span)
     mask, batch, block = item_block(item)
     full_run, full_tiles = item_tiles(item, True)
@@ -145,8 +146,8 @@ def merge_forward(
     n_heads, n_queries, o_b, o_h, o_t,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a block, ROWS rows per program: sum of outputs weighted by
-    exp(part's LSE - whole LSE), in slot order (deterministic)."""
+    """Merge the parts of a block, ROWS rows per program: the sum of outputs weighted by exp(LSE of
+    the part - LSE of the row), in slot order (deterministic)."""
     batch, head, block, chunk, first, n_slots = merge_block(merges, n_heads, M // ROWS)
     chunk *= ROWS
     rows = tl.arange(0, ROWS)

@@ -1,8 +1,8 @@
 """Block sizes, warps and pipeline stages of the Triton attention kernels.
 
-By a table, not by trials at run time: autotuning would make two ranks that share a step
-choose differently, and needs a device. What decides is that nothing spills and shared memory
-fits on sm_90 (`tests/kernels/flash/test_compile_gate.py` compiles every entry).
+Configurations come from a table. Autotuning at run time would need a device, and ranks that share a
+step could choose differently. Entries must not spill registers and must fit the shared memory of
+sm_90 (`tests/kernels/flash/test_compile_gate.py` compiles every entry).
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ import torch
 
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 32, 512
 HEAD_DIM_MULTIPLE = 8
-"""Rows must start at whole 16-byte vectors."""
+"""Elements; rows must be aligned to 16 bytes."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGE_ROWS = 16
 """Rows of a block that one program merges."""
 SMALL_OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options of the small kernels; else the defaults."""
+"""Compiler options of the small kernels; other options have their defaults."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How one kernel is launched.
+    """Launch configuration of one kernel.
 
     Attributes:
         block_q, block_k: rows and keys of a tile; multiples of 16.
-        warps: of a program.
-        stages: tiles in flight of the software pipeline.
-        precision: of fp32 products: "tf32x3" (three TF32 products on tensor cores: fp32's
-            accuracy) or "ieee" (fp32 units, where splitting operands would spill registers).
-            Nothing to 16-bit types.
-        two_passes: gradients of keys and of values by a launch each: 5 products per tile
-            instead of 4, where two accumulators would spill.
-        unordered: of the keys' and values' gradients: the query's are summed up with them, in any
-            order.
-        descriptors: tiles are loaded by the tensor memory accelerator (TMA), from tensor
-            descriptors: no thread holds addresses, which leaves registers for larger tiles.
+        warps: warps per program.
+        stages: tiles in flight in the software pipeline.
+        precision: precision of fp32 products: "tf32x3" (three TF32 products on tensor cores, as
+            accurate as fp32) or "ieee" (fp32 units, where splitting operands would spill
+            registers). Ignored for 16-bit types.
+        two_passes: compute gradients of keys and of values in separate launches, if two
+            accumulators would spill: 5 products per tile instead of 4.
+        unordered: backward_key only: also sum the query's gradient, in any order.
+        descriptors: load tiles by the tensor memory accelerator (TMA), from tensor descriptors.
+            Threads then hold no addresses, which leaves registers for larger tiles.
     """
 
     block_q: int
@@ -62,7 +61,7 @@ class AttentionConfig:
     backward_key: KernelConfig
 
 
-# By padded head dim. All take more than half of an SM's registers: one program per SM.
+# By padded head dim. All use more than half of an SM's registers, so one program runs per SM.
 _HALF = {
     32: AttentionConfig(
         KernelConfig(128, 128, 8, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 2)
@@ -78,14 +77,14 @@ _HALF = {
         KernelConfig(128, 32, 8, 2),
         KernelConfig(32, 128, 8, 2, two_passes=True),
     ),
-    # Gemma 4's layers that see everything.
+    # Gemma 4's layers with full attention.
     512: AttentionConfig(
         KernelConfig(32, 16, 8, 3),
         KernelConfig(32, 32, 8, 2),
         KernelConfig(32, 32, 8, 2, two_passes=True),
     ),
 }
-# Softcap takes some registers more.
+# Softcap needs a few more registers.
 _HALF_SOFTCAP = {
     **_HALF,
     64: replace(_HALF[64], backward_key=KernelConfig(32, 128, 8, 3)),
@@ -93,8 +92,8 @@ _HALF_SOFTCAP = {
     256: replace(_HALF[256], backward_key=KernelConfig(16, 128, 8, 2, two_passes=True)),
 }
 _TMA = partial(KernelConfig, warps=8, descriptors=True)
-# By tensor descriptors, which sm_90 and later have. Every product is 64 columns wide or more but
-# for the gradients at 256 columns, where wider ones spill.
+# With tensor descriptors, on sm_90 and later. Every product is at least 64 columns wide, except in
+# the gradients at 256 columns, where wider products spill.
 _DESCRIPTORS = {
     32: AttentionConfig(
         _TMA(128, 128, stages=2), _TMA(128, 64, stages=3), _TMA(64, 128, stages=2)
@@ -122,7 +121,7 @@ _UNORDERED = {
     64: _TMA(128, 128, stages=1, unordered=True),
     128: _TMA(64, 128, stages=2, unordered=True),
 }
-# Where 8 warps would spill a few registers, there are 16.
+# fp32. Entries use 16 warps where 8 would spill a few registers.
 _SINGLE = {
     32: AttentionConfig(
         KernelConfig(128, 64, 8, 2), KernelConfig(128, 32, 8, 2), KernelConfig(32, 128, 8, 2)
@@ -147,13 +146,12 @@ _SINGLE = {
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Columns that the kernels compute with: the next power of two."""
+    """Return the columns that the kernels compute with: the next power of two."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def statistics_rows(head_dim: int) -> int:
-    """Rows per program of the kernel that makes the backward pass's row statistics: as many as
-    registers hold."""
+    """Return the rows per program of the row statistics kernel, limited by registers."""
     return min(64, (1 << 14) // padded_head_dim(head_dim))
 
 
@@ -165,19 +163,18 @@ def attention_config(
     descriptors: bool = False,
     unordered: bool = False,
 ) -> AttentionConfig:
-    """The launch configurations of a head dim and dtype.
+    """Return the launch configurations for a head dim and dtype.
 
     Args:
         head_dim: D.
-        dtype: of query, key and value.
-        softcap: whether scores are capped.
-        descriptors: whether device and tensors allow tensor descriptors; they are taken where
-            they are worth it: 16-bit types up to 256 columns.
-        unordered: whether gradients may be summed up in any order; they are where that saves
-            products and registers do: by descriptors, 33 to 128 columns, without softcap.
+        softcap: True if scores are soft-capped.
+        descriptors: True if device and tensors allow tensor descriptors. They are used where they
+            are faster: for 16-bit types up to 256 columns.
+        unordered: True if gradients may be summed in any order. This is used where it saves
+            products without spilling: with descriptors, 33 to 128 columns, without softcap.
 
     Raises:
-        ValueError: a head dim of more than 512, or another dtype than bf16, fp16 and fp32.
+        ValueError: the head dim is above 512, or the dtype is not bf16, fp16 or fp32.
     """
     if head_dim > LARGEST_HEAD_DIM:
         raise ValueError(f"head dim must be at most {LARGEST_HEAD_DIM}, got {head_dim}")
@@ -197,14 +194,12 @@ def attention_config(
 def constants(
     config: KernelConfig, head_dim: int, *, bits: bool, softcap: bool, interpreted: bool = False
 ) -> dict[str, Any]:
-    """Compile-time arguments that the large kernels share.
+    """Return the compile-time arguments that the large kernels share.
 
     Args:
-        config: the kernel's.
-        head_dim: D.
-        bits: whether kinds of keys are hidden from some rows.
-        softcap: whether scores are capped.
-        interpreted: whether Triton's interpreter runs it.
+        bits: True if masks hide kinds of keys.
+        softcap: True if scores are soft-capped.
+        interpreted: True if Triton's interpreter runs the kernel.
     """
     return {
         "BITS": bits,
@@ -220,17 +215,13 @@ def constants(
 
 
 def options(config: KernelConfig) -> dict[str, Any]:
-    """Compiler options of a kernel."""
+    """Return the compiler options of a kernel."""
     return {"num_warps": config.warps, "num_stages": config.stages, **SMALL_OPTIONS}
 
 
 def key_passes(config: KernelConfig, *, with_query: bool = False) -> list[dict[str, bool]]:
-    """Compile-time arguments of the launches of the keys' and values' gradients.
-
-    Args:
-        config: the kernel's.
-        with_query: whether the query's are summed up with them.
-    """
+    """Return the compile-time arguments of each launch for the gradients of keys and values.
+    ``with_query`` adds the query's gradient to them."""
     passes = [(True, True)] if not config.two_passes else [(False, True), (True, False)]
     return [
         {"FOR_KEY": key, "FOR_VALUE": value, "FOR_QUERY": with_query} for key, value in passes
@@ -238,16 +229,11 @@ def key_passes(config: KernelConfig, *, with_query: bool = False) -> list[dict[s
 
 
 def scales(head_dim: int, scale: float | None, softcap: float | None) -> tuple[float, float, float]:
-    """The kernels' scalar arguments: factor inside the tanh (2 log2(e) scale / softcap; unused
-    without softcap), factor of scores in base 2, scale.
-
-    Args:
-        head_dim: D.
-        scale: of the scores; default ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+    """Return the kernels' scalar arguments: the factor inside the tanh (2 log2(e) scale / softcap;
+    unused without softcap), the factor of scores in base 2, and the scale (default ``D ** -0.5``).
 
     Raises:
-        ValueError: a scale or softcap that is not positive.
+        ValueError: scale or softcap is not positive.
     """
     scale = float(head_dim**-0.5 if scale is None else scale)
     if not scale > 0 or math.isinf(scale):

@@ -1,4 +1,4 @@
-"""What the kernels can read of query, key and value."""
+"""Checks and layouts of query, key and value for the kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raymm.kernels.flash.gpu.ops import STRIDE_UNIT
 from raymm.kernels.mask.mask import AttentionMask
 
 INTERPRETED = not isinstance(attention_forward, triton.JITFunction)
-"""Whether the kernels run on the CPU (TRITON_INTERPRET=1 was set when they were imported)."""
+"""True if the kernels run on the CPU (TRITON_INTERPRET=1 was set when they were imported)."""
 _ALIGNMENT = 16  # bytes
 _DESCRIPTOR_ARCHITECTURE = 9
-"""The first major version of CUDA devices that load by tensor descriptors."""
+"""Lowest CUDA compute capability (major) with tensor descriptors."""
 
 
 def check_operands(
@@ -25,17 +25,15 @@ def check_operands(
     value: torch.Tensor,
     masks: Sequence[AttentionMask],
 ) -> None:
-    """Refuse what the kernels cannot read.
+    """Check that the kernels can read the tensors.
 
     Args:
-        query: (B, Hq, Tq, D).
-        key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, Dv).
+        query, key, value: (B, Hq, Tq, D), (B, Hk, Tk, D) and (B, Hk, Tk, Dv).
         masks: one (Tq, Tk) mask per sequence.
 
     Raises:
-        ValueError: shapes that do not fit one another, dtypes or devices that differ, tensors
-            that are not on a CUDA device (unless Triton interprets).
+        ValueError: shapes do not fit one another, dtypes or devices differ, or tensors are not on a
+            CUDA device (unless Triton interprets).
     """
     if {query.dim(), key.dim(), value.dim()} != {4} or value.shape[:3] != key.shape[:3]:
         raise ValueError(
@@ -67,7 +65,7 @@ def check_operands(
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that starts rows at whole vectors."""
+    """Return the tensor, or a copy if its rows are not dense and aligned to 16 bytes."""
     strides = [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     fits = (
         tensor.stride(-1) == 1
@@ -78,8 +76,8 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Batch, head and token strides in units of STRIDE_UNIT; 0 along dimensions of size 1,
-    whose stride may be anything."""
+    """Return batch, head and token strides in units of STRIDE_UNIT; 0 along dimensions of size 1,
+    whose stride is arbitrary."""
     return tuple(
         stride // STRIDE_UNIT if size > 1 else 0
         for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
@@ -87,24 +85,20 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def sums_in_any_order(device: torch.device) -> bool:
-    """Whether there are kernels that sum up the query's gradient with the others': on sm_90, and
-    in the interpreter. For sm_100 Triton 3.9 compiles them to a trap at 128 columns.
-
-    Args:
-        device: of the tensors.
-    """
+    """Return True if the kernels can also sum the query's gradient in any order: on sm_90, and in
+    the interpreter. For sm_100, Triton 3.9 compiles them to a trap at 128 columns."""
     if device.type != "cuda":
         return INTERPRETED
     return torch.cuda.get_device_capability(device)[0] == _DESCRIPTOR_ARCHITECTURE
 
 
 def describable(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can be made of tensors once they are :func:`aligned`, and the
-    device (or the interpreter) loads by them.
+    """Return True if the device (or the interpreter) supports tensor descriptors, and they can
+    describe the tensors once these are :func:`aligned`. Tensors must not be empty or repeat memory,
+    as expanded tensors do.
 
     Args:
-        tensors: (B, H, T, D), of one device. None may be empty or repeat memory, as expanded
-            ones do.
+        tensors: (B, H, T, D), on one device.
     """
     device = tensors[0].device
     able = INTERPRETED or (
@@ -124,17 +118,16 @@ def describable(*tensors: torch.Tensor) -> bool:
 def source(
     tensor: torch.Tensor, rows: int, columns: int, *, descriptors: bool
 ) -> torch.Tensor | TensorDescriptor:
-    """What a kernel loads tiles of: the tensor, or its descriptor.
+    """Return a kernel's view of its input: the tensor, or a tensor descriptor.
 
     Args:
         tensor: (B, H, T, D), aligned.
-        rows: of a tile.
-        columns: of a tile; those from D on are zeros.
-        descriptors: whether the kernel loads by them.
+        rows, columns: size of a tile; columns from D on read as zeros.
+        descriptors: True if the kernel loads by descriptors.
     """
     if not descriptors:
         return tensor
-    # Along a dimension of size 1 the stride may be anything, but a descriptor looks at it.
+    # The stride of a dimension of size 1 is arbitrary, but a descriptor checks it.
     dense = tensor.numel()
     steps = [
         stride if size > 1 else dense

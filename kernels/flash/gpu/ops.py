@@ -1,9 +1,8 @@
-"""What the attention kernels share: loading rows, the mask test, dot products, run cursors.
+"""Helpers that the attention kernels share: loading rows, mask test, dot products, run cursors.
 
 Legend (all kernels): ``M`` rows of a block of queries, ``N`` keys of a block, ``D`` head dim,
-``BLOCK_D`` the next power of two. Strides count units of :data:`STRIDE_UNIT` elements, so
-that the compiler knows rows to start at whole vectors and one compiled kernel serves every
-length and layout.
+``BLOCK_D`` the next power of two. Strides are in units of :data:`STRIDE_UNIT` elements, so that the
+compiler knows that rows are aligned, and one compiled kernel serves every length and layout.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ STRIDE_UNIT = 8
 """Elements; 16 bytes of bf16 or fp16."""
 
 TABLE_UNIT = 256
-"""Tokens; tables with a value per row or key are filled up to whole units, the largest block, so
-that kernels read them without looking whether a token is."""
+"""Tokens; tables with a value per row or key are padded to whole units (the largest block), so that
+kernels read them without bounds checks."""
 
 # Columns of a work item.
 ITEM_MASK, ITEM_BATCH, ITEM_BLOCK = 0, 1, 2
 ITEM_FULL_RUN, ITEM_FULL_TILES, ITEM_PARTIAL_RUN, ITEM_PARTIAL_TILES = 3, 4, 5, 6
-ITEM_SLOT = 7  # of the workspace; -1: the item is its block's only one
+ITEM_SLOT = 7  # of the workspace; -1 if the item covers its block alone
 ITEM_COLUMNS = 8
 # Columns of a merge: batch, block, first slot, number of slots.
 MERGE_COLUMNS = 4
 
-# The same for kernels, which read globals only as constexpr.
+# The same constants for kernels, which can read only constexpr globals.
 UNIT = tl.constexpr(STRIDE_UNIT)
 _TABLE_UNIT = tl.constexpr(TABLE_UNIT)
 _MASK, _BATCH, _BLOCK = (tl.constexpr(c) for c in (ITEM_MASK, ITEM_BATCH, ITEM_BLOCK))
@@ -38,9 +37,9 @@ _MERGE_COLUMNS = tl.constexpr(MERGE_COLUMNS)
 
 @triton.jit
 def work_item(items, n_items, head_span):
-    """The work item and head of this program: spans of ``head_span`` heads one after another,
-    so that the keys of a span stay in the L2 cache; within a span, items in table order
-    (heaviest first), all its heads side by side."""
+    """Return the work item and head of this program. Spans of ``head_span`` heads run one after
+    another, so that the keys of a span stay in the L2 cache. Within a span, items are in table
+    order (heaviest first), with all heads side by side."""
     program = tl.program_id(0)
     per_span = n_items * head_span
     within = program % per_span
@@ -50,13 +49,13 @@ def work_item(items, n_items, head_span):
 
 @triton.jit
 def item_block(item):
-    """Mask (64 bits), sequence of the batch and block of an item."""
+    """Return mask (64 bits), sequence of the batch and block of an item."""
     return tl.load(item + _MASK).to(tl.int64), tl.load(item + _BATCH), tl.load(item + _BLOCK)
 
 
 @triton.jit
 def item_tiles(item, FULL: tl.constexpr):
-    """First run and number of the full, or the partial, tiles of an item."""
+    """Return the first run and the number of the full, or the partial, tiles of an item."""
     if FULL:
         return tl.load(item + _FULL_RUN), tl.load(item + _FULL_TILES)
     return tl.load(item + _PARTIAL_RUN), tl.load(item + _PARTIAL_TILES)
@@ -64,13 +63,14 @@ def item_tiles(item, FULL: tl.constexpr):
 
 @triton.jit
 def item_slot(item):
-    """Slot of the workspace; negative if the item is its block's only one."""
+    """Return the slot of the workspace; negative if the item covers its block alone."""
     return tl.load(item + _SLOT)
 
 
 @triton.jit
 def merge_block(merges, n_heads, CHUNKS: tl.constexpr):
-    """Of a merge's program: sequence, head, block, chunk of rows, first slot, slots."""
+    """Return a merge program's sequence, head, block, chunk of rows, first slot and number of
+    slots."""
     program = tl.program_id(0)
     merge = merges + (program // (n_heads * CHUNKS)) * _MERGE_COLUMNS
     head = (program // CHUNKS) % n_heads
@@ -82,13 +82,13 @@ def merge_block(merges, n_heads, CHUNKS: tl.constexpr):
 
 @triton.jit
 def head_base(base, batch, head, stride_b, stride_h):
-    """Address of the first row of one head, in 64 bits."""
+    """Return the address of the first row of one head, in 64 bits."""
     return base + (batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h) * UNIT
 
 
 @triton.jit
 def row_base(base, start, stride_t):
-    """Address of row ``start``, in 64 bits: a million rows of many heads pass 2^31 elements."""
+    """Return the address of row ``start``, in 64 bits: long inputs exceed 2^31 elements."""
     return base + start.to(tl.int64) * stride_t * UNIT
 
 
@@ -97,8 +97,8 @@ def load_rows(
     base, stride_t, n_rows, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CHECK: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, BLOCK_D) from the row at ``base`` on; zeros past ``D`` and, with CHECK, from
-    row ``n_rows`` on."""
+    """Load (ROWS, BLOCK_D) starting at ``base``, with zeros past ``D`` and, with CHECK, from row
+    ``n_rows`` on."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     pointers = base + rows[:, None] * (stride_t * UNIT) + columns[None, :]
     if CHECK:
@@ -115,8 +115,8 @@ def load_tile(
     source, batch, head, start, stride_t, n_rows, ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, BLOCK_D) from row ``start`` on: of a tensor's descriptor (TMA), which gives zeros
-    past its ends by itself, or of a head's address, as :func:`load_rows`."""
+    """Load (ROWS, BLOCK_D) from row ``start`` on: from a tensor's descriptor (TMA), which returns
+    zeros out of bounds, or from a head's address, like :func:`load_rows`."""
     if TMA:
         tile = tl.reshape(source.load([batch, head, start, 0]), (ROWS, BLOCK_D))
     else:
@@ -129,7 +129,7 @@ def load_tile(
 def store_rows(
     base, tile, stride_t, n_rows, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """The inverse of a checked :func:`load_rows`."""
+    """Store a tile; the inverse of a checked :func:`load_rows`."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     pointers = base + rows[:, None] * (stride_t * UNIT) + columns[None, :]
     mask = (rows[:, None] < n_rows) & (columns[None, :] < D)
@@ -138,20 +138,20 @@ def store_rows(
 
 @triton.jit
 def slot_base(workspace, slot, head, n_heads, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Address of the (ROWS, BLOCK_D) part of a slot and head; dense, fp32."""
+    """Return the address of the (ROWS, BLOCK_D) part of a slot and head; dense, fp32."""
     return workspace + (slot.to(tl.int64) * n_heads + head) * (ROWS * BLOCK_D)
 
 
 @triton.jit
 def slot_offsets(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(ROWS, BLOCK_D) offsets within a slot of the workspace, which is dense."""
+    """Return (ROWS, BLOCK_D) offsets within a slot of the dense workspace."""
     return tl.arange(0, ROWS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a @ b + accumulator in fp32. The interpreter multiplies bf16 as the integers that hold
-    it, so it gets fp32 (UPCAST)."""
+    """Compute a @ b + accumulator in fp32. UPCAST casts to fp32 first, because the interpreter
+    multiplies bf16 as the integers that store it."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
@@ -159,7 +159,7 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def capped(scores, inner, SOFTCAP: tl.constexpr):
-    """tanh of scores by ``inner`` = 2 log2(e) scale / softcap; without softcap, the scores."""
+    """Return tanh(scores), ``inner`` = 2 log2(e) scale / softcap; without softcap, the scores."""
     if SOFTCAP:
         # 1 - 2 / (exp(2 x) + 1); the square of rsqrt takes fewer registers than a division.
         root = tl.rsqrt(tl.exp2(scores * inner) + 1.0)
@@ -169,13 +169,13 @@ def capped(scores, inner, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def filled(n_tokens):
-    """Tokens of a table with a value for each of ``n_tokens``."""
+    """Return the length of a table with a value for each of ``n_tokens``, padded to whole units."""
     return tl.cdiv(n_tokens, _TABLE_UNIT) * _TABLE_UNIT
 
 
 @triton.jit
 def load_bounds(bounds, rows, start, n_filled):
-    """lo1, length1, lo2, length2 of some rows; rows that are not see nothing."""
+    """Load lo1, length1, lo2, length2 of rows; padding rows see no key."""
     pointers = bounds + start + rows
     lo1 = tl.load(pointers)
     length1 = tl.load(pointers + n_filled)
@@ -186,8 +186,8 @@ def load_bounds(bounds, rows, start, n_filled):
 
 @triton.jit
 def visible(keys, lo1, length1, lo2, length2, attend, identity, BITS: tl.constexpr):
-    """The mask test (kernels/mask/mask.py); arguments broadcast over rows and keys. An unsigned
-    comparison is both ends of an interval at once."""
+    """Apply the mask test (kernels/mask/mask.py); arguments broadcast over rows and keys. One
+    unsigned comparison checks both ends of an interval."""
     first = (keys - lo1).to(tl.uint32, bitcast=True) < length1.to(tl.uint32, bitcast=True)
     second = (keys - lo2).to(tl.uint32, bitcast=True) < length2.to(tl.uint32, bitcast=True)
     seen = first | second
@@ -198,8 +198,8 @@ def visible(keys, lo1, length1, lo2, length2, attend, identity, BITS: tl.constex
 
 @triton.jit
 def next_block(runs, run, block, stop):
-    """The block after ``block`` in the runs of a work item: its run, itself, its run's stop.
-    After the last run it reads the next table entry, which exists."""
+    """Return the run, block and stop that follow ``block`` in the runs of a work item. After the
+    last run this reads the next table entry, which exists."""
     ended = block + 1 == stop
     run += ended.to(tl.int32)
     first = tl.load(runs + 2 * run)

@@ -1,15 +1,15 @@
-"""Work items of the Triton attention kernels: which tiles each program does, in which order.
+"""Work items of the Triton attention kernels: the tiles of each program, and their order.
 
-Decided on the host, from the runs of a mask (kernels/mask/tiles.py), as small tables:
+They are computed on the host from the runs of a mask (kernels/mask/tiles.py), as small tables:
 
-- *items*: one per block of rows, or several where a block is split; heaviest first, so that
-  light ones fill the end of the grid;
-- *runs*: of blocks of the other side, an item's full ones before its partial ones;
-- *merges*: the split blocks, and where their parts are (Cornstarch v2 §3.2.2: long rows are
-  split into sub-blocks whose outputs are aggregated by LSE).
+- *items*: one per block of rows, or several if a block is split; heaviest first, so that light
+  items fill the end of the grid;
+- *runs*: runs of blocks of the other side; an item's full runs come before its partial ones;
+- *merges*: the split blocks and the slots of their parts (Cornstarch v2 §3.2.2: long rows are split
+  into sub-blocks whose outputs are aggregated by LSE).
 
-Pure numpy; the same tables serve the forward kernel and the query's gradient (rows are
-queries, runs are of key blocks) and the gradient of keys and values (the other way around).
+Pure numpy. The same tables serve the forward kernel and the query's gradient (rows are queries,
+runs are of key blocks) and, transposed, the gradient of keys and values.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from raymm.kernels.mask.compiled import compiled
 from raymm.kernels.mask.tiles import Tiles
 
 ITEM_TILES = 2
-"""What starting and ending a program costs, in tiles."""
+"""Cost of starting and ending a program, in tiles."""
 PART_TILES = 320
-"""What a part costs (its fp32 output written, read and merged), in tiles of one key: 8 bytes
-per element of the output at 25 GB/s and SM against 4 FLOP per element and key at 3.8 TFLOP/s
-and SM (H100 SXM: 3.35 TB/s, 500 TFLOP/s in attention, 132 SMs)."""
+"""Cost of a part (write, read and merge its fp32 output), in tiles of one key: 8 bytes per output
+element at 25 GB/s per SM, against 4 FLOP per element and key at 3.8 TFLOP/s per SM (H100 SXM: 3.35
+TB/s, 500 TFLOP/s in attention, 132 SMs)."""
 SMALLEST_PART = 4
-"""Tiles; shorter parts would mostly start and end."""
+"""Tiles; shorter parts would spend most of their time on starting and ending."""
 REPLAYED = 64
-"""Items per processor of which the estimate replays the order."""
+"""Items per processor whose order the estimate simulates."""
 GAIN = 0.02
-"""A finer split must shorten the estimate by this share to be chosen."""
+"""A finer split must shorten the estimate by this fraction to be chosen."""
 
 
 @dataclass(frozen=True)
 class WorkTables:
-    """What a kernel reads, as numpy arrays.
+    """Tables of a kernel, as numpy arrays.
 
     Attributes:
-        items: (n, 8) int32, heaviest first: mask, sequence of the batch, block, first full
-            run, full tiles, first partial run, partial tiles, slot of the workspace (-1 if
-            the block is not split).
-        runs: (R + 1, 2) int32: first block and one past the last. The last row is padding
-            that kernels may read and do not use.
+        items: (n, 8) int32, heaviest first: mask, sequence of the batch, block, first full run,
+            full tiles, first partial run, partial tiles, slot of the workspace (-1 if the block is
+            not split).
+        runs: (R + 1, 2) int32: first block and index after the last. The last row is padding that
+            kernels may read and do not use.
         merges: (m, 4) int32: sequence, block, first slot, number of slots.
         slots: parts in the workspace.
     """
@@ -69,14 +69,14 @@ class WorkTables:
 
 
 def makespan(work: np.ndarray, heads: int, processors: int) -> float:
-    """Time to do ``heads`` copies of every item on ``processors``, longest first, each on the
-    processor that is free first. Beyond the longest :data:`REPLAYED` per processor, items
-    count as divisible.
+    """Return the time to process ``heads`` copies of every item, longest first, each on the
+    processor that is free first. Items after the longest :data:`REPLAYED` per processor count as
+    divisible.
 
     Args:
         work: (n,) per item, any unit.
-        heads: how often every item is to be done.
-        processors: that work at the same time.
+        heads: copies of every item.
+        processors: number that work in parallel.
     """
     work = np.sort(np.asarray(work, dtype=np.float64))[::-1]
     if not len(work):
@@ -97,23 +97,23 @@ def _replay(work: np.ndarray, heads: int, processors: int, count: int) -> float:
 
 
 def parts_of(work: np.ndarray, most: int) -> np.ndarray:
-    """(n,) int64: parts of at most ``most`` tiles that every block is cut into, at least 1."""
+    """Return (n,) int64 the number of parts of at most ``most`` tiles per block, at least 1."""
     return np.maximum(-(-np.asarray(work, dtype=np.int64) // most), 1)
 
 
 def choose_split(work: np.ndarray, heads: int, processors: int, part_cost: float) -> int | None:
-    """The most tiles that a work item may have; None if nothing is worth splitting.
+    """Return the most tiles that a work item may have; None if splitting does not pay off.
 
-    The estimated time without splitting is weighed against that with parts of a processor's
-    mean share divided by 1, 2, 4 and 8, with what every part costs; a finer split is taken
-    only if it gains 2%. While the longest block is at most 2% of the mean share, nothing can.
-    A pure function of its arguments: every rank and every run decides the same.
+    Compares the estimated time without splitting with that of parts of 1, 1/2, 1/4 and 1/8 of a
+    processor's mean load, including the cost of each part. A finer split must gain 2%. If the
+    longest block is at most 2% of the mean load, no split can. The result depends only on the
+    arguments, so every rank and every run decides the same.
 
     Args:
         work: (n,) int64 tiles per block.
         heads: programs per block.
         processors: programs that run at a time.
-        part_cost: of writing and merging one part, in tiles.
+        part_cost: cost of writing and merging one part, in tiles.
     """
     longest = int(work.max()) if len(work) else 0
     mean = (work + ITEM_TILES).sum() * heads / processors
@@ -133,15 +133,9 @@ def choose_split(work: np.ndarray, heads: int, processors: int, part_cost: float
 
 
 def head_span(heads: int, group: int, bytes_per_group: int, cache_bytes: int) -> int:
-    """Heads whose programs are launched side by side: as many whole groups as have what they
-    read (``bytes_per_group`` each) in a cache of ``cache_bytes``; a divisor of ``heads``.
-
-    Args:
-        heads: of queries.
-        group: query heads per key head.
-        bytes_per_group: what the programs of a group read.
-        cache_bytes: of the cache.
-    """
+    """Return the number of heads whose programs are launched side by side, a divisor of ``heads``:
+    as many whole groups as have their inputs (``bytes_per_group`` each) in a cache of
+    ``cache_bytes``. ``group`` is the number of query heads per key head."""
     groups = heads // group
     fitting = max(1, min(groups, cache_bytes // max(bytes_per_group, 1)))
     while groups % fitting:
@@ -156,14 +150,14 @@ def work_tables(
     block: int,
     most: int | None,
 ) -> WorkTables:
-    """Tables of a batch.
+    """Return the tables of a batch.
 
     Args:
         tiles: per distinct mask.
-        sequences: (B,) the mask of every sequence of the batch.
-        sizes: per distinct mask, tokens of the side that the runs are of.
-        block: tokens of one of their blocks.
-        most: tiles of an item; None to split nothing.
+        sequences: (B,) mask index of every sequence of the batch.
+        sizes: per distinct mask, tokens of the side of the runs.
+        block: tokens of a block on that side.
+        most: most tiles of an item; None to split nothing.
     """
     own = [_mask_tables(table, size, block, most) for table, size in zip(tiles, sizes, strict=True)]
     run_offsets = np.cumsum([0] + [len(table.runs) for table in own])
@@ -192,10 +186,10 @@ def work_tables(
 
 
 def _mask_tables(tiles: Tiles, size: int, block: int, most: int | None) -> WorkTables:
-    """Tables of one mask for one sequence, items in order of blocks, runs without padding."""
+    """Return the tables of one mask and sequence: items in block order, runs without padding."""
     owner, first, stop, full = _order(tiles, size, block)
     length = stop - first
-    # Coordinates of tiles: all blocks' tiles one after another, full ones of a block first.
+    # Coordinates of tiles: the tiles of all blocks concatenated, full tiles of a block first.
     run_at = np.cumsum(length) - length
     n_blocks = len(tiles.offsets) - 1
     work = np.bincount(owner, weights=length, minlength=n_blocks).astype(np.int64)
@@ -205,7 +199,7 @@ def _mask_tables(tiles: Tiles, size: int, block: int, most: int | None) -> WorkT
     part_block = np.repeat(np.arange(n_blocks), parts)
     part_number = np.arange(len(part_block)) - np.repeat(np.cumsum(parts) - parts, parts)
     part_at = block_at[part_block] + work[part_block] * part_number // parts[part_block]
-    # Cut runs where parts begin.
+    # Split runs where parts begin.
     edges = np.unique(np.concatenate([run_at, part_at[work[part_block] > 0]]))
     run = np.searchsorted(run_at, edges, side="right") - 1
     cut_first = first[run] + edges - run_at[run]
@@ -233,8 +227,8 @@ def _mask_tables(tiles: Tiles, size: int, block: int, most: int | None) -> WorkT
 def _order(
     tiles: Tiles, size: int, block: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Owner, first block, stop and full of all runs, by owner, full ones first. A last block
-    that is not whole counts as partial: full tiles are read without a bounds check."""
+    """Return owner, first block, stop and full of all runs, by owner, full runs first. An
+    incomplete last block counts as partial, because full tiles are read without a bounds check."""
     runs = tiles.runs.astype(np.int64)
     owner = np.repeat(np.arange(len(tiles.offsets) - 1), np.diff(tiles.offsets))
     first, stop, full = runs[:, 0], runs[:, 1].copy(), runs[:, 2]
