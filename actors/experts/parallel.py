@@ -142,7 +142,9 @@ def check_experts(module: nn.Module) -> None:
     (count, *others) = sorted(counts) or [0]
     if others or (declared is not None and declared != count):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
-        raise ModelError(f"its parameters are not each of {declared} experts: {shapes}")
+        raise ModelError(
+            f"its parameters do not all have {declared} experts in dimension 0: {shapes}"
+        )
     if list(module.buffers()) or any("." in name for name in parameters):
         raise ModelError("it has buffers, or modules with parameters of their own")
     asked = [
@@ -174,7 +176,7 @@ def _compare(module: nn.Module, count: int) -> None:
             output = alone(hidden[tokens], index, weights[tokens, slots][:, None])
             total = total.index_add(0, tokens, output)
     if not torch.allclose(total, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
-        raise ModelError("what its experts make of tokens one by one is something else")
+        raise ModelError("its experts give another result when each processes its tokens alone")
 
 
 def _width(module: nn.Module) -> int:
@@ -186,4 +188,4 @@ def _width(module: nn.Module) -> int:
             return getattr(module, name)
     if len(common) == 1:
         return common.pop()
-    raise ModelError(f"nobody knows how wide its tokens are: one of {sorted(common)}")
+    raise ModelError(f"the hidden size of its tokens is ambiguous: it is one of {sorted(common)}")

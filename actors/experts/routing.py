@@ -259,7 +259,7 @@ def real_tokens(attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> 
         return torch.ones(shape, dtype=torch.bool, device="cpu")
     if attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)}; accepted of a mixture of "
-            "experts: (B, T), which says what padding is"
+            f"attention_mask of shape {tuple(attention_mask.shape)}; accepted for a mixture of "
+            "experts: a padding mask (B, T)"
         )
     return attention_mask.bool()

@@ -85,8 +85,8 @@ def _of_layers(name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     if any(other.startswith(name + ".") for other in tensors):
         return _Layers(name, tensors)
     raise AttributeError(
-        f"the forward reads {name!r} of a block that another stage has; of those, a stage has "
-        "plain attributes and the dtypes of parameters only"
+        f"the forward reads {name!r} of a block that is on another stage; of such blocks, only "
+        "plain attributes and the dtypes of parameters are available"
     )
 
 
@@ -328,16 +328,16 @@ class Passage:
         """The forward has come to its end."""
         if self._left is None:
             raise InputError(
-                f"{what} skipped every block, and stages have only what blocks return to hand on; "
-                "give the module one stage (pp 1), or a smaller probability of skipping a block in "
-                "its config (layerdrop)"
+                f"{what} skipped every block, but a stage can send only what a block returns; give "
+                "the module one stage (pp 1), or lower the probability of skipping a block in its "
+                "config (layerdrop)"
             )
         if self._is_last:
             return
         if self._left._version != self._version:
             raise RuntimeError(
-                f"{what} skipped the last blocks, and changes in place what the one before them "
-                "returned; give the module one stage (pp 1)"
+                f"{what} skipped the last blocks and changed the output of the block before them "
+                "in place; give the module one stage (pp 1)"
             )
         raise self.cut(self._left)
 

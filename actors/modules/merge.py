@@ -90,7 +90,10 @@ def merge_rows(
         )
     kept = _label_count(labels)
     if labelled != kept:
-        raise ModelError(f"the merge policy turned {labelled} label tokens into {kept}")
+        raise ModelError(
+            f"the merge policy turned {labelled} label tokens into {kept}; the number must not "
+            "change"
+        )
     return merged
 
 
@@ -111,13 +114,13 @@ def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.T
         if seen is not None and seen.shape != shape:
             raise ModelError(
                 f"the merge policy returned an attention_mask of shape {tuple(seen.shape)}; "
-                f"with context parallelism or packing it is (B, T), here {tuple(shape)}: what "
-                "else hides tokens is the model's mask"
+                "accepted with context parallelism or packing: a padding mask (B, T), here "
+                f"{tuple(shape)}. Use the model's mask to hide other tokens"
             )
     elif layout is None:
         raise ModelError(
-            "the merge policy returned no token_layout, which the model's mask is made "
-            "from; see raymm.actors.modules.token_layout"
+            "the merge policy returned no token_layout, which the model's mask is built from; see "
+            "raymm.actors.modules.token_layout"
         )
     try:
         if mask is None:
@@ -251,8 +254,8 @@ class ReplaceTokens:
                 row, place = wrong.nonzero()[0].tolist()
                 raise ModelError(
                     f"labels[{row}, {place}] is {int(labels[row, place])} at a placeholder token "
-                    f"(id {token_id}) for encoder {name!r}; accepted: {IGNORE_INDEX}, as nothing "
-                    "is to predict what an encoder says"
+                    f"(id {token_id}) for encoder {name!r}; accepted: {IGNORE_INDEX}, because the "
+                    "features of an encoder are not predicted"
                 )
         return labels.shape[1]
 

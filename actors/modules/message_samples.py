@@ -196,9 +196,8 @@ def _rows_of_all(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = " and ".join(str(tuple(part.shape)) for part in parts)
         raise ModelError(
-            f"outputs of replicas of {name!r} are of shapes {shapes} for samples of one "
-            "microbatch; accepted: shapes that follow from the microbatch, not from a replica's "
-            "samples"
+            f"outputs of replicas of {name!r} have shapes {shapes} for samples of one microbatch; "
+            "accepted: shapes that depend on the microbatch, not on the samples of a replica"
         )
     return torch.cat(tuple(parts))
 

@@ -147,8 +147,8 @@ def inputs_left_alone(spec: NodeSpec, arguments: Mapping[str, Any]) -> Iterator[
         # Others read the same memory: what they see would depend on who is first.
         if _version(tensor) != version:
             raise ModelError(
-                f"{spec.name!r} changes its input {keyword!r} in place; accepted: modules that "
-                "leave what they read as it is (inplace=False)"
+                f"{spec.name!r} changes its input {keyword!r} in place; accepted: modules that do "
+                "not change their inputs (inplace=False)"
             )
 
 
@@ -222,7 +222,7 @@ def _named(spec: NodeSpec, output: Any) -> Tensors:
     for name, value in outputs.items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f"output {name!r} of {spec.name!r} is {type(value).__name__}; name the tensors to "
-                "hand on in outputs"
+                f"output {name!r} of {spec.name!r} is {type(value).__name__}; list the tensors to "
+                "pass to other modules in outputs"
             )
     return outputs

@@ -40,8 +40,8 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     present = {name for name, value in merged.items() if value is not None}
     if unknown := sorted(present - accepted):
         raise ValueError(
-            f"the merge policy returned {unknown}; with packing a language model gets "
-            f"{sorted(accepted)} and nothing else"
+            f"the merge policy returned {unknown}; accepted for a language model with packing: "
+            f"{sorted(accepted)}"
         )
     real = layout[2] != PADDING
     B, T = real.shape

@@ -213,8 +213,8 @@ def _probe_packing(source: ModuleSource, has_mask: bool, mixers: Collection[str]
     due = torch.cat(rows, dim=1)
     if not bool((packed - due).norm() <= _NOISE * due.norm()):
         raise ProbeError(
-            f"{name} cannot {what}: samples of one row give another result than rows of their own"
-            f"{'' if has_mask else ', or its own mask is not causal'}"
+            f"{name} cannot {what}: samples in one row give another result than samples in "
+            f"separate rows{'' if has_mask else ', or its own mask is not causal'}"
         )
 
 
@@ -259,8 +259,8 @@ def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
     change = (first[:, order] - second).norm(dim=-1) / first.norm(dim=-1).max()
     if not bool((change <= _NOISE).all()):
         raise ProbeError(
-            f"{name} cannot {what}: its result depends on the order of tokens besides "
-            f"their position_ids{'' if has_mask else ', or its own mask is not causal'}"
+            f"{name} cannot {what}: its result depends on the order of tokens besides their "
+            f"position_ids{'' if has_mask else ', or its own mask is not causal'}"
         )
 
 

@@ -113,7 +113,7 @@ def _check(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> 
     if more := sorted(fitted.travels - spec.travels):
         raise ProbeError(
             f"callbacks of {spec.name!r} read {', '.join(more)}, which the example inputs did not "
-            "have, so that its stages are not made for it"
+            "contain, so its stages do not send it; add it to example_inputs"
         )
 
 
@@ -137,7 +137,7 @@ def chain_example(spec: EncoderSpec, model: nn.Module, example: Inputs | None) -
         except ProbeError as error:
             raise ProbeError(
                 f"{error}. These inputs were guessed from the config of {type(model).__name__}: "
-                "give example_inputs, what a batch has for the encoder"
+                "give example_inputs as a batch has them for the encoder"
             ) from error
     return guessed
 
@@ -159,7 +159,7 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
     except USER_CODE_RAISES as error:  # whatever a callback may raise
         raise ProbeError(
             f"preprocess_callback of {spec.name!r} fails on {in_words(example)}{because(error)}; "
-            "give example_inputs that it takes"
+            "give example_inputs that it accepts"
         ) from error
     if not isinstance(inputs, Mapping):
         raise ProbeError(
@@ -251,20 +251,20 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
         whole = chain.run((0, chain.spec.num_layers))
     except USER_CODE_RAISES as error:
         raise ProbeError(
-            f"callbacks of {spec.name!r} fail on {in_words(example)} and a copy of "
-            f"{type(model).__name__} of {chain.spec.num_blocks} blocks, with which they are tried "
-            f"where it is cut{because(error)}; give example_inputs that they take, or {_ONE_STAGE}"
+            f"callbacks of {spec.name!r} fail on {in_words(example)} and a {type(model).__name__} "
+            f"of {chain.spec.num_blocks} blocks, which is used to test the cut{because(error)}; "
+            f"give example_inputs that they accept, or {_ONE_STAGE}"
         ) from error
     if failure is not None:
         raise ProbeError(
-            f"callbacks of {spec.name!r} fail where it is cut{because(failure)}; what one "
-            f"callback keeps is not there for another one in a later stage: {_ONE_STAGE}"
+            f"callbacks of {spec.name!r} fail where it is cut{because(failure)}; what one callback "
+            f"stores is not available to another callback in a later stage: {_ONE_STAGE}"
         ) from failure
     if difference := staged.difference(whole):
         raise ProbeError(
             f"with its callbacks, {spec.name!r} gives other numbers where it is cut "
-            f"({difference}): what a callback keeps, draws or changes in one stage is not there "
-            f"in the next; {_ONE_STAGE}"
+            f"({difference}): what a callback stores, draws or changes in one stage is not "
+            f"available in the next; {_ONE_STAGE}"
         )
     return replace(spec, travels=chain.spec.travels)
 

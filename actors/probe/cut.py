@@ -58,8 +58,9 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
             copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
-            f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs "
-            f"give{because(error)}; give what a batch has for the encoder", inputs,
+            f"{type(model).__name__} does not accept {in_words(inputs)} from "
+            f"example_inputs{because(error)}; give inputs as a batch has them for the "
+            "encoder", inputs,
         ) from error
     return dict(inputs)
 
@@ -89,8 +90,8 @@ def _merged_run(model: nn.Module, arguments: Callable[[nn.Module], Mapping[str, 
             copy.deepcopy(model)(**called_with, use_cache=False)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotRunError(
-            f"{type(model).__name__} does not run on what the merge policy returns"
-            f"{because(error)}; return arguments that its forward takes"
+            f"{type(model).__name__} does not run on the arguments that the merge policy "
+            f"returns{because(error)}; return arguments that its forward accepts"
         ) from error
     ids = torch.ones(called_with["inputs_embeds"].shape[:2], dtype=torch.int64)
 
@@ -134,8 +135,8 @@ def _vocabulary(model: nn.Module) -> int:
         return input_embeddings(model).weight.shape[0]
     except (AttributeError, NotImplementedError, TypeError) as error:
         raise ProbeError(
-            f"{type(model).__name__} has no table of token embeddings (get_input_embeddings), "
-            "which text is embedded with; it cannot be the language model"
+            f"{type(model).__name__} has no token embeddings (get_input_embeddings) to embed text "
+            "with; it cannot be the language model"
         ) from error
 
 
@@ -162,15 +163,15 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
     if isinstance(of_embeds, torch.Tensor):
         if isinstance(of_ids, torch.Tensor) and not _alike(of_embeds, of_ids):
             raise ProbeError(
-                f"{name} gives other logits for inputs_embeds than for the input_ids that they are "
-                "of: it reads more of ids than their embeddings; tokens that are merged with those "
-                "of encoders have no ids; take another model, or the whole one (model: "
-                "{path: FOLDER, train: ...})"
+                f"{name} gives other logits for inputs_embeds than for the same tokens as "
+                "input_ids: it uses the ids for more than their embeddings, but tokens that are "
+                "merged with those of encoders have no ids; take another model, or the whole one "
+                "(model: {path: FOLDER, train: ...})"
             )
         return
     if isinstance(of_ids, torch.Tensor):
         raise NotRunError(
-            f"{name} runs on input_ids only, not on inputs_embeds ({brief(of_embeds)}); tokens "
+            f"{name} runs on input_ids only, not on inputs_embeds ({brief(of_embeds)}), but tokens "
             "that are merged with those of encoders have no ids; take another model"
         )
     raise NotRunError(
@@ -296,8 +297,8 @@ def of_one_that_runs(
     if largest >= (own := parameters_of(source.skeleton())):
         raise failed[-1]
     raise NotRunError(
-        f"{failed[0]} (so say smaller copies; of its own size, {own:,} parameters, it is too large "
-        "to be tried here: if it does run, give it one stage (pp 1))"
+        f"{failed[0]} (found with smaller models of the class; at its full size, {own:,} "
+        "parameters, it is too large to be tried here: if it does run, give it one stage (pp 1))"
     ) from failed[0]
 
 
@@ -318,9 +319,10 @@ def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
     skeleton = source.skeleton()
     if checkpoints_itself(skeleton):
         raise ProbeError(
-            f"{type(skeleton).__name__} has gradient checkpointing of its own, which runs blocks "
-            "again without what another stage handed them; call gradient_checkpointing_disable() "
-            "and plan it with recompute, or give it one stage (pp 1)"
+            f"{type(skeleton).__name__} has its own gradient checkpointing enabled, which reruns "
+            "blocks without the tensors that another stage sent; call "
+            "gradient_checkpointing_disable() and plan it with recompute, or give it one stage (pp "
+            "1)"
         )
 
     def probe(model: nn.Module) -> CutInfo:

@@ -66,8 +66,8 @@ def example_inputs(model: nn.Module) -> Inputs:
     main = _main_input(model, list(_parameters(model)))
     why = f"; tried: {'; '.join(tried)}" if tried else ""
     raise ModelError(
-        f"cannot guess inputs named {main!r} for {name}; give example_inputs, what a batch has for "
-        f"the encoder: ModalityModule(..., example_inputs={{{main!r}: tensor}}), or in a "
+        f"cannot guess inputs named {main!r} for {name}; give example_inputs as a batch has them "
+        f"for the encoder: ModalityModule(..., example_inputs={{{main!r}: tensor}}), or in a "
         f"configuration example_inputs: {{{main}: {{shape: [...], dtype: float32}}}}{why}"
     )
 

@@ -66,7 +66,7 @@ def check_history(
             again = result(trains, False)
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise NotRunError(
-                f"{name!r} does not run on the inputs that it is tried with{because(error)}"
+                f"{name!r} does not run on its trial inputs{because(error)}"
             ) from error
     limit = _ROUNDING * float(first.abs().max()) if first.numel() else 0.0
     if first.shape == again.shape and torch.allclose(

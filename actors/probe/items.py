@@ -73,7 +73,7 @@ def probe_shared_items(
 def _check_structure(skeleton: nn.Module) -> None:
     blocks = find_blocks(skeleton)
     if blocks is None:
-        raise ProbeError("it has no list of blocks whose tokens could be shared")
+        raise ProbeError("it has no list of blocks whose tokens could be split")
     if not hf_attention.can_use(skeleton):
         raise ProbeError("it does not take its attention from transformers' AttentionInterface")
     if not skeleton.training:
@@ -99,8 +99,7 @@ def _check_shares(
     tokens = whole.tokens.shape[1]
     if tokens < _PROCESSES:
         raise ProbeError(
-            f"its example inputs give {tokens} token per item; there is nothing "
-            "to share"
+            f"its example inputs give {tokens} token per item, which cannot be split"
         )
     for rank in range(_PROCESSES):
         part = _Part(whole, rank)
@@ -111,7 +110,9 @@ def _check_shares(
         except _FAILURES as error:
             raise ProbeError(f"it does not run on a part of its tokens{because(error)}") from error
         if part.calls != len(whole.attended):
-            raise ProbeError("a process attends another number of times than the whole does")
+            raise ProbeError(
+                "a process that has part of the tokens calls attention a different number of times"
+            )
         why = "something besides attention mixes tokens in its blocks, or counts them"
         _compare(output, expected, f"parts of its tokens give another result than the whole: {why}")
 
@@ -126,8 +127,8 @@ def _check_training(model: nn.Module, inputs: dict[str, Any], read: Read) -> Non
     assert blocks is not None  # see probe_shared_items
     if skips_blocks(model, blocks, run):
         raise ProbeError(
-            "it leaves out layers at random in training, in which processes have to meet; set the "
-            "probability in its config to 0 (layerdrop)"
+            "it leaves out layers at random in training, but all processes must run the same "
+            "layers; set the probability in its config to 0 (layerdrop)"
         )
     whole = _Whole()
     with DrawnShapes(block_list(model, blocks)) as drawn:
@@ -160,8 +161,8 @@ def _run(
         output = model(**inputs)
     if getattr(output, "hidden_states", None) is not None:
         raise ModelError(
-            "it returns the hidden states of all its blocks (output_hidden_states), of which "
-            "every process has a part"
+            "it returns the hidden states of all its blocks (output_hidden_states), but each "
+            "process has only its own tokens of them"
         )
     return read(output)
 

@@ -43,14 +43,14 @@ def probe_node(
         return spec
     if whole := [use.producer for use in node.inputs if use.every]:
         raise ProbeError(
-            f"{spec.name!r} reads every() of {whole[0]!r}, and is told its {OWN!r} samples, which "
-            f"later stages are not; {_ONE_STAGE}"
+            f"{spec.name!r} reads every() of {whole[0]!r} and takes its {OWN!r} samples as an "
+            f"argument, which later stages do not receive; {_ONE_STAGE}"
         )
     if spec.chain:
         if node.postprocess is not None:
             raise ProbeError(
-                f"{spec.name!r} is cut, and the postprocess of its DagModule reads what its first "
-                "stage has; give the ModalityModule a callback instead"
+                f"{spec.name!r} is cut, but the postprocess of its DagModule reads inputs that "
+                "only its first stage has; give the ModalityModule a callback instead"
             )
         probed = probe_chain(spec, cuts, example)
     else:
@@ -65,8 +65,8 @@ def probe_node(
     for keyword in sorted(travels & producer_of.keys()):
         if producer_of[keyword] in with_gradient:
             raise ProbeError(
-                f"later stages of {spec.name!r} read {keyword!r} of {producer_of[keyword]!r}, and "
-                f"no gradient says which of its layers do; {_ONE_STAGE}"
+                f"later stages of {spec.name!r} read {keyword!r} of {producer_of[keyword]!r}, but "
+                f"without a gradient it is unknown which of their layers do; {_ONE_STAGE}"
             )
     return replace(spec, cut=probed.cut, travels=travels, lost=probed.lost)
 

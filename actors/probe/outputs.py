@@ -69,8 +69,8 @@ def _check(
                 output = postprocess(inputs, output)
     except USER_CODE_RAISES as error:  # whatever a module or callback may raise
         raise NotRunError(
-            f"{spec.name!r} does not run on its example_inputs{because(error)}; give what its "
-            "forward takes"
+            f"{spec.name!r} does not run on its example_inputs{because(error)}; give inputs that "
+            "its forward accepts"
         ) from error
     _check_history(spec, model, inputs)
     if isinstance(output, torch.Tensor):
@@ -87,10 +87,10 @@ def _check(
         ) from error
     if dropped := list(_dropped(model, output, picked)):
         raise ProbeError(
-            f"{name}, the encoder of {spec.name!r}, returns {', '.join(dropped)} beside the tensor "
-            f"of shape {tuple(picked.shape)} that would be used, with parameters of their own, "
-            "which would have no effect; give a postprocess_module_callback that returns the "
-            "tensor to use, such as lambda inputs, output: output.last_hidden_state"
+            f"{name}, the encoder of {spec.name!r}, returns {', '.join(dropped)} in addition to "
+            f"the tensor of shape {tuple(picked.shape)} that would be used; their parameters would "
+            "have no effect. Give a postprocess_module_callback that returns the tensor to use, "
+            "such as lambda inputs, output: output.last_hidden_state"
         )
     return example
 
@@ -110,7 +110,9 @@ def check_node_history(spec: EncoderSpec, example: Mapping[str, Any] | None = No
         try:
             inputs = module_inputs(spec, chain_example(spec, model, example))
         except (ProbeError, *USER_CODE_RAISES) as error:  # whatever a callback may raise
-            raise NotRunError(f"{spec.name!r} has no inputs to be tried{because(error)}") from error
+            raise NotRunError(
+                f"{spec.name!r} cannot be tried without inputs{because(error)}"
+            ) from error
         _check_history(spec, model, inputs)
 
     with contextlib.suppress(NotRunError):

@@ -59,8 +59,8 @@ def reading_layers(
             output = run(module)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
-            f"{type(module).__name__} does not run with {', '.join(ports)}, which its layers are "
-            f"to read{because(error)}; accepted: features of the shape that its layers take"
+            f"{type(module).__name__} does not run with {', '.join(ports)} as input to its "
+            f"layers{because(error)}; accepted: features of the shape that its layers take"
         ) from error
     finally:
         for hook in hooks:

@@ -70,8 +70,8 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
             yield _ready(model)
     if not count:
         raise ProbeError(
-            f"no small copy of {type(skeleton).__name__} can be made to try how it is cut"
-            f"{because(failed[0])}; give it one stage (pp 1)"
+            f"cannot make a small {type(skeleton).__name__} to test how it is "
+            f"cut{because(failed[0])}; give it one stage (pp 1)"
         ) from failed[0]
 
 

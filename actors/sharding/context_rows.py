@@ -212,8 +212,8 @@ def take_tokens(
     if unknown := sorted(name for name, value in merged.items()
                          if name not in accepted and value is not None):  # fmt: skip
         raise ValueError(
-            f"the merge policy returned {unknown}; with context parallelism a language model "
-            f"gets {sorted(accepted)} and nothing else"
+            f"the merge policy returned {unknown}; accepted for a language model with context "
+            f"parallelism: {sorted(accepted)}"
         )
     embeds, targets = merged["inputs_embeds"], merged["targets"]
     missing = int(positions.max()) + 1 - length if len(positions) else 0

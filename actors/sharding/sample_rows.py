@@ -85,8 +85,8 @@ def take_rows(
     """
     if unknown := sorted(set(merged) - set(_ROWS)):
         raise ModelError(
-            f"the merge policy returned {unknown}; with sharding 'fsdp' a language model gets "
-            f"{sorted(_ROWS)} and nothing else"
+            f"the merge policy returned {unknown}; accepted for a language model with sharding "
+            f"'fsdp': {sorted(_ROWS)}"
         )
     count = merged["targets"].shape[0]
     own = row_shares(count, processes, together)[place]

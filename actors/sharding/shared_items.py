@@ -133,7 +133,7 @@ class SharedItems:
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
             shape = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else "of no tensor"
             raise ModelError(
-                f"it hands its blocks a hidden state {shape}; expected (items, tokens, width)"
+                f"it passes its blocks a hidden state {shape}; expected (items, tokens, width)"
             )
         self._length = hidden.shape[1]
         # Nobody is without a token: models reshape to (B, t, -1, D), which says nothing for t = 0.
@@ -172,7 +172,7 @@ class SharedItems:
     def _after_last(self, block: nn.Module, args: tuple, output: Any) -> Any:
         local = output[0] if isinstance(output, tuple) else output
         if not isinstance(local, torch.Tensor) or local.dim() != 3:
-            raise ModelError("it has a last block that returns no (items, tokens, width)")
+            raise ModelError("its last block does not return a tensor (items, tokens, width)")
         assert self._layout is not None  # since its first block
         whole = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()

@@ -105,7 +105,7 @@ def _unit_of_plan(
     if not columns and not gathered:
         raise ModelError(f"{rows[0]!r} has 'rowwise', but nothing in {where!r} has 'colwise'")
     if gathered and not all(s not in ("colwise", "rowwise") for s in members.values()):
-        raise ModelError(f"{where!r} has {', '.join(sorted(set(members.values())))} at once")
+        raise ModelError(f"{where!r} mixes the styles {', '.join(sorted(set(members.values())))}")
     inside = [n for n in styles if n.startswith(where + ".")]
     partial = [n for n in inside if styles[n] == "replicated_with_grad_allreduce"]
     tails = {}

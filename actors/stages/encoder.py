@@ -280,8 +280,9 @@ class EncoderStage(StageModule):
                 return message_of(cut.value, ports, side, self.optional)
             if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
                 raise ModelError(
-                    f"{self.spec.name} returns the hidden states of all its blocks, of which "
-                    "every process has a part; with cp above 1 its last one can be used"
+                    f"{self.spec.name} returns the hidden states of all its blocks, but with cp "
+                    "above 1 each process has only its own tokens of them; accepted: a model that "
+                    "returns its last hidden state only (output_hidden_states=False), or cp 1"
                 )
             output = self._after_module(inputs, side, output, context)
             if not self.hands_on_features:

@@ -80,7 +80,7 @@ class Form:
         values, tree = tree_flatten(_shown(output, self.fields), _is_leaf)
         kinds = [_leaf(value).kind for value in values]
         if tree != self.tree or kinds != [leaf.kind for leaf in self.leaves]:
-            raise ModelError(f"features are of structure {tree}, not {self.tree}")
+            raise ModelError(f"features have the structure {tree}; expected {self.tree}")
         return [
             value if isinstance(value, torch.Tensor)
             else None if leaf.kind == "value" else torch.cat(list(value))
@@ -157,7 +157,10 @@ class Form:
                 parts += [tensor, rows]
                 continue
             if len(set(rows.tolist())) > 1:
-                raise ModelError(f"features of one batch's items have {rows.tolist()} rows")
+                raise ModelError(
+                    f"feature maps of one batch have {rows.tolist()} rows; accepted: the same "
+                    "number for every layer"
+                )
             parts.append(tensor.unflatten(0, (len(rows), -1)).transpose(0, 1))
         return parts
 
@@ -255,5 +258,8 @@ class ReceivedFeatures:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         if self.output is None:
-            raise ModelError(f"the model asks for features of {self._name!r} without items")
+            raise ModelError(
+                f"the model calls {self._name!r} for features, but the microbatch has no items for "
+                "it"
+            )
         return self.output

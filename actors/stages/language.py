@@ -367,7 +367,7 @@ class LanguageStage(StageModule):
             if lost and value.requires_grad:
                 raise ModelError(
                     f"the merge policy returned {name} with a gradient, which later stages of "
-                    f"{self.spec.name!r} read; name it in the policy's ports"
+                    f"{self.spec.name!r} read; list it in the policy's ports"
                 )
         return ports
 
@@ -381,8 +381,8 @@ class LanguageStage(StageModule):
         """
         if SHOWN not in side:
             raise ModelError(
-                f"the merge policy hands layers {', '.join(ports)}; with a mask, or cp above 1, it "
-                "may do so for cross attention (CrossAttend) only"
+                f"the merge policy returned {', '.join(ports)} as ports; with a mask, or cp above "
+                "1, ports are accepted for cross attention (CrossAttend) only"
             )
         ports, side[LENGTH] = own_visual_tokens(ports, self._exchange)
         return ports

@@ -58,8 +58,9 @@ def _plain(name: str, value: Any, module: str) -> torch.Tensor:
         text = None
     if text is None or json.loads(text) != value:
         raise ProbeError(
-            f"input {name!r} of {module!r} is a {type(value).__name__}, which later stages cannot "
-            "be sent; accepted: tensors, numbers, texts, lists of them, None; or one stage (pp 1)"
+            f"input {name!r} of {module!r} is a {type(value).__name__}, which cannot be sent to "
+            "later stages; accepted: tensors, numbers, strings, lists of them, None. Otherwise "
+            "give the module one stage (pp 1)"
         )
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
@@ -200,10 +201,10 @@ class Reads:
 
     def refuse(self, name: str, key: str | None) -> ProbeError:
         self._error = self._error or ProbeError(
-            f"{self._callback} of {self._module!r} reads {name}, which the stage does not have: it "
-            "is of a stage before. "
+            f"{self._callback} of {self._module!r} reads {name}, which only an earlier stage "
+            "has. "
             + ("Give example_inputs with which the callback reads it when it is tried"
-               if key else "Use last_hidden_state, or what the callback is given as output")
+               if key else "Use last_hidden_state, or the output that the callback receives")
             + ", or give the module one stage (pp 1)", key,
         )
         return self._error

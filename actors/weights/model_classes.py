@@ -49,7 +49,10 @@ def find_model_class(
         raise ModelError(f"model_class is {name!r}; transformers has no such class{hint}")
     if len(places) > 1:
         matches = ", ".join(f"{module}.{name}" for module in places)
-        raise ModelError(f"model_class is {name!r}, of which transformers has {matches}")
+        raise ModelError(
+            f"model_class is {name!r}, which is ambiguous in transformers; accepted: one of "
+            f"{matches}"
+        )
     return _model_class(name, places[0], name)
 
 
@@ -73,5 +76,5 @@ def _model_class(field: str, module: str, name: str) -> type[PreTrainedModel]:
             f"model_class is {field!r}, which cannot be imported: {error}"
         ) from error
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ModelError(f"model_class is {field!r}, which is no PreTrainedModel")
+        raise ModelError(f"model_class is {field!r}, which is not a PreTrainedModel")
     return model_class

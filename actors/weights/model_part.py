@@ -85,7 +85,7 @@ class UpToCall:
                 own.pop(call.method)
             else:
                 own[call.method] = before
-        raise InternalError(f"the forward of {type(model).__name__} does not come to {call}")
+        raise InternalError(f"the forward of {type(model).__name__} does not call {call}")
 
 
 def is_within(name: str, places: Collection[str]) -> bool:

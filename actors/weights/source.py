@@ -51,7 +51,7 @@ def import_object(target: str) -> Any:
         reason = str(error)
         if not isinstance(error, ImportError | AttributeError):
             reason = f"{type(error).__name__}: {error}"
-        raise ModelError(f"import path {target!r} does not lead anywhere: {reason}") from error
+        raise ModelError(f"import path {target!r} cannot be resolved: {reason}") from error
 
 
 class ModuleSource(ABC):
@@ -215,7 +215,7 @@ class ConfigSource(ModuleSource):
         except USER_CODE_RAISES as error:  # sizes that do not fit may fail anywhere in it
             reason = next(iter(str(error).splitlines()), "")
             raise ModelError(
-                f"a {self.model_class.__name__} cannot be made of these config values: "
+                f"a {self.model_class.__name__} cannot be built from these config values: "
                 f"{type(error).__name__}: {reason}"
             ) from error
         return self._finish(model)

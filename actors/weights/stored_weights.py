@@ -125,7 +125,7 @@ def folder_report(
             )
     except RuntimeError as error:  # fused of parts that do not fit together
         raise ModelError(
-            f"its weights cannot be made into those of {model_class.__name__}: "
+            f"its weights cannot be converted to those of {model_class.__name__}: "
             f"{' '.join(str(error).split())}"
         ) from error
     _, info = loaded
@@ -157,12 +157,13 @@ def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
         raise ModelError(f"cannot read {index}: {error.strerror or error}") from None
     except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
         raise ModelError(
-            f"{index} is no index of weights; expected JSON with a weight_map of names to files"
+            f"{index} is not an index of weights; expected JSON with a weight_map from parameter "
+            "names to files"
         ) from None
     _check_plain(index.name, names)
     files = [folder / name for name in sorted(names)]
     if absent := [file.name for file in files if not file.is_file()]:
-        raise ModelError(f"{index.name} names files that it lacks: {_few(absent)}")
+        raise ModelError(f"{index.name} names files that are not in the folder: {_few(absent)}")
     return files
 
 
@@ -173,8 +174,8 @@ def _check_plain(source: str, names: Iterable[Any]) -> None:
     """
     if outside := sorted(repr(name) for name in names if not is_plain_name(name)):
         raise ModelError(
-            f"{source} names {_few(outside)}; accepted: names of files in the folder, without "
-            "another folder"
+            f"{source} names {_few(outside)}; accepted: names of files in the same folder, without "
+            "a path"
         )
 
 

@@ -132,7 +132,7 @@ def chain(module: nn.Module, **options) -> ModuleDag:
     [
         (lambda: chain(Returns(torch.zeros(3, 2))), r"shape \(3, 2\) for 4 samples"),
         (lambda: chain(Returns(7)), "'a' returns int"),
-        (lambda: chain(Returns({"y": [1]})), "'y' of 'a' is list; name the tensors"),
+        (lambda: chain(Returns({"y": [1]})), "'y' of 'a' is list; list the tensors"),
         (lambda: chain(Returns({"y": torch.zeros(4)}), outputs="z"), r"\['z'\].*outputs: y"),
         (lambda: chain(Returns((torch.zeros(4, 1), torch.zeros(4))), inputs={"x": "a.2"}),
          r"'a' does not return \['2'\]; accepted as outputs: 0, 1"),

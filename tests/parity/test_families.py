@@ -25,7 +25,7 @@ def test_a_family_is_exact(kind, name):
 @pytest.mark.parametrize(
     "kind, name, why",
     [
-        (LANGUAGE, "Gemma3nForCausalLM", "reads more of ids than their embeddings"),  # per layer
+        (LANGUAGE, "Gemma3nForCausalLM", "ids for more than their embeddings"),  # per layer
         (LANGUAGE, "CpmAntForCausalLM", "input_ids only"),
     ],
 )

@@ -171,7 +171,7 @@ def test_shapes_that_differ_between_gpus_are_named():
     batch = {"x": torch.randn(4, 3), "length": torch.tensor([2, 1, 1, 4])}
     with (
         running_of(dag, mapping) as running,
-        pytest.raises(RankFailedError, match=r"'speech' are of shapes \(2, 2, 3\) and \(2, 4, 3\)"),
+        pytest.raises(RankFailedError, match=r"'speech' have shapes \(2, 2, 3\) and \(2, 4, 3\)"),
     ):
         running.execute(batch)
 

@@ -29,7 +29,7 @@ def probe_experts(source: ModuleSource, ep: int, name: str) -> tuple[str, ...]:
     if not holders:
         raise ProbeError(
             f"ep of {name!r} is {ep}, but {type(skeleton).__name__} has no experts (modules whose "
-            "parameters are those of all experts of a layer, as transformers has them); accepted: 1"
+            "parameters stack all experts of a layer, as in transformers); accepted: 1"
         )
     for where, module in holders.items():
         if (count := expert_count(module)) < ep:
@@ -43,6 +43,6 @@ def probe_experts(source: ModuleSource, ep: int, name: str) -> tuple[str, ...]:
         except ModelError as error:
             raise ProbeError(
                 f"ep of {name!r} is {ep}, but the experts {where!r} of {type(skeleton).__name__} "
-                f"cannot be dealt out: {error}; accepted: 1"
+                f"cannot be sharded: {error}; accepted: 1"
             ) from error
     return tuple(holders)

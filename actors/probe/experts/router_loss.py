@@ -137,10 +137,10 @@ def _fitted(
             if abs(loss - due) <= _ROUNDING * max(loss, due):
                 return replace(fitted, coefficient=coefficient) if coefficient else None
     raise ProbeError(
-        f"{type(model).__name__} adds aux_loss {added:.4g} to its loss (in a trial "
-        f"{loss:.4g}, where the cross entropy of its logits is {own:.4g}), which is not "
-        "the routers' loss of the Switch Transformer over all layers, nor a number of its config "
-        f"times that; {cure}"
+        f"{type(model).__name__} adds aux_loss {added:.4g} to its loss (in a trial {loss:.4g}, "
+        f"where the cross entropy of its logits is {own:.4g}), which is neither the routers' loss "
+        "of the Switch Transformer over all layers nor that loss times a coefficient in its "
+        f"config; {cure}"
     )
 
 

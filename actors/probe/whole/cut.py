@@ -175,8 +175,8 @@ def cut_language_model(
     cut, relays = of_one_that_runs(source.whole, probe)
     if cut.relayed:
         raise ProbeError(
-            "the language model reads what its blocks return far from them, which stages do not "
-            f"hand on there; {_ONE_STAGE}"
+            "the language model reads outputs of blocks far from those blocks, where stages do not "
+            f"send them; {_ONE_STAGE}"
         )
     return replace(spec, cut=cut, relays=relays)
 
@@ -225,7 +225,7 @@ def in_own_depth(source: ModuleSource, tower: Tower, inputs: Inputs) -> Tower:
         run_without_values(own, run)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise ProbeError(
-            f"{tower.call} of {type(own.skeleton()).__name__} does not run on the example without "
+            f"{tower.call} of {type(own.skeleton()).__name__} does not run on shapes without "
             f"values{because(error)}"
         ) from error
     return replace(tower, form=tower.form.like(outputs[-1]))

@@ -96,7 +96,7 @@ class _Trial:
             if self._is_of(form, items, expected):
                 self._check(form, items, due)
                 return dim
-        raise ProbeError(f"items by themselves give other features of {self._place} than together")
+        raise ProbeError(f"single items give other features of {self._place} than a batch of items")
 
     def _of(self, form: RootForm) -> tuple[nn.Module, RootCall]:
         model = copy.deepcopy(self._model)
@@ -129,11 +129,12 @@ class _Trial:
                 features = self._trial.read(model, shown)
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise ProbeError(
-                f"what comes after {form.place} reads more than its features{because(error)}"
+                f"the code after {form.place} reads more than its features{because(error)}"
             ) from error
         if not _alike(features, due):
             raise ProbeError(
-                f"what comes after {form.place} reads more than its features: it gives others"
+                f"the code after {form.place} reads more than its features: with them alone its "
+                "result differs"
             )
 
 
@@ -226,5 +227,7 @@ def _in_own_depth(spec: TowerSpec, place: str, inputs: Inputs) -> RootForm:
     try:
         run_without_values(cast(PartSource, spec.source), run)
     except USER_CODE_RAISES as error:  # whatever a model may raise
-        raise ProbeError(f"{spec.name} does not run without values{because(error)}") from error
+        raise ProbeError(
+            f"{spec.name} does not run on shapes without values{because(error)}"
+        ) from error
     return forms[-1]

@@ -57,7 +57,7 @@ def probe_rows(spec: WholeLanguageSpec, towers: tuple[Tower, ...], inputs: Input
     def probe(whole: nn.Module) -> None:
         trial = LanguageTrial(spec, towers, whole, rows)
         shape = tuple(rows["input_ids"].shape[:2])
-        why = "rows by themselves give another result than among others"
+        why = "rows give another result alone than in a batch"
         expected = _of_whole(trial)
         for own in shares(shape[0], _PROCESSES):
             _compare_tokens(trial, TokenShare(shape, own), expected, why)
@@ -150,7 +150,7 @@ def probe_packing(
         shape, real = tuple(rows["input_ids"].shape[:2]), rows.get("attention_mask")
         tokens = packed_tokens(shape, real)
         part = TokenShare(shape, packed=tokens, documents=tokens)
-        expected, why = _with_raymm_attention(trial), "documents of one row see one another"
+        expected, why = _with_raymm_attention(trial), "documents in one row see one another"
         return _first_that_holds(
             dict.fromkeys((frozenset[str](), *_mixing(trial, part))),
             lambda mixers: _compare_tokens(trial, part, expected, why, real, mixers=mixers),
@@ -295,7 +295,7 @@ def probe_items(spec: TowerSpec, inputs: Inputs) -> frozenset[int]:
         counts = [_list_lengths(own) for own in (side, *(part[2] for part in parts))]
         layers = frozenset(n for n, count in counts[0].items()
                            if all(other[n] == count for other in counts))  # fmt: skip
-        why = "items by themselves give other features than among others"
+        why = "single items give other features than a batch of items"
         shared = [form.parts(tensors, own, layers) for _, tensors, own in parts]
         whole = [torch.cat(each) for each in zip(*shared, strict=True)]
         joined, _ = form.of_parts(whole, side, layers)

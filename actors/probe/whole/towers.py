@@ -108,8 +108,8 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
     if not seen and (has_towers(model) or not _is_text(inputs)):
         raise ProbeError(
             f"the forward of {type(model).__name__} calls no function for features "
-            "(get_image_features and the like), and no encoder that it says it has (get_encoder), "
-            "on the example: its towers cannot be found"
+            "(get_image_features and the like) and no encoder from get_encoder on the example: its "
+            "towers cannot be found"
         )
     towers: dict[str, Tower] = {}
     calls: dict[str, Called] = {}
@@ -117,9 +117,9 @@ def find_towers(model: PreTrainedModel, inputs: Inputs) -> tuple[Tower, ...]:
         name = _NAMES.get(called.modality, called.modality)
         if name in towers:
             raise ProbeError(
-                f"the forward of {type(model).__name__} calls {called.call} beside "
+                f"the forward of {type(model).__name__} calls both {called.call} and "
                 f"{towers[name].call} for one microbatch; a tower is called once: give images and "
-                "videos in batches of their own"
+                "videos in separate batches"
             )
         towers[name], calls[name] = _tower(observed_model, name, called, inputs), called
     apart = _apart(model, inputs, tuple(towers.values()))
@@ -159,14 +159,15 @@ def check_kind(model: nn.Module) -> None:
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ProbeError(
-            f"{name} is an encoder-decoder: its text goes through blocks of two kinds, of which "
-            "stages have one; accepted: models whose text goes through one language model"
+            f"{name} is an encoder-decoder: its text passes through two kinds of blocks, but "
+            "stages have only one kind; accepted: models whose text passes through one language "
+            "model"
         )
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ProbeError(
-            f"{name} has no output embeddings of its own class (get_output_embeddings), whose "
-            "logits the loss is made of"
+            f"{name} has no output embeddings of its own class (get_output_embeddings) that the "
+            "logits for the loss come from"
         )
 
 
@@ -183,9 +184,9 @@ def _tower(model: nn.Module, name: str, called: Called, inputs: Inputs) -> Tower
             own = _read_before(model, called, places, inputs)
             if own is None:
                 raise ProbeError(
-                    f"{type(model).__name__} calls {called.call} with {argument!r}, which is not "
-                    "as it is in the batch, and follows from the text or from other parameters "
-                    "than the tower's; the tower's ranks cannot be given it"
+                    f"{type(model).__name__} calls {called.call} with {argument!r}, which differs "
+                    "from the batch and depends on the text or on parameters outside the tower; it "
+                    "cannot be sent to the tower's ranks"
                 )
             pairs = tuple((entry, entry) for entry in own)
             return Tower(name, called.call, pairs, (), places, root, form, whole_forward=True)
@@ -272,7 +273,10 @@ def _places(model: nn.Module, called: Called) -> tuple[tuple[str, ...], str]:
     }
     places = outermost | {name for name in own if not is_within(name, outermost)}
     if not own:
-        raise ProbeError(f"{called.call} of {type(model).__name__} makes its features of nothing")
+        raise ProbeError(
+            f"{called.call} of {type(model).__name__} returns features that no parameter "
+            "contributes to"
+        )
     root = called.call.owner
     if outermost and called.call.method != "forward":
         root = encoder_of(model, called, outermost)
@@ -320,7 +324,7 @@ def _apart(
     if logits.shape[:2] != ids.shape:
         raise ProbeError(
             f"{type(model).__name__} gives logits of {tuple(logits.shape[:2])} tokens for ids of "
-            f"{tuple(ids.shape)}: which of them are of the labels is not known"
+            f"{tuple(ids.shape)}: it is unknown which logits belong to the labels"
         )
     total = _scalar([logits])
     assert total is not None
@@ -336,7 +340,7 @@ def _apart(
                 whose = others.get(name, "language model")
                 raise ProbeError(
                     f"{name!r} of {type(model).__name__} is used by its {tower.name} tower and by "
-                    f"its {whose}, which cannot be modules of their own"
+                    f"its {whose}, which therefore cannot be separate modules"
                 )
     return tuple(
         replace(

@@ -152,8 +152,8 @@ class TokenShare:
             return value
         if second != first + 1:
             raise ModelError(
-                f"it is called with a tensor {tuple(value.shape)} for {rows} rows of {length} "
-                "tokens, of which one row cannot be made"
+                f"it is called with a tensor {tuple(value.shape)}, which cannot be packed into one "
+                f"row, for {rows} rows of {length} tokens"
             )
         shape = [*value.shape]
         shape[first] = rows
@@ -177,8 +177,8 @@ class TokenShare:
         if len(value) == rows and value.dim() > 1:
             if self.packed is not None:
                 raise ModelError(
-                    f"it is called with {name!r} {tuple(value.shape)}, of which every row has its "
-                    "own"
+                    f"it is called with {name!r} {tuple(value.shape)}, which has separate values "
+                    "for every row and cannot be packed"
                 )
             if self.rows is not None:
                 return value[self.rows.start : self.rows.stop]
@@ -216,7 +216,10 @@ def zigzag(length: int, processes: int) -> ContextLayout:
         ModelError: there are fewer tokens.
     """
     if length < processes:
-        raise ModelError(f"a batch of {length} tokens a row cannot be shared by {processes}")
+        raise ModelError(
+            f"a batch with {length} tokens per row cannot be split over {processes} processes; "
+            "accepted: at least one token per process"
+        )
     parts = 2 * processes if length >= 2 * processes else processes
     edges = [length * n // parts for n in range(parts + 1)]
     ranges = list(pairwise(edges))

@@ -61,8 +61,8 @@ def test_an_encoder_with_a_decoder_names_the_encoder():
 def test_what_an_encoder_does_not_take_is_a_sentence():
     config = hf.SiglipVisionConfig(**SMALL, image_size=32)
     model = small_model(ConfigSource(hf.SiglipVisionModel, config))
-    with pytest.raises(ProbeError, match=r"SiglipVisionModel does not take pixel_values \(1, 3, 48,"
-                       r" 48\) float32, which example_inputs give \(\w+Error: .*give what a batch"):
+    with pytest.raises(ProbeError, match=r"SiglipVisionModel does not accept pixel_values "
+                       r"\(1, 3, 48, 48\) float32 from example_inputs \(\w+Error: .*give inputs"):
         encoder_inputs(model, {"pixel_values": torch.zeros(1, 3, 48, 48)})
     with pytest.raises(ProbeError, match="cannot guess inputs named 'input' for Linear"):
         encoder_inputs(small_model(LiveSource.of(nn.Linear(2, 2))), None)
@@ -79,14 +79,14 @@ SHUFFLED = dict(
 def test_an_encoder_whose_smallest_copy_does_not_run_is_tried_wider(monkeypatch):
     source = ConfigSource(hf.Llama4VisionModel, hf.Llama4VisionConfig(**SHUFFLED))
     inputs = {"pixel_values": torch.randn(1, 3, 16, 16)}
-    with pytest.raises(ProbeError, match="does not take"):
+    with pytest.raises(ProbeError, match="does not accept"):
         encoder_inputs(small_model(source), inputs)
     assert probe_encoder(source, inputs).blocks == "model.layers"
     odd = {"pixel_values": torch.randn(1, 5, 16, 16)}
-    with pytest.raises(ProbeError, match=r"48x48\)\); give what a batch has for the encoder$"):
+    with pytest.raises(ProbeError, match=r"48x48\)\); give inputs as a batch has them for"):
         probe_encoder(source, odd)
     monkeypatch.setattr(small_model_file, "_MOST_PARAMETERS", 0)
-    with pytest.raises(ProbeError, match=r"does not take.*of its own size, [\d,]+ parameters, it"):
+    with pytest.raises(ProbeError, match=r"does not accept.*full size, [\d,]+ parameters, it"):
         probe_encoder(source, odd)
 
 
@@ -99,7 +99,7 @@ def test_classes_are_found_anywhere_in_transformers_and_nowhere_else():
             find_model_class(name)
     with pytest.raises(ModelError, match="no such class; there is SiglipVisionModel"):
         find_model_class("SiglipVisonModel")
-    with pytest.raises(ModelError, match="no PreTrainedModel"):
+    with pytest.raises(ModelError, match="not a PreTrainedModel"):
         find_model_class("WhisperAttention")
 
 

@@ -172,7 +172,7 @@ def test_plain_values_of_a_preprocess_callback_travel():
         return {**inputs, "factor": 3.0, "mask": torch.rand, }
 
     spec = replace(spec, preprocess=with_object)
-    with pytest.raises(ProbeError, match="Masked does not take"):
+    with pytest.raises(ProbeError, match="Masked does not accept"):
         probe_chain(spec, Cuts(True, False), inputs)
 
 

@@ -46,5 +46,5 @@ def test_items_by_themselves(kind):
         if kind is ByThemselves:
             probe_items(spec, inputs)
             continue
-        with pytest.raises(ProbeError, match="items by themselves give other features"):
+        with pytest.raises(ProbeError, match="single items give other features"):
             probe_items(spec, inputs)

@@ -170,7 +170,7 @@ def test_sharded_folders_and_what_may_be_wrong_with_their_files(tmp_path):
         with pytest.raises(ModelError, match="index"):
             source.check()
     index.write_text(json.dumps({"weight_map": {"a": "model-9.safetensors"}}))
-    with pytest.raises(ModelError, match=r"files that it lacks: model-9\.safetensors"):
+    with pytest.raises(ModelError, match=r"files that are not in the folder: model-9\.safetensors"):
         source.check()
     index.write_text(text)
     for content in (b"", data[:-5], data[:20], b"\xff" * 100):
