@@ -1,1 +1,1 @@
-"""What layers cost: devices, profiles, options of recomputation."""
+"""Costs of layers: devices, profiles, and recomputation options."""

@@ -1,17 +1,16 @@
-"""Devices as the analytic cost model sees them: peak rates, memory, links.
+"""Devices of the analytic cost model: peak rates, memory, links.
 
 Rates are the vendors' data-sheet values, without sparsity:
 
-- Each device names its source. H100 and H200 are the SXM modules, PCIe cards have longer names.
-  Data sheets that print rates with sparsity only are halved.
-- fp32 is that of the ordinary cores, because torch keeps TF32 off for matrix products unless
-  it is asked for.
+- Each device names its source. H100 and H200 are the SXM modules; PCIe cards have longer names.
+  Data-sheet rates that are only given with sparsity are halved.
+- fp32 is the rate of the ordinary cores, because torch does not use TF32 for matrix products by
+  default.
 - Memory is in decimal gigabytes, slightly less than what the driver reports.
 
-Links are one direction of one GPU: NVLink or PCIe within a node, and a network of 200 or
-400 Gbit/s per GPU across nodes. Their latencies and every ``efficiency`` are no data-sheet
-values but round figures of what large matrix products and messages usually reach; a measured
-profile replaces them.
+Links are one direction of one GPU: NVLink or PCIe within a node, and a network of 200 or 400 Gbit/s
+per GPU across nodes. Latencies and ``efficiency`` are not data-sheet values but round figures of
+what large messages and matrix products usually reach; a measured profile replaces them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from raymm.errors import PlanError
 
 @dataclass(frozen=True)
 class Link:
-    """Time of a message: ``latency + bytes / bandwidth`` (seconds, bytes per second)."""
+    """Time model of a message: ``latency + bytes / bandwidth`` (seconds, bytes per second)."""
 
     latency: float
     bandwidth: float
@@ -38,18 +37,18 @@ class Link:
             )
 
     def seconds(self, size: float) -> float:
-        """Time of a message of ``size`` bytes."""
+        """Return the seconds of a message of ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links between processes, which fill nodes in order of their numbers.
+    """Links between processes, which fill nodes in the order of their numbers.
 
     Attributes:
-        within_node, across_nodes: the links; every process has its own.
-        per_node: processes that share a node.
-        nodes: the node of each process, where that is known.
+        within_node, across_nodes: the links; each process has separate ones.
+        per_node: number of processes per node.
+        nodes: node of each process, where known; overrides ``per_node``.
     """
 
     within_node: Link
@@ -63,21 +62,20 @@ class Links:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Links:
-        """Inverse of ``asdict``, also from JSON."""
+        """Return the links of a dict made by ``asdict``, also from JSON."""
         within, across = Link(**data["within_node"]), Link(**data["across_nodes"])
         rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes", "nodes")}
         return cls(within, across, **rest, nodes=tuple(data.get("nodes", ())))
 
     def node(self, process: int) -> int:
-        """The number of a process's node."""
         return self.nodes[process] if self.nodes else process // self.per_node
 
     def between(self, processes: Iterable[int]) -> Link:
-        """The slowest link that a group of processes needs."""
+        """Return the slowest link that a group of processes needs."""
         return self.among({self.node(process) for process in processes})
 
     def among(self, nodes: Collection[int]) -> Link:
-        """The slowest link that processes on these nodes need."""
+        """Return the slowest link that processes on these nodes need."""
         return self.within_node if len(nodes) < 2 else self.across_nodes
 
 
@@ -86,14 +84,12 @@ class DeviceSpec:
     """One device.
 
     Attributes:
-        name: as :func:`find_device` knows it.
         flops: dense peak FLOP/s by compute dtype, ``"bf16"`` and ``"fp32"``.
         memory_bandwidth: bytes per second.
-        memory_bytes: size of its memory.
-        within_node, across_nodes: what one rank sends to another over.
+        within_node, across_nodes: links from one rank to another.
         efficiency: fraction of the peak that large matrix products reach.
-        to_host: bytes per second to the host's memory, and back at the same time; None where the
-            two are one.
+        to_host: bytes per second to host memory, and at the same time back; None if device and host
+            share memory.
     """
 
     name: str
@@ -117,11 +113,7 @@ class DeviceSpec:
             raise PlanError(f"efficiency of {self.name!r} is {self.efficiency}; at most 1")
 
     def peak(self, dtype: str) -> float:
-        """Dense peak FLOP/s of a compute dtype.
-
-        Raises:
-            PlanError: if the device has no rate for it.
-        """
+        """Return the dense peak FLOP/s of a compute dtype; raise ``PlanError`` if it is unknown."""
         if dtype not in self.flops:
             raise PlanError(
                 f"dtype is {dtype!r}; {self.name} has rates for {', '.join(sorted(self.flops))}"
@@ -140,8 +132,8 @@ _NETWORK_400 = Link(10e-6, 50e9)
 DEVICES: Mapping[str, DeviceSpec] = {
     device.name: device
     for device in (
-        # Data sheet of A40 (product brief PB-10337): 149.7 | 299.4 with sparsity. Its NVLink joins
-        # it to one other GPU only; between pairs it is PCIe 4.0.
+        # Data sheet of A40 (product brief PB-10337): 149.7 | 299.4 with sparsity. NVLink joins it
+        # to one other GPU only; between pairs it is PCIe 4.0.
         DeviceSpec("A40", {"bf16": 149.7e12, "fp32": 37.4e12}, 696e9, 48 * 10**9,
                    Link(10e-6, 25e9), _NETWORK_200, to_host=_PCIE_4.bandwidth),
         # Data sheet of A100 (r4) and Ampere whitepaper: SXM4; PCIe cards of 80 GB have 1935 GB/s.
@@ -155,7 +147,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # Data sheet of H200: SXM5, the rates of H100, 4.8 TB/s, 141 GB.
         DeviceSpec("H200", {"bf16": 989.4e12, "fp32": 66.9e12}, 4800e9, 141 * 10**9,
                    _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
-        # Data sheet of H100: PCIe, 1513 with sparsity, 2 TB/s. A bridge of NVLink joins two of the
+        # Data sheet of H100: PCIe, 1513 with sparsity, 2 TB/s. An NVLink bridge joins two of the
         # following cards, or up to four of H200-NVL; between these groups it is PCIe 5.0.
         DeviceSpec("H100-PCIe", {"bf16": 756e12, "fp32": 51e12}, 2000e9, 80 * 10**9,
                    _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
@@ -165,7 +157,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # Data sheet of H200: NVL, 1671 with sparsity, 4.8 TB/s, 141 GB.
         DeviceSpec("H200-NVL", {"bf16": 835e12, "fp32": 60e12}, 4800e9, 141 * 10**9,
                    _PCIE_5, _NETWORK_400, to_host=_PCIE_5.bandwidth),
-        # No data sheet is public; as NVIDIA's partners print it: 148, 44, 4.0 TB/s, 96 GB.
+        # No public data sheet exists; NVIDIA's partners print 148, 44, 4.0 TB/s, 96 GB.
         DeviceSpec("H20", {"bf16": 148e12, "fp32": 44e12}, 4000e9, 96 * 10**9,
                    _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
         # Data sheet of GH200: 1979 with sparsity, 96 GB of HBM3 with 4 TB/s. One GPU per node;
@@ -181,11 +173,11 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # Data sheet of L4: 242 with sparsity.
         DeviceSpec("L4", {"bf16": 121e12, "fp32": 30.3e12}, 300e9, 24 * 10**9,
                    _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
-        # Ada GPU architecture whitepaper, appendix A: bf16 products that are summed in fp32.
+        # Ada GPU architecture whitepaper, appendix A: bf16 products summed in fp32.
         DeviceSpec("RTX4090", {"bf16": 165.2e12, "fp32": 82.6e12}, 1008e9, 24 * 10**9,
                    _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
-        # One core at 3 GHz with two AVX2 units: 32 fp32 multiply-adds' worth of FLOPs a cycle.
-        # bf16 has no units of its own there and is no faster.
+        # One core at 3 GHz with two AVX2 units: 32 fp32 FLOPs a cycle from multiply-adds. bf16 has
+        # no separate units there and is not faster.
         DeviceSpec("cpu", {"bf16": 96e9, "fp32": 96e9}, 10e9, 4 * 10**9,
                    Link(50e-6, 2e9), Link(100e-6, 1e9), efficiency=0.5),
     )
@@ -193,11 +185,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
 
 
 def find_device(name: str) -> DeviceSpec:
-    """The device of a name; case, spaces, dashes and underscores do not matter.
-
-    Raises:
-        PlanError: naming the accepted names.
-    """
+    """Return the device with this name, ignoring case, spaces, dashes and underscores; raise
+    ``PlanError`` if it is unknown."""
     for device_name, device in DEVICES.items():
         if _plain(device_name) == _plain(name):
             return device

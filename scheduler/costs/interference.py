@@ -1,13 +1,13 @@
-"""What colocated modules cost each other: eq. 7 and 8 of Mosaic §3.3, and fitting them.
+"""Interference between colocated modules: eq. 7 and 8 of Mosaic §3.3, and their fit.
 
-A module's delay on GPU g is ``e1 + e2 * sum(B) + e3 * prod(B)`` over the bandwidth use B of all
-modules on g, itself included; the worst of its GPUs counts. A module alone has none: that is how
-its surface was measured.
+The delay of a module on GPU g is ``e1 + e2 * sum(B) + e3 * prod(B)`` over the bandwidth use B of
+all modules on g, including itself; the largest delay over its GPUs counts. A module without
+neighbours has no delay, because its surface was measured that way.
 
-The product falls when a third module joins, which no contention does. As an alternative of this
-code's own, ``coupling="own"`` puts ``e3 * B(m) * (sum(B) - B(m))`` in its place: how often m uses
-the bus, times how much the others do. With two modules on a GPU both are the same; with more,
-prefer ``"own"`` (`benchmarks.mapping_solver` has the errors of both).
+The product decreases when a third module joins, which contention never does. As an alternative that
+is not in the paper, ``coupling="own"`` multiplies e3 by ``B(m) * (sum(B) - B(m))``: the bus use of
+m times that of the others. With two modules on a GPU both are the same; with more, prefer ``"own"``
+(`benchmarks.mapping_solver` has the errors of both).
 """
 
 from __future__ import annotations
@@ -27,29 +27,26 @@ INTERFERENCE_FORMAT = 1
 UNITS = ("relative", "seconds")
 COUPLINGS = ("product", "own")
 FORMS = ("blind", "additive", "full")
-# Nothing waits a billion times as long; beyond, sums and products leave the range of floats.
+# Larger coefficients are meaningless, and sums and products could overflow floats.
 MOST_COEFFICIENT = 1e9
 FIT_ROUNDS = 20
 FIT_CONVERGED = 1e-6
-# By this share at least a fit misses fewer squares than another, to be kept instead of it.
+# A fit replaces another only if its sum of squares is lower by at least this fraction.
 FIT_BETTER = 0.1
 
 
 @dataclass(frozen=True)
 class Interference:
-    """Coefficients of eq. 8.
+    """Coefficients of eq. 8; raises ``PlanError`` naming an invalid field.
 
     Attributes:
         constant, additive, product: e1, e2, e3.
-        unit: ``"seconds"`` as eq. 7 has it, where every module on a GPU waits the same time;
-            ``"relative"``: the delay is a share of the module's time alone. Contention slows a
-            kernel down by a factor, so a module that runs ten times as long loses ten times as
-            much; with ``seconds`` one set of coefficients cannot say that.
-        coupling: what e3 multiplies: ``"product"`` of all, as in eq. 8, or ``"own"`` use times
-            that of the others.
-
-    Raises:
-        PlanError: naming the field that does not fit.
+        unit: ``"seconds"``, as in eq. 7, where all modules on a GPU have the same delay, or
+            ``"relative"``, where the delay is a fraction of the module's time alone. Contention
+            slows a kernel down by a factor, so a module that runs ten times as long loses ten times
+            as much, which no coefficients in ``"seconds"`` express.
+        coupling: factor of e3: ``"product"`` of all bandwidths, as in eq. 8, or ``"own"`` bandwidth
+            times the sum of the others.
     """
 
     constant: float = 0.0
@@ -73,14 +70,14 @@ class Interference:
 
     @property
     def blind(self) -> bool:
-        """Whether it says that modules never disturb each other."""
+        """True if modules never disturb each other in this model."""
         return not (self.constant or self.additive or self.product)
 
     def delay(self, own: float, others: Sequence[float]) -> float:
-        """Eq. 8 for a module on a GPU where it and others use these shares of the bandwidth.
+        """Return the delay of eq. 8 for a module on a GPU with these bandwidth shares.
 
-        Never below 0, and 0 without others. Sums go in the order given; use one order to
-        compare exactly.
+        The delay is never negative, and 0 without others. Sums are in the given order; use one
+        order for exact comparisons.
         """
         if not others:
             return 0.0
@@ -88,35 +85,31 @@ class Interference:
         return max(0.0, self.constant + self.additive * total + self.product * coupled)
 
     def terms(self, own: float, others: Sequence[float]) -> tuple[float, float, float]:
-        """What e1, e2 and e3 multiply."""
+        """Return the factors of e1, e2 and e3."""
         rest = math.fsum(others)
         coupled = own * (math.prod(others) if self.coupling == "product" else rest)
         return 1.0, own + rest, coupled
 
     def seconds(self, alone: float, delay: float) -> float:
-        """Eq. 7: a module's time from that alone and the delay on the worst of its GPUs."""
+        """Return the time of a module (eq. 7) from its time alone and its largest delay over
+        GPUs."""
         return alone + delay * (alone if self.unit == "relative" else 1.0)
 
     def colocated(self, alone: float, on_gpus: Iterable[Sequence[float]]) -> float:
-        """Eq. 7 and 8: seconds of a module beside others.
+        """Return the seconds of a module next to others (eq. 7 and 8).
 
         Args:
-            alone: its seconds by its surface, at the same degree and quota.
-            on_gpus: for each of its GPUs the bandwidths of all modules there, its own first.
+            alone: seconds on its surface, at the same degree and quota.
+            on_gpus: bandwidths of all modules on each of its GPUs, its own first.
         """
         return self.seconds(alone, max(self.delay(use[0], use[1:]) for use in on_gpus))
 
     def to_json(self) -> str:
-        """As a file's text."""
         return json.dumps({"format": INTERFERENCE_FORMAT, **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, source: str) -> Interference:
-        """From such a text.
-
-        Raises:
-            PlanError: naming the field that does not fit.
-        """
+        """Parse the text of an interference file; raise ``PlanError`` naming an invalid field."""
         names = [field.name for field in fields(cls)]
         data = parsed(source, "interference file", INTERFERENCE_FORMAT, names)
         return cls(**{name: data[name] for name in names})
@@ -124,15 +117,12 @@ class Interference:
 
 @dataclass(frozen=True)
 class Colocation:
-    """A measurement of one module beside others.
+    """Measurement of one module next to others; raises ``PlanError`` naming an invalid field.
 
     Attributes:
-        alone: seconds by its surface at the same degree and quota.
-        bandwidths: for each of its GPUs, B of all modules there, its own first.
-        seconds: measured.
-
-    Raises:
-        PlanError: naming the field that does not fit.
+        alone: seconds on its surface at the same degree and quota.
+        bandwidths: B of all modules on each of its GPUs, its own first.
+        seconds: measured seconds.
     """
 
     alone: float
@@ -157,15 +147,14 @@ class Colocation:
 
 @dataclass(frozen=True)
 class InterferenceFit:
-    """Fitted coefficients and how well they predict.
+    """Fitted coefficients and the quality of their predictions.
 
     Attributes:
-        model: the coefficients.
         form: ``"blind"``, ``"additive"`` (e3 = 0) or ``"full"``.
-        samples: colocations with at least two modules on a GPU.
-        r2: coefficient of determination of the delay, in the model's unit; 0 is no better than
-            its mean, the blind model's is below 0.
-        error, worst_error: mean and largest of ``|predicted / measured - 1|`` of seconds.
+        samples: number of colocations with at least two modules on a GPU.
+        r2: coefficient of determination of the delay, in the model's unit. 0 is as good as the mean
+            delay; the blind model is below 0.
+        error, worst_error: mean and largest ``|predicted / measured - 1|`` of seconds.
     """
 
     model: Interference
@@ -180,19 +169,19 @@ def fit_interference(
     samples: Sequence[Colocation], form: str = "full", unit: str = "relative",
     coupling: str = "product",
 ) -> InterferenceFit:
-    """Coefficients by least squares of the relative error of seconds.
+    """Fit coefficients by least squares of the relative error of seconds.
 
-    Noise of measurements is relative, and so is the error that counts: squares are weighted by one
-    over the predicted seconds (over the measured at first). Not weighted, the longest modules
-    would decide the coefficients. Which of a module's GPUs is the worst depends on the
-    coefficients, so it is fitted again until nothing changes. Where that ends depends on which were
-    taken to be the worst at first (it may go round in circles, with coefficients of wrong signs):
-    a full model is fitted from two beginnings, the GPU with the largest sum and the one with the
-    largest product, and the fit that misses less is kept. Modules that are alone on all their GPUs
-    are left out: their delay is 0 by definition.
+    Squares are weighted by one over the predicted seconds (at first over the measured seconds),
+    because noise and the relevant error are relative. Without weights, the longest modules would
+    decide the coefficients.
+
+    The coefficients decide which of a module's GPUs has the largest delay, so the fit is repeated
+    until nothing changes. The result depends on the initial choice of GPUs, and the iteration may
+    cycle through coefficients of wrong signs. A full model is therefore fitted from two starts, the
+    GPU with the largest sum and the GPU with the largest product, and the better fit is kept.
+    Modules that are alone on all their GPUs are ignored: their delay is 0 by definition.
 
     Args:
-        samples: measured colocations.
         form: ``"blind"``, ``"additive"`` or ``"full"``.
         unit: ``"relative"`` or ``"seconds"``.
         coupling: ``"product"`` or ``"own"``.
@@ -219,7 +208,7 @@ def fit_interference(
         relative = math.fsum(
             (fitted.colocated(s.alone, s.bandwidths) / s.seconds - 1) ** 2 for s in shared
         )
-        # Where both ends are the same, rounding does not decide.
+        # If both starts end in the same fit, rounding must not decide.
         if relative < missed * (1 - FIT_BETTER):
             model, missed = fitted, relative
     return report(model, shared, form)
@@ -228,7 +217,7 @@ def fit_interference(
 def _worst_groups(
     samples: Sequence[Colocation], key: Callable[[tuple[float, ...]], Any]
 ) -> list[tuple[float, ...]]:
-    """Of every sample the GPU that ``key`` puts highest."""
+    """Return the bandwidths on the GPU with the largest ``key``, for every sample."""
     return [max(sample.bandwidths, key=key) for sample in samples]
 
 
@@ -236,7 +225,8 @@ def _fit_from(
     worst: list[tuple[float, ...]], samples: Sequence[Colocation], columns: int, unit: str,
     coupling: str,
 ) -> Interference:
-    """The fit that begins with these GPUs as the worst ones; ``columns`` coefficients of eq. 8."""
+    """Fit the first ``columns`` coefficients of eq. 8, starting with these GPUs as the worst
+    ones."""
     model = Interference(unit=unit, coupling=coupling)
     scale = np.array([s.alone if unit == "relative" else 1.0 for s in samples])
     measured = np.array([s.seconds - s.alone for s in samples]) / scale
@@ -259,16 +249,8 @@ def _fit_from(
 
 
 def report(model: Interference, samples: Sequence[Colocation], form: str) -> InterferenceFit:
-    """How well coefficients predict the given colocations, e.g. some that were not fitted.
-
-    Args:
-        model: the coefficients.
-        samples: measured colocations.
-        form: ``"blind"``, ``"additive"`` or ``"full"``.
-
-    Raises:
-        PlanError: there are none.
-    """
+    """Return how well coefficients predict colocations, which need not be those of the fit; raise
+    ``PlanError`` if there are none."""
     if not samples:
         raise PlanError("samples is empty; it must have at least one colocation")
     alone = np.array([s.alone for s in samples])
@@ -285,7 +267,6 @@ def report(model: Interference, samples: Sequence[Colocation], form: str) -> Int
 
 
 def colocations_to_json(samples: Sequence[Colocation]) -> str:
-    """Measurements as a file's text."""
     return json.dumps({"format": INTERFERENCE_FORMAT, "colocations": [
         {"alone": s.alone, "bandwidths": s.bandwidths, "seconds": s.seconds} for s in samples
     ]}, indent=2)

@@ -1,4 +1,4 @@
-"""What a layer costs, and what of it a training step really pays: the frozen rules."""
+"""Costs of a layer, and the frozen rules: the part of them that a training step incurs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.graph.strict_json import json_value
 
 PROFILE_FORMAT = 1
-# AdamW keeps a gradient and two moments beside each trainable weight, all in fp32.
+# AdamW keeps a gradient and two moments per trainable weight, all in fp32.
 TRAINED_COPIES = 4
 MOMENTS = 2
 QUANTISED_SHARE = 0.25  # of an element's fp32 bytes
@@ -32,44 +32,39 @@ QUANTISED_SHARE = 0.25  # of an element's fp32 bytes
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer on one microbatch, as if everything in it were trainable, but weights under
-    adapters.
+    """Cost of one layer for one microbatch, as if all its parameters except weights under adapters
+    were trainable. Sizes are 0 if unknown.
 
     Attributes:
         forward: seconds of F.
         backward_input: seconds of B_d, the gradient of the layer's input.
         backward_weight: seconds of B_w, the gradient of its parameters.
-        activation_bytes: what autograd keeps from forward to backward.
-        parameter_bytes: its parameters in fp32.
-        output_bytes: what it hands to the next layer.
-        replicated_bytes: of ``parameter_bytes``, what tensor parallelism does not share out
-            (norms, convolutions, positions).
-        key_value_bytes: keys and values of its attention in the compute dtype; 0 if not known
-            (a profile of before it was counted), or if it has none.
-        working_bytes: the most that it has for a time in a forward or a backward beyond what it and
-            the layers before it keep, and its output; gradients that are under way, mostly.
-        forward_bytes: the most that a forward which keeps nothing has at a time, with its input.
-        data_bytes: what it reads of a microbatch's data, which is on the device for the whole step.
-        base_bytes: of ``parameter_bytes``, what is frozen where the layer is trained: weights under
-            adapters.
-        quantised: share of ``base_bytes`` that is kept in a byte per element, in any compute dtype.
-        moments: fp32 numbers that the optimizer keeps of each trained parameter: AdamW two.
-        expert_bytes: of ``parameter_bytes``, those of experts, which expert parallelism shares out.
-        exchange_bytes: of tokens on their way to experts of other processes and back in a forward,
-            if all went there.
-        few_bytes, few_heads: of ``parameter_bytes``, those that at most so many processes share:
-            of keys and values with fewer heads than queries.
-        tied_bytes: of the last layer's ``parameter_bytes``, those of parameters that the first
-            layer has, too: a stage with both layers holds them once.
-        in_bf16: share of the trained parameters that are kept in bf16, with their gradients.
-        copied: share of them that have a copy in the compute dtype, where that is not fp32.
-        options: what else it may do with its activations, if known: seconds that this adds to a
-            forward and backward, and bytes that it keeps instead of ``activation_bytes``, and has
-            for a time instead of ``working_bytes``.
-        halved: what each of two processes has of it that share its parameters; None if that is not
-            known.
-
-    The last three sizes are 0 where they are not known.
+        activation_bytes: memory that autograd keeps from forward to backward.
+        parameter_bytes: parameters in fp32.
+        output_bytes: output for the next layer.
+        replicated_bytes: part of ``parameter_bytes`` that tensor parallelism does not shard (norms,
+            convolutions, positions).
+        key_value_bytes: keys and values of its attention in the compute dtype.
+        working_bytes: peak of temporary memory of a forward or backward, beyond the output and the
+            activations that this and earlier layers keep; mostly intermediate gradients.
+        forward_bytes: peak of a forward that keeps nothing, including its input.
+        data_bytes: data of a microbatch that the layer reads; on the device for the whole step.
+        base_bytes: part of ``parameter_bytes`` that is frozen even if the layer is trained: weights
+            under adapters.
+        quantised: fraction of ``base_bytes`` that has one byte per element in any compute dtype.
+        moments: optimizer state per trained parameter, in fp32 numbers: 2 for AdamW.
+        expert_bytes: part of ``parameter_bytes`` that expert parallelism shards.
+        exchange_bytes: tokens sent to experts of other processes and back in a forward, if all
+            tokens went to other processes.
+        few_bytes, few_heads: part of ``parameter_bytes`` that at most ``few_heads`` processes can
+            shard: keys and values with fewer heads than queries.
+        tied_bytes: part of the last layer's ``parameter_bytes`` that is tied to the first layer; a
+            stage with both layers holds it once.
+        in_bf16: fraction of the trained parameters kept in bf16, with their gradients.
+        copied: fraction of them with a copy in the compute dtype, if that is not fp32.
+        options: other activation handling: seconds added to a forward and backward, and the bytes
+            that replace ``activation_bytes`` and ``working_bytes``.
+        halved: memory per process if two processes split the layer's parameters; None if unknown.
     """
 
     forward: float
@@ -117,22 +112,19 @@ class LayerCost:
 
     @property
     def trained_bytes(self) -> int:
-        """Of ``parameter_bytes``, what has gradients where the layer is trained."""
+        """Part of ``parameter_bytes`` that has gradients if the layer is trained."""
         return self.parameter_bytes - self.base_bytes
 
     @property
     def choices(self) -> tuple[LayerOption, ...]:
-        """All it may do with its activations; to keep them is the first."""
+        """All ways to handle the activations; keeping them is the first."""
         keep = LayerOption(KEEP, 0.0, self.activation_bytes, self.working_bytes)
         return (keep, *self.options)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerCost:
-        """Inverse of ``asdict``, also from JSON.
-
-        Raises:
-            TypeError: on an unknown key, or a value of the wrong kind.
-        """
+        """Return the cost of a dict made by ``asdict``, also from JSON; raise ``TypeError`` for an
+        unknown key or a value of the wrong type."""
         options = tuple(LayerOption(*option) for option in data.get("options", ()))
         halved = data.get("halved")
         halved = None if halved is None else LayerBytes.from_list(halved)
@@ -140,13 +132,10 @@ class LayerCost:
 
 
 def working_bytes(layer: LayerCost | LayerBytes, option: LayerOption) -> int:
-    """Bytes that a layer has for a time with an option, beyond what it keeps then. If that was not
-    measured: all that it would keep otherwise, and all that it then works with, though a layer need
-    not have both at the same time.
+    """Return the temporary bytes of a layer with an option, beyond what the layer keeps with it.
 
-    Args:
-        layer: whose option it is.
-        option: one of its options, or to keep all.
+    Without a measurement, this is the sum of the activations that are recomputed or fetched and the
+    layer's usual temporary memory, although both need not exist at the same time.
     """
     if option.working_bytes is not None:
         return option.working_bytes
@@ -154,25 +143,24 @@ def working_bytes(layer: LayerCost | LayerBytes, option: LayerOption) -> int:
 
 
 NUMBERS = tuple(e.name for e in fields(LayerCost) if e.name not in ("options", "halved"))
-"""Fields of a :class:`LayerCost` that are numbers."""
+"""Numeric fields of :class:`LayerCost`."""
 
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Costs of every layer of a model on one kind of microbatch.
+    """Costs of every layer of a model for one kind of microbatch.
 
     Attributes:
-        modules: per module, one :class:`LayerCost` per layer (as the module graph counts).
-        device: what it was measured on, or planned for.
+        modules: one :class:`LayerCost` per layer of the module graph, by module.
+        device: device that was measured or is planned for.
         dtype: compute dtype, ``"fp32"`` or ``"bf16"``; frozen weights are kept in it.
         source: ``"measured"`` or ``"analytic"``.
-        tokens: per module, tokens of the microbatch.
-        versions: versions of the packages it was measured with.
-        links: what the processes of a rank and the replicas of a module talk over; if None,
-            that takes no time.
-        ports: by consumer and name, bytes of the ports that layers of a module read.
-        sharing: what fewer samples, quotas and modules side by side do to the seconds; if None,
-            samples and quotas are used without loss.
+        tokens: tokens of the microbatch, by module.
+        versions: versions of the packages that were measured.
+        links: links within ranks and between replicas; None if this communication takes no time.
+        ports: bytes of the ports that layers read, by consumer and name.
+        sharing: effect of fewer samples, quotas and colocated modules on seconds. If None, time is
+            inversely proportional to the number of devices and the quota.
     """
 
     modules: Mapping[str, tuple[LayerCost, ...]]
@@ -191,38 +179,27 @@ class CostProfile:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of the compute dtype."""
         return 2 if self.dtype == "bf16" else 4
 
     def port_bytes(self, consumer: str, name: str) -> int | None:
-        """Bytes of a port; None if they are not known."""
+        """Return the bytes of a port, or None if unknown."""
         return self.ports.get(consumer, {}).get(name)
 
     def state_share(
         self, trainable: bool, moments_shared_by: int = 1, moments: float = MOMENTS
     ) -> float:
-        """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained
-        weight in fp32 with its gradient and the optimizer's moments, and its copy in the compute
-        dtype where there is one, a frozen one in the compute dtype.
-
-        Args:
-            trainable: whether it is trained.
-            moments_shared_by: processes among which the moments are split (ZeRO-1).
-            moments: of a parameter, in fp32 numbers.
-        """
+        """Return the bytes of a layer's state per byte of its parameters: a trained weight in fp32
+        with gradient, moments and a possible copy in the compute dtype, or a frozen weight in the
+        compute dtype. ``moments`` counts fp32 numbers per parameter, which ``moments_shared_by``
+        processes shard (ZeRO-1)."""
         if trainable:
             copy = compute_copy_share(self.dtype)
             return TRAINED_COPIES - MOMENTS + moments / moments_shared_by + copy
         return 0.5 if self.dtype == "bf16" else 1
 
     def state_bytes(self, cost: LayerCost, trainable: bool, moments_shared_by: int = 1) -> int:
-        """What a layer keeps whatever runs, in bytes; see :meth:`state_share`.
-
-        Args:
-            cost: the layer's.
-            trainable: whether it is trained.
-            moments_shared_by: processes that share the optimizer's moments (ZeRO-1).
-        """
+        """Return the bytes of a layer's state, which are held all the time; see
+        :meth:`state_share`."""
         trained = cost.trained_bytes if trainable else 0
         frozen = cost.parameter_bytes - trained
         return int(
@@ -234,11 +211,11 @@ class CostProfile:
 
     @cached_property
     def shared_layers(self) -> dict[Any, tuple[LayerCost, ...]]:
-        """What :mod:`raymm.scheduler.schedule.process_costs` has worked out already."""
+        """Cache of :mod:`raymm.scheduler.schedule.process_costs`."""
         return {}
 
     def check(self, graph: ModuleGraph) -> None:
-        """Raise PlanError if modules or layer counts are not the graph's."""
+        """Raise ``PlanError`` if modules or layer counts differ from the graph's."""
         for node in graph.nodes:
             if node.name not in self.modules:
                 raise PlanError(
@@ -258,11 +235,8 @@ class CostProfile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostProfile:
-        """Inverse of :meth:`to_dict`.
-
-        Raises:
-            PlanError: on a missing or unknown key or a value of the wrong kind.
-        """
+        """Return the profile of a dict made by :meth:`to_dict`; raise ``PlanError`` for a missing
+        or unknown key, or a value of the wrong type."""
         try:
             if data["format"] != PROFILE_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
@@ -292,7 +266,7 @@ class CostProfile:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What a training step runs of a layer, in seconds; zero is what it does not run."""
+    """Seconds of each pass of a layer in a training step; 0 for passes that do not run."""
 
     forward: float
     recompute: float
@@ -301,7 +275,7 @@ class LayerWork:
 
     @property
     def total(self) -> float:
-        """1F + 1B, what partitions balance (Cornstarch v2 §3.1)."""
+        """1F + 1B, the quantity that partitions balance (Cornstarch v2 §3.1)."""
         return self.forward + self.recompute + self.backward_input + self.backward_weight
 
     @property
@@ -312,15 +286,14 @@ class LayerWork:
 def trainable_before(
     graph: ModuleGraph, present: Collection[str] | None = None
 ) -> dict[str, tuple[bool, ...]]:
-    """Per module and layer: is anything trainable strictly before the layer, in its module
-    or in a module that feeds it, however far back (Cornstarch v2 eq. 3 across modalities)?
+    """Return, per module and layer, True if any layer before it is trainable, in its module or in a
+    module that feeds it directly or indirectly (Cornstarch v2 eq. 3 across modalities).
 
-    Eq. 3 taken literally also marks the first trainable layer itself, whose input needs no
-    gradient; it is not marked here.
+    Eq. 3 taken literally also marks the first trainable layer, whose input needs no gradient; it is
+    not marked here.
 
     Args:
-        graph: the module graph.
-        present: modules a microbatch uses; all by default.
+        present: modules that a microbatch uses; all by default.
     """
     result: dict[str, tuple[bool, ...]] = {}
     after: dict[str, bool] = {}
@@ -340,7 +313,7 @@ def trainable_before(
 
 
 def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
-    """Per module and layer: does a training step run a backward of it at all?"""
+    """Return, per module and layer, True if a training step runs a backward of the layer."""
     before = trainable_before(graph)
     return {
         node.name: tuple(
@@ -354,18 +327,13 @@ def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
 def layer_work(
     graph: ModuleGraph, profile: CostProfile, recompute: bool = False
 ) -> dict[str, tuple[LayerWork, ...]]:
-    """The frozen rules (Cornstarch v1 §4.2, v2 eq. 1-3), per module and layer.
+    """Apply the frozen rules (Cornstarch v1 §4.2, v2 eq. 1-3), per module and layer.
 
-    B_w only where the layer is trainable; B_d only where something trainable is before it;
-    with recomputation, one more forward only where there is a backward at all.
-
-    Args:
-        graph: of the model's modules.
-        profile: costs of its layers.
-        recompute: whether activations are computed again.
+    B_w runs only if the layer is trainable, B_d only if a layer before it is. Recomputation adds a
+    forward only if there is a backward.
 
     Raises:
-        PlanError: if the profile is not of this graph.
+        PlanError: the profile does not match the graph.
     """
     profile.check(graph)
     before = trainable_before(graph)

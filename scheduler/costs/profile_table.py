@@ -1,4 +1,4 @@
-"""Measured costs at several lengths, and the cost profile at any length between them."""
+"""Measured costs at several lengths, interpolated to a cost profile at any length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTEGER_FIELDS = (
     "working_bytes", "forward_bytes", "data_bytes", "base_bytes", "expert_bytes", "exchange_bytes",
     "few_bytes", "few_heads", "tied_bytes",
 )
-# Tables of before they were counted lack them.
+# Older tables lack these fields.
 _OPTIONAL_FIELDS = (
     "replicated_bytes", "key_value_bytes", "working_bytes", "forward_bytes", "data_bytes",
     "base_bytes", "moments", "in_bf16", "copied", "quantised", "expert_bytes", "exchange_bytes",
@@ -33,12 +33,11 @@ _OPTIONAL_FIELDS = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """A module's layers on one microbatch.
+    """Costs of a module's layers for one microbatch.
 
     Attributes:
-        tokens: of the whole microbatch, padding included, as the module's blocks see them.
-        samples: sequences (for an encoder: items) they belong to.
-        layers: one cost per layer.
+        tokens: tokens of the whole microbatch, including padding, as the module's blocks see them.
+        samples: number of sequences (for an encoder: items) in the microbatch.
     """
 
     tokens: int
@@ -56,16 +55,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """Measurements of every module of a model on one kind of device.
+    """Measurements of every module of a model on one kind of device; raises ``PlanError`` naming an
+    invalid field.
 
     Attributes:
-        modules: per module, measurements of increasing ``tokens``.
-        default: per module, ``tokens`` of a real microbatch of the run.
+        modules: measurements in the order of increasing ``tokens``, by module.
+        default: ``tokens`` of a typical microbatch of the run, by module.
         device, dtype, versions: as in :class:`raymm.scheduler.costs.layer_costs.CostProfile`.
-        date: when it was measured, ISO 8601.
-
-    Raises:
-        PlanError: naming what does not fit.
+        date: date of the measurement, ISO 8601.
     """
 
     modules: Mapping[str, tuple[Measurement, ...]]
@@ -99,22 +96,21 @@ class ProfileTable:
     def at(
         self, tokens: Mapping[str, int] | None = None, extrapolate: bool = False
     ) -> CostProfile:
-        """The profile of a microbatch.
+        """Return the profile of a microbatch.
 
-        Between two measured lengths every number is interpolated linearly. (Attention grows
-        with the square, so a line lies above it: by at most a quarter of the attention time's
-        increase from one measured length to the next, divided by their ratio; measure closer
-        lengths where that matters.)
+        Numbers between two measured lengths are interpolated linearly. (Attention time is
+        quadratic, so the line lies above it: by at most a quarter of the increase of the attention
+        time from one measured length to the next, divided by their ratio. Measure closer lengths
+        where that matters.)
 
         Args:
-            tokens: per module, tokens of the whole microbatch; those of the default microbatch
-                where not given.
-            extrapolate: outside the measured lengths, go on with the line through the two
-                nearest measurements (through zero, if there is only one) instead of failing.
+            tokens: tokens of the whole microbatch, by module; missing modules use the default
+                microbatch.
+            extrapolate: True to extend the line through the two nearest measurements (or through
+                one and zero) to lengths outside the measured range, instead of raising.
 
         Raises:
-            PlanError: on an unknown module, a number that is no length, or a length that was
-                not measured.
+            PlanError: unknown module, invalid length, or a length outside the measured range.
         """
         tokens = dict(tokens or {})
         if unknown := set(tokens) - set(self.modules):
@@ -162,11 +158,8 @@ class ProfileTable:
 
     @classmethod
     def from_dict(cls, data: Any) -> ProfileTable:
-        """Inverse of :meth:`to_dict`.
-
-        Raises:
-            PlanError: naming the field that is missing, unknown or of the wrong kind.
-        """
+        """Return the table of a dict made by :meth:`to_dict`; raise ``PlanError`` naming a field
+        that is missing, unknown or of the wrong type."""
         _mapping(data, "the profile")
         if "format" not in data:
             raise PlanError("the profile lacks the key 'format'")
@@ -196,7 +189,7 @@ class ProfileTable:
 
 
 def _nothing(cost: LayerCost) -> LayerCost:
-    """What a layer costs without tokens: its parameters."""
+    """Return the cost of a layer for zero tokens: only its parameters remain."""
     return LayerCost(
         0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
         replicated_bytes=cost.replicated_bytes, base_bytes=cost.base_bytes,
@@ -212,7 +205,7 @@ def _no_options(options: Sequence[LayerOption]) -> tuple[LayerOption, ...]:
 
 
 def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
-    """``a`` at 0, ``b`` at 1; never below zero."""
+    """Interpolate from ``a`` at 0 to ``b`` at 1; results are never negative."""
     def between(start: float, end: float) -> float:
         return max(0.0, start + (end - start) * share)
 
@@ -277,7 +270,7 @@ def _layer(data: Any, where: str) -> LayerCost:
 def _check_options(data: Any, where: str) -> None:
     for number, option in enumerate(_list(data, f"{where}.options")):
         types = [type(value) for value in _list(option, f"{where}.options[{number}]")]
-        # Tables of before it was measured lack what an option works with.
+        # Older tables lack the working bytes of options.
         if types[:3] not in ([str, float, int], [str, int, int]) or types[3:] not in (
             [], [int], [type(None)],
         ):

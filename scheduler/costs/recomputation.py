@@ -1,9 +1,9 @@
-"""Which activations to keep: the least added time within a stage's memory, exactly.
+"""Exact choice of the activations to keep: the least added time within the memory of a stage.
 
-Every layer has options: keep everything, keep some outputs and make the rest again, keep its
-input only, or keep activations elsewhere. Each adds time to a microbatch's backward and leaves
-bytes held while the microbatch is under way. Choosing one per layer is a knapsack with
-multiple choices (OmniBal §4.3 chooses whole layers).
+Every layer has options: keep everything, keep some outputs and recompute the rest, keep only the
+input, or offload activations. Each option adds time to the backward of a microbatch and holds bytes
+while the microbatch is in flight. Choosing one option per layer is a multiple-choice knapsack
+(OmniBal §4.3 chooses whole layers).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from raymm.errors import InputError
 KEEP, MATMULS, ATTENTION, ALL, OFFLOAD = OPTIONS = (
     "keep", "matmuls", "attention", "all", "offload"
 )
-"""What a layer may do with its activations: keep them; keep outputs of matrix products and of
-attention, and make the rest again; of attention only; make all again from its input; or keep them
-in the host's memory until the backward pass."""
+"""Activation handling of a layer: keep all; keep the outputs of matrix products and attention and
+recompute the rest; keep only those of attention; recompute all from the input; or offload to host
+memory until the backward."""
 REMADE = (MATMULS, ATTENTION, ALL)
-"""Those that run a layer's forward again, in parts or whole."""
-# Relative to all seconds that may be added.
+"""Options that run the forward again, in part or completely."""
+# Relative to the largest sum of added seconds.
 _ROUNDING = 1e-12
 
 
@@ -35,11 +35,11 @@ class LayerOption(NamedTuple):
     """One way to run a layer.
 
     Attributes:
-        name: what the actors know it by, e.g. ``"keep"``, ``"matmuls"``, ``"all"``.
-        seconds: added to each microbatch's backward.
-        nbytes: activations held per microbatch under way.
-        working_bytes: the most that the layer has for a time beyond what it and the layers before
-            it keep, then: also what it makes again, or fetches; None if that was not measured.
+        name: one of :data:`OPTIONS`.
+        seconds: time added to the backward of each microbatch.
+        nbytes: activations held per microbatch in flight.
+        working_bytes: peak of temporary memory beyond what this and earlier layers keep, including
+            recomputed or fetched activations; None if not measured.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LayerOption(NamedTuple):
 
 
 class LayerBytes(NamedTuple):
-    """What a process has of a layer; fields as of a layer's cost, options without time."""
+    """Memory of a layer on one process; fields as in a layer's cost, options without time."""
 
     activation_bytes: int
     working_bytes: int
@@ -58,11 +58,8 @@ class LayerBytes(NamedTuple):
 
     @classmethod
     def from_list(cls, data: Any) -> LayerBytes:
-        """Inverse of what JSON makes of it.
-
-        Raises:
-            TypeError: on a value of the wrong kind.
-        """
+        """Return the sizes from their JSON list; raise ``TypeError`` for a value of the wrong
+        type."""
         if len(data) != 4:
             raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
         kept, working, forward, more = data
@@ -76,13 +73,8 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Recomputation:
-    """A choice for every layer of a stage.
-
-    Attributes:
-        names: the options' names, layer by layer.
-        seconds: what they add to a microbatch.
-        nbytes: what they hold per microbatch under way.
-    """
+    """Chosen option of every layer of a stage, with the total seconds added to a microbatch and the
+    total bytes held per microbatch in flight."""
 
     names: tuple[str, ...]
     seconds: float
@@ -90,7 +82,7 @@ class Recomputation:
 
 
 class _State(NamedTuple):
-    """A choice for the first layers that no other beats in both bytes and seconds."""
+    """Choice for the first layers that no other choice beats in both bytes and seconds."""
 
     nbytes: int
     seconds: float
@@ -99,18 +91,19 @@ class _State(NamedTuple):
 
 
 def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recomputation:
-    """The options that add least time within ``limit`` bytes; of equal ones, a frugal one.
+    """Return the options that add the least time within ``limit`` bytes; among equal ones, those
+    with fewer bytes.
 
-    Dynamic programming over the undominated (bytes, seconds) of the first layers. What cannot
-    beat the best choice known, even if the layers that follow were divisible (the linear
-    relaxation), is dropped.
+    This is dynamic programming over the Pareto front of (bytes, seconds) of the first layers.
+    States are dropped if they cannot beat the best known choice even in the linear relaxation of
+    the remaining layers.
 
     Args:
-        layers: options of each layer; at least one each.
-        limit: bytes that a microbatch's activations may take.
+        layers: options of each layer, at least one each.
+        limit: bytes of a microbatch's activations.
 
     Raises:
-        InputError: if the smallest options need more.
+        InputError: the smallest options need more.
     """
     options = [_undominated(choices) for choices in layers]
     least = sum(choices[0][1].nbytes for choices in options)
@@ -120,7 +113,7 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
             f"{least:,}"
         )
     rests = _relaxations(options)
-    # Sums of floats are not exact, and the best known must stay.
+    # Float sums are inexact; the margin keeps the best known choice.
     best = rests[0].rounded(limit) + _ROUNDING * rests[0].slowest
     states = [_State(0, 0.0, -1, None)]
     for index, choices in enumerate(options):
@@ -148,18 +141,18 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
 
 
 def remade_bytes(option: LayerOption, kept: int) -> int:
-    """Bytes beyond what a layer holds that its backward needs, of ``kept`` if all were kept. What
-    is offloaded is fetched while the backward of the layer after it runs."""
+    """Return the bytes that the backward needs beyond ``option.nbytes``; ``kept`` is the size of
+    all activations. Offloaded activations are fetched one layer ahead, so two layers count."""
     return (2 if option.name == OFFLOAD else 1) * (kept - option.nbytes)
 
 
 def working_excess(layers: Sequence[tuple[int, int]]) -> int:
-    """Bytes that a stage has for a time beyond what it keeps of a microbatch, at most. While a
-    layer works, nothing is left of those after it.
+    """Return the peak of temporary bytes of a stage beyond what it keeps of a microbatch. While a
+    layer works in the backward, the activations of later layers are already freed.
 
     Args:
-        layers: per layer what it keeps, and what it has for a time beyond what it and those before
-            it keep.
+        layers: (kept bytes, temporary bytes beyond what this and earlier layers keep) of each
+            layer.
     """
     after = most = 0
     for kept, working in reversed(layers):
@@ -169,15 +162,15 @@ def working_excess(layers: Sequence[tuple[int, int]]) -> int:
 
 
 def least_seconds(layers: Sequence[Sequence[LayerOption]], limit: int) -> float:
-    """A lower bound of what :func:`choose_options` adds, for arguments as of it: layers may be
-    divided. ``inf`` if the smallest options need more."""
+    """Return a lower bound of the seconds that :func:`choose_options` adds, from the linear
+    relaxation; ``inf`` if the smallest options need more than ``limit``."""
     relaxed = _relaxations([_undominated(choices) for choices in layers])[0]
     return relaxed.seconds(limit) if relaxed.least <= limit else float("inf")
 
 
-@lru_cache(maxsize=4096)  # layers are mostly alike
+@lru_cache(maxsize=4096)  # most layers are equal
 def saving_steps(options: tuple[LayerOption, ...]) -> tuple[LayerOption, list[tuple[float, int]]]:
-    """The option that keeps least, and what keeping more saves if a layer may be divided:
+    """Return the smallest option, and the savings of keeping more in the linear relaxation:
     (seconds per byte, bytes), best first."""
     hull = _hull([option for _, option in _undominated(options)])
     return hull[0], [
@@ -187,12 +180,8 @@ def saving_steps(options: tuple[LayerOption, ...]) -> tuple[LayerOption, list[tu
 
 
 def savings(layers: Sequence[Sequence[LayerOption]]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that layers may keep together, ascending, and the least seconds added with them, if
-    layers may be divided: linear in between. Two arrays of the same length, at least 1.
-
-    Args:
-        layers: the options of each.
-    """
+    """Return the trade-off between kept bytes and added seconds in the linear relaxation: two
+    arrays of equal length, at least 1. Bytes ascend; interpolate linearly between the points."""
     smallest = [saving_steps(tuple(options)) for options in layers]
     steps = sorted((step for _, own in smallest for step in own), key=lambda step: -step[0])
     sizes = [size for _, size in steps]
@@ -206,8 +195,7 @@ def savings(layers: Sequence[Sequence[LayerOption]]) -> tuple[np.ndarray, np.nda
 
 
 def _undominated(options: Sequence[LayerOption]) -> list[tuple[int, LayerOption]]:
-    """Options, with their numbers, from the smallest to the fastest; none is worse than another
-    in both."""
+    """Return the Pareto-optimal options with their numbers, from the smallest to the fastest."""
     kept: list[tuple[int, LayerOption]] = []
     for number, option in sorted(enumerate(options), key=lambda o: (o[1].nbytes, o[1].seconds)):
         if not kept or option.seconds < kept[-1][1].seconds:
@@ -216,21 +204,19 @@ def _undominated(options: Sequence[LayerOption]) -> list[tuple[int, LayerOption]
 
 
 class _Relaxation:
-    """Layers whose options may be mixed: how little time they add within some bytes.
-
-    Attributes:
-        least: bytes of the smallest options.
-        slowest: seconds of those.
-    """
+    """Linear relaxation of layers: the least added time within a number of bytes. ``least`` and
+    ``slowest`` are bytes and seconds of the smallest options."""
 
     def __init__(self, least: int, slowest: float, steps: Sequence[tuple[float, int]]) -> None:
-        """``steps``: (seconds saved per byte, bytes), best first, from the smallest options."""
+        """Start from the smallest options; ``steps`` are (seconds saved per byte, bytes), best
+        first."""
         self.least, self.slowest, self._steps = least, slowest, steps
         self._bytes = list(accumulate((size for _, size in steps), initial=0))
         self._saved = list(accumulate((rate * size for rate, size in steps), initial=0.0))
 
     def seconds(self, nbytes: int) -> float:
-        """A lower bound for ``nbytes``, at least :attr:`least`."""
+        """Return a lower bound of the seconds for ``nbytes``, which must be at least
+        :attr:`least`."""
         at = bisect_right(self._bytes, nbytes - self.least) - 1
         saved = self._saved[at]
         if at < len(self._steps):
@@ -238,13 +224,13 @@ class _Relaxation:
         return self.slowest - saved
 
     def rounded(self, nbytes: int) -> float:
-        """What whole steps, taken in order while they fit, come to: something that can be had,
-        since the steps of one layer come in its order."""
+        """Return the seconds of a feasible choice: whole steps, in order, as long as they fit. It
+        is feasible because the steps of each layer are in order."""
         return self.slowest - self._saved[bisect_right(self._bytes, nbytes - self.least) - 1]
 
 
 def _relaxations(options: Sequence[Sequence[tuple[int, LayerOption]]]) -> list[_Relaxation]:
-    """Of the layers from each on, and of none."""
+    """Return the relaxation of the layers from each index on, and of no layers."""
     steps: list[tuple[float, int]] = []
     least, slowest = 0, 0.0
     relaxations = [_Relaxation(0, 0.0, ())]
@@ -259,7 +245,7 @@ def _relaxations(options: Sequence[Sequence[tuple[int, LayerOption]]]) -> list[_
 
 
 def _hull(options: Sequence[LayerOption]) -> list[LayerOption]:
-    """The lower convex hull of (bytes, seconds), from the smallest option on."""
+    """Return the lower convex hull of (bytes, seconds), from the smallest option on."""
     hull: list[LayerOption] = []
     for option in options:
         while len(hull) > 1 and _saving(hull[-2], hull[-1]) <= _saving(hull[-2], option):

@@ -1,5 +1,5 @@
-"""How modules' times change with the GPUs that they share samples over, with their quotas, and with
-what runs beside them: scaling surfaces and interference (Mosaic §3.3)."""
+"""Effect of sample splits, quotas and colocated modules on the times of modules: scaling surfaces
+and interference (Mosaic §3.3)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from raymm.scheduler.costs.interference import Interference
 from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.graph.strict_json import items, members
 
-# Quotas are multiples of one over at most this.
+# Quotas are multiples of 1/n for an n up to this.
 FINEST_QUOTA = 1000
 
 
 @dataclass(frozen=True)
 class DeviceSharing:
-    """Surfaces of modules, and what they cost each other. A surface's seconds have the sum of
-    gradients over its GPUs in them.
+    """Surfaces of modules, and their interference. The seconds of a surface include the gradient
+    all-reduce over its GPUs.
 
     Attributes:
-        surfaces: of the same work as the layer costs that they stand beside; of modules without one
-            it is taken that samples and quotas are used without loss.
-        interference: of modules on one GPU.
+        surfaces: measured for the same work as the layer costs of the profile. Without a surface,
+            time is inversely proportional to the number of devices and the quota.
+        interference: interference between modules on one GPU.
     """
 
     surfaces: tuple[ScalingSurface, ...]
@@ -40,26 +40,25 @@ class DeviceSharing:
         return {}
 
     def has(self, module: str) -> bool:
-        """Whether a module's seconds on one whole device are known, and so what others are of
-        them."""
+        """Return True if the module's seconds on one whole device are known, the reference for all
+        others."""
         surface = self._by_name.get(module)
         return surface is not None and surface.degrees[0] == 1 and (
             surface.quotas[-1] == surface.steps
         )
 
     def most_devices(self, module: str) -> int:
-        """As many as a module's surface has, which share its samples; one where that is not
-        known."""
+        """Return the largest number of devices that may split the module's samples; 1 if
+        unknown."""
         return self._by_name[module].degrees[-1] if self.has(module) else 1
 
     def seconds(self, module: str, degree: int, quotas: Mapping[str, float]) -> float:
-        """Of a forward and backward, as a multiple of those of the whole batch on one whole device
-        (eq. 7).
+        """Return the seconds of a forward and backward, as a multiple of those of the whole batch
+        on one whole device (eq. 7).
 
         Args:
-            module: which.
-            degree: GPUs that it is on, each with an equal share of the samples.
-            quotas: of the modules that run on this GPU, itself too, as shares of it.
+            degree: number of GPUs, each with an equal share of the samples.
+            quotas: quota of each module that runs on the GPU, including this one.
         """
         own = quotas[module]
         if not self.has(module):
@@ -73,7 +72,8 @@ class DeviceSharing:
         return self.interference.colocated(alone, (use,)) / self._seconds(surface, 1, 1.0)
 
     def _seconds(self, surface: ScalingSurface, degree: int, quota: float) -> float:
-        """Alone. Beyond what was sampled, GPUs and quotas are used without loss."""
+        """Return the seconds without neighbours. Beyond the sampled range, time is inversely
+        proportional to GPUs and quota."""
         key = surface.name, degree, quota
         if key not in self._alone:
             sampled = min(degree, surface.degrees[-1])
@@ -92,16 +92,12 @@ class DeviceSharing:
         return surface.bandwidth_at(share.numerator, share.denominator)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> DeviceSharing:
-        """Inverse of :meth:`to_dict`.
-
-        Raises:
-            PlanError: naming the field that does not fit.
-        """
+        """Return the object of a dict made by :meth:`to_dict`; raise ``PlanError`` naming an
+        invalid field."""
         data = members(data, "sharing", ("surfaces", "interference"))
         surfaces = tuple(
             ScalingSurface.from_dict(entry, f"sharing.surfaces[{i}]")

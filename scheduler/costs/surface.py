@@ -1,4 +1,4 @@
-"""How fast a module is alone: its scaling surface over GPUs and SM quota (Mosaic §3.3).
+"""Scaling surface: the speed of a module without neighbours, by GPUs and SM quota (Mosaic §3.3).
 
 A quota is a whole number of steps of a GPU's multiprocessors (``quota=3`` of ``steps=10``: three
 tenths), so that quotas are added and compared exactly. A degree is a number of data-parallel
@@ -27,30 +27,27 @@ from raymm.scheduler.graph.strict_json import (
 )
 
 SURFACES_FORMAT = 1
-# Of a replica; sums over all modules of a GPU then fit into a word.
+# Largest size of a replica; sums over all modules of a GPU then fit into 64 bits.
 MOST_BYTES = 2**53
 
 
 @dataclass(frozen=True)
 class ScalingSurface:
-    """Measurements of one module that has its GPUs to itself.
+    """Measurements of one module without neighbours on its GPUs; raises ``PlanError`` naming an
+    invalid field.
 
     Between samples, seconds are interpolated linearly in the logarithms of degree, quota and
-    seconds: exact at samples, and on ideal scaling (seconds ~ 1 / (degree * quota)) everywhere.
-    Linear pieces keep order: where samples fall with the quota or the degree, so does everything
-    between them, in both directions at once (cubic pieces could cross each other).
+    seconds. This is exact at samples, and everywhere if scaling is ideal (seconds ~ 1 / (degree *
+    quota)). It is also monotonic where the samples are, in both directions at once; cubic pieces
+    could cross.
 
     Attributes:
-        name: the module.
-        degrees: (D,) sampled data-parallel degrees, increasing (the paper: powers of two).
+        degrees: (D,) sampled data-parallel degrees, increasing (powers of two in the paper).
         quotas: (A,) sampled quotas in steps, increasing, from 1 to ``steps``.
-        steps: steps of a whole GPU; 10: tenths.
-        seconds: (D, A) of one iteration.
-        memory_bytes: (D,) of a replica on its GPU, at each degree.
+        steps: steps per GPU, e.g. 10 for tenths.
+        seconds: (D, A) seconds of one iteration.
+        memory_bytes: (D,) bytes of a replica on its GPU.
         bandwidth: (A,) B(m, a): share of a GPU's memory bandwidth in use, 0 to 1.
-
-    Raises:
-        PlanError: naming the field that does not fit.
     """
 
     name: str
@@ -107,16 +104,8 @@ class ScalingSurface:
         ))
 
     def seconds_at(self, degree: int, quota: int, steps: int | None = None) -> float:
-        """T(d, a): seconds on ``degree`` GPUs with ``quota`` of ``steps`` (its own if not given).
-
-        Args:
-            degree: GPUs.
-            quota: steps of each GPU.
-            steps: into which a GPU is divided.
-
-        Raises:
-            PlanError: outside what was sampled.
-        """
+        """Return T(d, a): seconds on ``degree`` GPUs with ``quota`` of ``steps`` each (by default
+        the steps of the surface); raise ``PlanError`` outside the sampled range."""
         low, high, t = self._between_degrees(degree)
         at, along, s = self._between_quotas(quota, steps)
         if not s and not t:
@@ -126,11 +115,7 @@ class ScalingSurface:
         return float(np.exp((1 - s) * row[0] + s * row[1]))
 
     def bandwidth_at(self, quota: int, steps: int | None = None) -> float:
-        """B(m, a), linear between samples.
-
-        Raises:
-            PlanError: outside what was sampled.
-        """
+        """Return B(m, a), linear between samples; raise ``PlanError`` outside the sampled range."""
         at, along, _ = self._between_quotas(quota, steps)
         if at == along:
             return self.bandwidth[at]
@@ -139,7 +124,8 @@ class ScalingSurface:
         return (1 - s) * self.bandwidth[at] + s * self.bandwidth[along]
 
     def memory_at(self, degree: int) -> int:
-        """Bytes of a replica; between sampled degrees the larger of the two neighbours."""
+        """Return the bytes of a replica; between sampled degrees, the larger of the two
+        neighbours."""
         low, high, _ = self._between_degrees(degree)
         return max(self.memory_bytes[low], self.memory_bytes[high])
 
@@ -150,7 +136,7 @@ class ScalingSurface:
     def _between_quotas(self, quota: int, steps: int | None) -> tuple[int, int, float]:
         steps = whole(self.steps if steps is None else steps, "steps", 1)
         whole(quota, f"quota of {self.name}", 1, steps)
-        # In units of 1 / (steps * self.steps), so that a sampled quota is met exactly.
+        # In units of 1 / (steps * self.steps), so that sampled quotas are matched exactly.
         asked, samples = quota * self.steps, [q * steps for q in self.quotas]
         if not samples[0] <= asked <= samples[-1]:
             raise PlanError(
@@ -160,22 +146,17 @@ class ScalingSurface:
         return _bracket(np.log(asked), np.log(samples))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "surface") -> ScalingSurface:
-        """From plain data.
-
-        Raises:
-            PlanError: naming the field that does not fit.
-        """
+        """Return the surface of a dict; raise ``PlanError`` naming an invalid field."""
         return cls(**members(data, where, [field.name for field in fields(cls)]))
 
 
 def _bracket(x: float, samples: np.ndarray) -> tuple[int, int, float]:
-    """Neighbouring samples of x and how far it is from the one to the other; the same sample
-    twice and 0 at a sample."""
+    """Return the neighbouring samples of x and its relative position between them; at a sample,
+    return it twice and 0."""
     high = int(np.searchsorted(samples, x))
     if high < len(samples) and samples[high] == x:
         return high, high, 0.0
@@ -185,16 +166,13 @@ def _bracket(x: float, samples: np.ndarray) -> tuple[int, int, float]:
 
 @dataclass(frozen=True)
 class SurfaceConditions:
-    """What surfaces were measured with. They say nothing of anything else.
+    """Conditions under which surfaces were measured. They are valid for no others.
 
     Attributes:
-        batch: samples of an iteration.
-        device: as its driver calls it.
+        batch: samples per iteration.
+        device: device name of the driver.
         precision: ``"fp32"`` or ``"bf16"``.
-        tokens: per module, of a sample.
-
-    Raises:
-        PlanError: naming the field that does not fit.
+        tokens: tokens per sample, by module.
     """
 
     batch: int
@@ -215,16 +193,8 @@ class SurfaceConditions:
         self, batch: int | None = None, precision: str | None = None,
         tokens: Mapping[str, int] | None = None,
     ) -> None:
-        """Whether the surfaces are of what is planned; None: that is not known.
-
-        Args:
-            batch: samples.
-            precision: e.g. ``bf16``.
-            tokens: per module.
-
-        Raises:
-            PlanError: naming what differs.
-        """
+        """Raise ``PlanError`` if the surfaces were measured under other conditions; None skips a
+        condition. ``batch`` counts samples, ``tokens`` counts tokens per sample by module."""
         named = {"batch": (batch, self.batch), "precision": (precision, self.precision)}
         for module, asked in (tokens or {}).items():
             named[f"tokens.{module}"] = asked, self.tokens.get(module)
@@ -239,18 +209,15 @@ class SurfaceConditions:
 def surfaces_to_json(
     surfaces: Sequence[ScalingSurface], measured: SurfaceConditions | None = None
 ) -> str:
-    """Surfaces of all modules, and what they were measured with, as a file's text."""
+    """Return the text of a surfaces file."""
     about = {} if measured is None else {"measured": asdict(measured)}
     modules = [surface.to_dict() for surface in surfaces]
     return json.dumps({"format": SURFACES_FORMAT, **about, "surfaces": modules}, indent=2)
 
 
 def conditions_from_json(source: str) -> SurfaceConditions | None:
-    """What the surfaces of such a text were measured with; None where it does not say.
-
-    Raises:
-        PlanError: naming the field that does not fit.
-    """
+    """Return the conditions in a surfaces file, or None; raise ``PlanError`` naming an invalid
+    field."""
     data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",), ("measured",))
     if "measured" not in data:
         return None
@@ -259,11 +226,7 @@ def conditions_from_json(source: str) -> SurfaceConditions | None:
 
 
 def surfaces_from_json(source: str) -> tuple[ScalingSurface, ...]:
-    """Surfaces from such a text.
-
-    Raises:
-        PlanError: naming the field that does not fit.
-    """
+    """Return the surfaces of a surfaces file; raise ``PlanError`` naming an invalid field."""
     data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",), ("measured",))
     surfaces = tuple(
         ScalingSurface.from_dict(entry, f"surfaces[{i}]")
