@@ -133,7 +133,7 @@ def test_what_goes_with_fully_sharded_parameters() -> None:
         of_llm(ep=2)
     zero_bubble = replace(plan, schedule="zero_bubble")
     of_llm(zero_bubble, sharding="fsdp")  # of one process
-    with pytest.raises(PlanError, match="schedule is 'zero_bubble'.* sharding of 'llm' 'fsdp'"):
+    with pytest.raises(PlanError, match="schedule is 'zero_bubble'.* sharding of 'llm' is 'fsdp'"):
         of_llm(zero_bubble, sharding="fsdp", fsdp=2)
     stages = [replace(s, sharding="fsdp") if s.id == StageId("llm", 0) else s for s in plan.stages]
     with pytest.raises(PlanError, match="all stages of llm must have the same"):
