@@ -63,7 +63,7 @@ def complete_microbatch(
     for name, value in microbatch.items():
         if name not in accepted:
             raise DataError(
-                f"the batch has {name!r} ({said(value)}), which nothing in the model reads; "
+                f"the batch has {name!r} ({said(value)}), which no module of the model reads; "
                 f"accepted: {', '.join(accepted)}"
             )
     text = _text(microbatch, vocabulary, to_send)
@@ -96,12 +96,12 @@ def check_tensor(name: str, value: Any, accepted: str, to_send: bool = True) -> 
     if to_send and value.device.type != "cpu":
         raise DataError(
             f"{name} is on the device {str(value.device)!r}; accepted: tensors on the CPU "
-            "(.cpu()), which are sent to where they are needed"
+            "(.cpu()), from which raymm sends them to ranks"
         )
     if to_send and value.requires_grad:
         raise DataError(
-            f"{name} has requires_grad; accepted: tensors without (.detach()), as no gradient "
-            "comes back to what a batch has"
+            f"{name} has requires_grad; accepted: tensors without (.detach()), since no gradient "
+            "flows back to a batch"
         )
     return value
 
@@ -116,7 +116,7 @@ def _text(
             f"{IDS} is {said(ids)}; accepted: {accepted} with at least one row and one token"
         )
     shape = tuple(ids.shape)
-    accepted = f"an int64 tensor of the shape of {IDS}, {shape}, {IGNORE_INDEX} where there is none"
+    accepted = f"an int64 tensor of the shape of {IDS}, {shape}, {IGNORE_INDEX} for no label"
     labels = check_tensor(LABELS, microbatch.get(LABELS), accepted, to_send)
     if labels.dtype != torch.int64 or labels.shape != ids.shape:
         raise DataError(f"{LABELS} is {said(labels)}; accepted: {accepted}")
@@ -133,7 +133,7 @@ def _text(
         check_range(IDS, ids, vocabulary.ids, f"0 to {vocabulary.ids - 1}, the model's vocabulary")
         check_range(
             LABELS, labels, vocabulary.labels,
-            f"0 to {vocabulary.labels - 1}, what the model predicts, and {IGNORE_INDEX}",
+            f"0 to {vocabulary.labels - 1}, the ids that the model predicts, and {IGNORE_INDEX}",
             IGNORE_INDEX,
         )
     return _padded_right(ids, labels, mask)

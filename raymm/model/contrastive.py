@@ -51,8 +51,8 @@ class ContrastiveLoss(nn.Module):
         """
         if len(first) != len(second):
             raise ModelError(
-                f"first has {len(first)} samples and second {len(second)}; accepted: as many, a "
-                "pair for every sample"
+                f"first has {len(first)} samples and second {len(second)}; accepted: the same "
+                "number, one pair per sample"
             )
         own = own or slice(0, first.shape[0])
         first, second = F.normalize(first, dim=-1), F.normalize(second, dim=-1)

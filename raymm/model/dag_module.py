@@ -99,8 +99,8 @@ class DagModule:
         whole = any(isinstance(value, Every) for value in self.inputs.values())
         if whole and OWN in self.reads.keys() | self.inputs.keys():
             raise ModelError(
-                f"keyword {OWN!r} is in reads or inputs of a module that reads every(), which is "
-                "told its own samples by it; accepted: other keywords"
+                f"keyword {OWN!r} is in reads or inputs of a module that reads every(), which "
+                "receives the slice of its samples under it; accepted: other keywords"
             )
         self.chain = isinstance(module, ModalityModule)
         if self.chain:
@@ -108,8 +108,8 @@ class DagModule:
                 raise ModelError("frozen is given twice; give it to the ModalityModule")
             if module._projector_kind is not None and module.projector is None:
                 raise ModelError(
-                    f"projector is {module._projector_kind!r}, whose width nothing here says; "
-                    "accepted: an nn.Module, None"
+                    f"projector is {module._projector_kind!r}, whose output width is unknown in a "
+                    "graph; accepted: an nn.Module, None"
                 )
             self.modality = module
         else:

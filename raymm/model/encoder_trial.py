@@ -139,15 +139,16 @@ class EncoderTrial:
         features, unread, ids = outcome
         if unread:
             raise DataError(
-                f"{unread[0]!r} of {self._spec.name!r} ({said(tensors[unread[0]])}) is read by "
-                "nothing in the encoder or its callbacks; accepted: keyword arguments that are"
+                f"{unread[0]!r} of {self._spec.name!r} ({said(tensors[unread[0]])}) is not read by "
+                "the encoder or its callbacks; accepted: keyword arguments that they read"
             )
         expected = (count, "tokens", *([self._width] if self._width else ["width"]))
         shape = tuple(features.shape)
         if len(shape) != 3 or shape[0] != count or self._width not in (None, shape[2]):
             raise DataError(
-                f"{self._spec.name!r} makes features of shape {shape} of {in_words(tensors)} for "
-                f"{count} items; accepted: items of which it makes {expected}".replace("'", "")
+                f"{self._spec.name!r} returns features of shape {shape} for {count} items, "
+                f"{in_words(tensors)}; accepted: items for which it returns "
+                f"{expected}".replace("'", "")
             )
         return Taken(shape[1], ids)
 

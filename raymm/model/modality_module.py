@@ -92,7 +92,7 @@ class ModalityModule(nn.Module):
         if missing_weights is not None and not isinstance(module, str | os.PathLike):
             raise ModelError(
                 f"missing_weights is {missing_weights!r}, but module is a {type(module).__name__}; "
-                "it is for the path of a checkpoint folder"
+                "accepted only with the path of a checkpoint folder"
             )
         if isinstance(projector, str) and projector not in KINDS:
             raise ModelError(
@@ -137,7 +137,7 @@ class ModalityModule(nn.Module):
         ):
             if adapters is not None and flag is not None:
                 raise ModelError(
-                    f"{name} is {flag!r}, and there are adapters, under which all else is frozen; "
+                    f"{name} is {flag!r}, but adapters are given, which freeze all other weights; "
                     "leave it out"
                 )
         if projector is None and projector_lora is not None:
@@ -209,7 +209,7 @@ class ModalityModule(nn.Module):
             if isinstance(value := getattr(container, name, None), int)
         ]
         if hidden_size is None and not stated:
-            raise ModelError("the module does not say how wide its output is; give hidden_size")
+            raise ModelError("the width of the module's output is unknown; give hidden_size")
         if hidden_size is None:
             return stated[0]
         if stated and self.postprocess_module_callback is None:
@@ -255,7 +255,7 @@ class ModalityModule(nn.Module):
             ModelError: one of them has adapters.
         """
         if self.lora is not None or self.projector_lora is not None:
-            raise ModelError("freeze is for modules without adapters, and this one has some")
+            raise ModelError("freeze is not supported for a module with adapters (lora)")
         self.set_frozen(module, False)
         self.set_frozen(projector, True)
         return self

@@ -72,8 +72,8 @@ class ModuleDag(nn.Module):
         for name in nodes:  # last: they must not be among the attributes that are set here
             if not name.isidentifier() or hasattr(self, name):
                 raise ModelError(
-                    f"a node is named {name!r}; it must be an identifier, and no attribute of "
-                    "ModuleDag"
+                    f"a node is named {name!r}; accepted: an identifier that is not an attribute "
+                    "of ModuleDag"
                 )
 
     def _outputs(self, name: str) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class ModuleDag(nn.Module):
                 if not isfinite(total) or not total:
                     raise ModelError(
                         f"loss {name!r} is divided by entry {node.divide_by!r}, which sums to "
-                        f"{total:g}; accepted: any other number than 0"
+                        f"{total:g}; accepted: a finite sum other than 0"
                     )
                 scales[name] = node.weight / total
         return scales

@@ -113,7 +113,8 @@ class MultimodalModule(nn.Module):
         if self.mask is not None:
             if len(self.encoder_names) > MAX_KIND:
                 raise ModelError(
-                    f"a mask tells at most {MAX_KIND} encoders apart, got {len(self.encoder_names)}"
+                    f"a mask distinguishes at most {MAX_KIND} encoders, got "
+                    f"{len(self.encoder_names)}"
                 )
         mixes = self.mask is not None or packing
         self.mixers = find_mixers(llm_source) if mixes else frozenset[str]()
@@ -121,8 +122,8 @@ class MultimodalModule(nn.Module):
             probe_mask(llm_source, self.mixers)
         if packing and (ports := getattr(self.merge, "ports", ())):
             raise ModelError(
-                f"packing is True, and the merge policy hands layers {', '.join(ports)} of each "
-                "sample; accepted: False"
+                f"packing is True, but the merge policy passes {', '.join(ports)} of each sample "
+                "to layers; accepted: False"
             )
         if packing:
             probe_packing(llm_source, self.mask is not None, self.mixers)
@@ -280,7 +281,9 @@ class MultimodalModule(nn.Module):
         text = text_inputs(microbatch)
         if self.preference is not None:
             if reference is None and self.preference.asked_once:
-                raise ModelError("reference is None; give what the initial weights say of each row")
+                raise ModelError(
+                    "reference is None; give each row's log-probability under the initial weights"
+                )
             text[REFERENCE] = (
                 self.scores(microbatch, label_tokens) if reference is None else reference
             )
@@ -348,7 +351,7 @@ class MultimodalModule(nn.Module):
         for name, part in self.materialize().named_children():
             module = getattr(part, "module", None)
             if module is not None and checkpoints_itself(module):
-                raise ModelError(f"{name} has gradient checkpointing of its own; disable it")
+                raise ModelError(f"{name} uses its own gradient checkpointing; disable it")
         self._drawn = seed, step, microbatch, batch
         try:
             with generators_kept():

@@ -76,9 +76,8 @@ class TextShares:
                 tokens = len(packed_tokens((shape[0], tokens), real, own or range(1)))
             if tokens < self.tokens:
                 raise DataError(
-                    f"rows of {IDS} have {tokens} tokens{' together' * self.packing}, of which "
-                    f"each of the {self.tokens} processes of cp is to have one; accepted: at least "
-                    f"{self.tokens}"
+                    f"rows of {IDS} have {tokens} tokens{' together' * self.packing}, fewer than "
+                    f"the {self.tokens} processes of cp; accepted: at least {self.tokens}"
                 )
 
 
@@ -115,7 +114,7 @@ class WholeBatchCheck:
             DataError: it is not what the model's forward takes.
         """
         if not isinstance(microbatch, Mapping):
-            raise DataError("a microbatch is no dict; accepted: what the processor returns")
+            raise DataError("a microbatch is not a dict; accepted: the processor's output")
         accepted = "an int64 tensor (rows, tokens)"
         ids = check_tensor(IDS, microbatch.get(IDS), accepted)
         labels = check_tensor(LABELS, microbatch.get(LABELS), accepted)
@@ -128,7 +127,7 @@ class WholeBatchCheck:
                 continue
             if name not in self.kinds:
                 raise DataError(
-                    f"the batch has {name!r}, which the example has not; accepted: "
+                    f"the batch has {name!r}, which the example does not have; accepted: "
                     f"{', '.join((LABELS, *self.kinds))}"
                 )
             if (value.dtype, value.dim()) != self.kinds[name]:

@@ -110,7 +110,9 @@ def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModul
         ModelError: it is a whole one.
     """
     if isinstance(model, WholeModel):
-        raise ModelError(f"{what}; accepted of a model that is given by its parts, not as a whole")
+        raise ModelError(
+            f"{what}; accepted for a model that is described by its parts, not for a whole model"
+        )
     return model
 
 
@@ -121,7 +123,7 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
         if type(config) in auto._model_mapping:
             return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
     raise ModelError(
-        f"transformers knows no model of text with images or sound for {type(config).__name__}; "
+        f"transformers has no model of text with images or sound for {type(config).__name__}; "
         "accepted: a config that names its architecture"
     )
 
@@ -195,7 +197,7 @@ class WholeModel:
             apart = () if name == PROJECTOR else projector
             source = AdaptedSource.of(source, lora, seed, own, False, apart, name)
         if len({lora.dora for lora in self.adapters.values()}) > 1:
-            raise ModelError("train has adapters with dora and without; accepted: all alike")
+            raise ModelError("train has adapters with and without dora; accepted: the same for all")
         return source
 
     @property

@@ -174,7 +174,7 @@ def loss(**options) -> dict[str, DagModule]:
         (shared, "'weight' of module 'b' is 'weight' of module 'a'"),
         (shared_projector, "'weight' of module 'b projector' is 'weight' of module 'a projector'"),
         *(
-            (lambda name=name: {name: DagLoss(MeanSquare(), reads="x")}, "must be an identifier")
+            (lambda name=name: {name: DagLoss(MeanSquare(), reads="x")}, "accepted: an identifier")
             for name in ("graph", "nodes", "training", "specs", "batch_size", "scales")
         ),
         (lambda: loss(weight="2"), "weight is '2'; accepted: a finite number"),
@@ -186,8 +186,8 @@ def loss(**options) -> dict[str, DagModule]:
         (lambda: loss(inputs={"y": 3}), "inputs have 3 for keyword 'y'"),
         (lambda: loss(inputs={"y": every(every("a"))}), "for keyword 'y'; accepted"),
         (lambda: loss(reads="own", inputs={"x": every("a")}), "keyword 'own' is in reads or"),
-        (lambda: {"not a name": DagLoss(MeanSquare(), reads="x")}, "must be an identifier"),
-        (lambda: {"forward": DagLoss(MeanSquare(), reads="x")}, "must be an identifier"),
+        (lambda: {"not a name": DagLoss(MeanSquare(), reads="x")}, "accepted: an identifier"),
+        (lambda: {"forward": DagLoss(MeanSquare(), reads="x")}, "accepted: an identifier"),
         (lambda: {"l": MeanSquare()}, "'l' is a MeanSquare; accepted: DagModule"),
         (lambda: {"l": DagLoss(MeanSquare(), reads="x", inputs={"x": every("l")})}, "both reads"),
         (lambda: {"l": DagLoss(ModalityModule(Tower(2, 2), "linear"), reads="x")},

@@ -91,7 +91,7 @@ def test_text_is_refused_where_a_process_would_have_no_token(data):
         fewest = min(sum(lengths[r] for r in own or [0]) for own in shares(rows, fsdp))
     check = TextShares(tokens, fsdp, packing).check
     if tokens > 1 and fewest < tokens:
-        with pytest.raises(DataError, match="each of the . processes of cp"):
+        with pytest.raises(DataError, match="fewer than the . processes of cp"):
             check(batch)
     else:
         check(batch)

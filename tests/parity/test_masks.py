@@ -175,7 +175,7 @@ def test_more_encoders_than_kinds_are_refused():
     vision = ModalityModule(pm.build(pm.siglip(), 1), "linear")
     language = ModalityModule(pm.build(pm.llama(), 3))
     encoders = {f"vision{n}": vision for n in range(63)}
-    with pytest.raises(ModelError, match="at most 62 encoders apart, got 63"):
+    with pytest.raises(ModelError, match="at most 62 encoders, got 63"):
         MultimodalModule(encoders, language, mask="multimodal")
     with pytest.raises(ModelError, match="mask is \\['causal'\\]"):
         MultimodalModule({}, language, mask=["causal"])

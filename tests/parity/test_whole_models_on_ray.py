@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_before_a_rank_sees_it():
     model, (first, *_) = whole("LlavaForConditionalGeneration")
     for name, value, why in (
         ("pixel_values", first["pixel_values"].long(), "as in the example"),
-        ("pixels", first["pixel_values"], "which the example has not"),
+        ("pixels", first["pixel_values"], "which the example does not have"),
         ("labels", first["labels"][:, 1:], "accepted: an int64 tensor"),
     ):
         with pytest.raises(DataError, match=why):

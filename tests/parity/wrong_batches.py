@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         _vision(scale=torch.tensor(2.0)), ["'scale' of 'vision'", "shape ()", "first dimension"]
     ),
     "an argument that nothing reads": (
-        _vision(sizes=torch.ones(4)), ["'sizes' of 'vision'", "read by nothing"]
+        _vision(sizes=torch.ones(4)), ["'sizes' of 'vision'", "not read by"]
     ),
     "an argument that a callback cannot use": (
         _vision(scale=torch.ones(4, 3)), ["encoder 'vision' does not take", "scale (3, 3) float32"]
