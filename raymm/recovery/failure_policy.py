@@ -119,9 +119,9 @@ class FailurePolicy:
         """
         *before, last = interruptions
         if last.cause is Cause.ERROR:
-            return Decision(Action.END_FOR_GOOD, "what the run's code raises, it would raise again")
+            return Decision(Action.END_FOR_GOOD, "the run's code would raise the same error again")
         if last.cause is Cause.CLUSTER:
-            return Decision(Action.END, "there is no cluster to go on in")
+            return Decision(Action.END, "the cluster is gone")
         if last.cause is Cause.RESIZE:
             return Decision(Action.GO_ON, "the cluster has changed")
         if last.cause in _PASSING:
@@ -129,7 +129,8 @@ class FailurePolicy:
         preempted = last.cause is Cause.PREEMPTION
         if not preempted and last.what in [each.what for each in before]:
             return Decision(
-                Action.END_FOR_GOOD, f"the same has happened {last.where} before, and would again"
+                Action.END_FOR_GOOD,
+                f"the same failure happened {last.where} before and would recur",
             )
         return self._within_budget(interruptions)
 
@@ -141,8 +142,8 @@ class FailurePolicy:
         if times > len(RETRY_WAITS_S):
             waits = ", ".join(f"{seconds:g}" for seconds in RETRY_WAITS_S)
             return Decision(
-                Action.END, f"retries after {waits} s did not help {last.where}; first end what "
-                "takes the resource, or repair the connection",
+                Action.END, f"retries after {waits} s did not help {last.where}; free the "
+                "resource or repair the connection first",
             )
         wait = RETRY_WAITS_S[times - 1]
         decision = self._within_budget(interruptions)
@@ -178,7 +179,7 @@ class FailurePolicy:
     def _recovery(self, interruptions: Sequence[Interruption]) -> Decision:
         count = _recoveries(interruptions, interruptions[-1].at)
         return _within(
-            Action.RECOVER, "recovery", count, self.max_recoveries, "run.max_recoveries, an hour"
+            Action.RECOVER, "recovery", count, self.max_recoveries, "run.max_recoveries, per hour"
         )
 
 
@@ -189,6 +190,8 @@ def _recoveries(interruptions: Sequence[Interruption], at: float) -> int:
 
 def _within(action: Action, what: str, count: int, most: int | None, field: str) -> Decision:
     if most is not None and count > most:
-        return Decision(Action.END, f"{what} {count}, and {field.partition(',')[0]} is {most}")
+        return Decision(
+            Action.END, f"{what} {count} exceeds {field.partition(',')[0]}, which is {most}"
+        )
     limit = "" if most is None else f" of at most {most}"
     return Decision(action, f"{what} {count}{limit} ({field})")

@@ -104,7 +104,7 @@ class Recovery:
             recovering = True
             _let_go(error)
             self.count += 1
-            self._say(f"{first_line(error)}: {decision.why}, so the run goes on in place")
+            self._say(f"{first_line(error)}: {decision.why}; recovering in place")
             self._pause(decision.wait_s)
             try:
                 snapshot = self._back()

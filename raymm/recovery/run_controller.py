@@ -96,8 +96,8 @@ class RunController:
             why: in words.
         """
         for number, before in enumerate(self.interruptions[:-1], start=1):
-            error.add_note(f"Interrupted before: {number}, {before.where}: {before.text}")
-        error.add_note(f"The run does not go on by itself: {why}.")
+            error.add_note(f"Earlier interruption {number}, {before.where}: {before.text}")
+        error.add_note(f"The run does not resume by itself: {why}.")
 
 
 def first_line(error: BaseException) -> str:

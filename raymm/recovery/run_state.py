@@ -53,5 +53,5 @@ def checked(before: RunState, after: RunState) -> RunState:
         InternalError: :data:`TRANSITIONS` does not have it.
     """
     if after is not before and after not in TRANSITIONS[before]:
-        raise InternalError(f"a run that is {before.value} cannot be {after.value} next")
+        raise InternalError(f"the run state cannot change from {before.value} to {after.value}")
     return after

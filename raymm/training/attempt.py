@@ -110,7 +110,7 @@ class Attempt:
             )
         if self.checkpoint is not None:
             restore(parallel, self.checkpoint.folder, self.dropped)
-            self._say(f"going on from {self.checkpoint.folder}")
+            self._say(f"resuming from {self.checkpoint.folder}")
         metrics = self._metrics(folder, parallel.steps_taken)
         info = RunInfo(
             folder.name, folder, parallel.steps_taken, self.run.steps, self.store.run,
@@ -196,7 +196,7 @@ class Attempt:
             self.callbacks.restart(Restart(before.count, before.cause.value, before.text, run))
 
     def _ask_to_leave(self, notice: str) -> None:
-        self._say(f"{notice}: the step under way is finished and saved")
+        self._say(f"{notice}: finishing and saving the current step")
         self.stop.ask(StopReason(notice, cause=Cause.PREEMPTION))
 
     def _say(self, line: str) -> None:
@@ -210,10 +210,10 @@ class Attempt:
         for what, file in files.items():
             self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
         if stopped is None and (skipped := sum(row.get("skipped", 0) for row in metrics.rows)):
-            self.console.print(f"skipped samples in all: {skipped}", highlight=False)
+            self.console.print(f"skipped samples in total: {skipped}", highlight=False)
         if stopped is None and not_applied:
             self.console.print(
-                f"steps not applied in all: {not_applied} of {self.run.steps}", highlight=False
+                f"steps not applied in total: {not_applied} of {self.run.steps}", highlight=False
             )
         return Result(
             metrics=last_step(metrics.rows), history=metrics.rows, checkpoint=self.store.current,

@@ -62,12 +62,12 @@ class Execution:
         microbatches; None if it can."""
         different = differences(self.plan.graph, model.graph)
         if different:
-            return f"the checkpoint's plan is of another model: {'; '.join(different)}"
+            return f"the checkpoint's plan is for a different model: {'; '.join(different)}"
         microbatches = data.microbatches if isinstance(data, DataConfig) else None
         if microbatches is not None and self.plan.num_microbatches != microbatches:
             return (
-                f"the checkpoint's plan has {self.plan.num_microbatches} microbatches, the data "
-                f"{microbatches}"
+                f"the checkpoint's plan has {self.plan.num_microbatches} microbatches, but "
+                f"data.microbatches is {microbatches}"
             )
         return None
 
@@ -87,8 +87,8 @@ class Execution:
         ]
         if count > 1 and _mapped(plan):
             lines.append(
-                f"note: data.microbatches is {count}: the mapping runs {count} times per step. "
-                "`raymm plan` plans it for a step's samples at once (data.microbatches: 1)"
+                f"note: data.microbatches is {count}, so the mapping runs {count} times per step; "
+                "set data.microbatches: 1 and run `raymm plan` to plan for all samples at once"
             )
         return [*lines, *self._notes]
 

@@ -30,10 +30,10 @@ def last_words(place: object) -> Iterator[Callable[[], None]]:
         Function after which nothing is printed: the process ends, and has printed why itself.
     """
     text = (
-        f"\nthe run failed:\nprocess {os.getpid()}, which drove the run in {place}, was ended from "
-        "outside, and could not say why: it was killed (for lack of memory, or by hand), or Ray "
-        "ended it, as Ray's server on this machine (raylet) or one of its agents is gone. Start "
-        "the same command again to go on from the last checkpoint.\n"
+        f"\nthe run failed:\nprocess {os.getpid()}, which drove the run in {place}, ended without "
+        "reporting a cause. Either it was killed (out of memory, or by hand), or Ray ended it "
+        "because Ray's server on this machine (raylet) or one of its agents died. Run the same "
+        "command again to resume from the last checkpoint.\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,

@@ -134,6 +134,6 @@ def check_trains(model: MultimodalModule | WholeModel, when: str = "") -> None:
     counts = model.parameter_counts()
     if not any(trained for trained, _ in counts.values()):
         raise ModelError(
-            f"{when}nothing is trained: {', '.join(counts)} are frozen; accepted: at least one of "
-            "them that is trained in full or has adapters"
+            f"{when}nothing is trained: {', '.join(counts)} are frozen; at least one of them must "
+            "be trained in full or have adapters"
         )

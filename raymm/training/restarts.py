@@ -74,7 +74,7 @@ class Restarts:
             except ClusterError as error:
                 if ended is None:
                     raise
-                return self._end(ended, f"it could not go on: {error}")
+                return self._end(ended, f"the run could not resume: {error}")
             except RunFailedError as error:
                 ended = error.with_traceback(None)  # its frames hold all that the attempt had
                 self._controller.enter(RunState.RECOVERING)
@@ -84,7 +84,7 @@ class Restarts:
             decision = self._unless_asked_to_end(decision)
             if decision.action is not Action.GO_ON:
                 return self._end(ended, decision.why, decision.action is Action.END_FOR_GOOD)
-            self._say(f"{text}: {decision.why}, so the run goes on with other processes")
+            self._say(f"{text}: {decision.why}; restarting with new processes")
             self._stop.pause(decision.wait_s)
             _wait_for_death(ended)
             self._stop.withdraw()
@@ -101,7 +101,7 @@ class Restarts:
 
     def _unless_asked_to_end(self, decision: Decision) -> Decision:
         if self._stop.reason is not None and self._stop.reason.cause is None:
-            return Decision(Action.END, f"{self._stop.reason.why} asks it to end")
+            return Decision(Action.END, f"{self._stop.reason.why} requested the end of the run")
         return decision
 
     def _end(self, ended: Result | RunFailedError, why: str, for_good: bool = False) -> Result:
@@ -113,7 +113,7 @@ class Restarts:
             RunState.FINISHED if isinstance(ended, Result) else RunState.FAILED
         )
         if isinstance(ended, Result):
-            self._say(f"{why}. Start the same again to go on")
+            self._say(f"{why}. Run the same command again to resume")
             return ended
         self._controller.add_notes(ended, why)
         ended.repeats = ended.repeats or for_good
@@ -137,9 +137,9 @@ def what_is_left(error: RunFailedError, latest: Callable[[], object]) -> str:
     try:
         checkpoint = latest()
     except CheckpointError as unseen:  # it may be why the run failed
-        return f"Whether there is a checkpoint cannot be seen: {unseen}"
+        return f"Cannot look for the last checkpoint: {unseen}"
     if error.repeats:
-        return f"The same command would end like this again. The last checkpoint: {checkpoint}."
+        return f"The same command would fail in the same way. The last checkpoint is {checkpoint}."
     if checkpoint is None:
-        return "There is no checkpoint: the same command begins anew."
-    return f"Start the same command again to go on from {checkpoint}."
+        return "There is no checkpoint: the same command starts from the beginning."
+    return f"Run the same command again to resume from {checkpoint}."

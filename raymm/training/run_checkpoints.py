@@ -114,7 +114,7 @@ class RunCheckpoints:
             self._unwritten += 1
             if self._unwritten >= MOST_UNWRITTEN:
                 raise
-            self._say(f"{error}. The run goes on, and saves when the next checkpoint is due")
+            self._say(f"{error}. The run continues and saves at the next checkpoint")
             return None
         except RankFailedError:
             self._parallel.group.pids()  # raises who died, and why

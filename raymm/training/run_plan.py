@@ -55,9 +55,9 @@ class RunPlanner:
             execution = Execution(Plan.from_dict(dict(checkpoint.manifest.plan)))
             reason = self._cannot_keep(execution, resources, placement)
             if reason is None:
-                self.say("going on under the plan of the checkpoint")
+                self.say("resuming with the plan of the checkpoint")
                 return execution.plan
-            self.say(f"planning anew: {reason}")
+            self.say(f"planning again: {reason}")
         extra = placement.bundles_beside(resources.bundle())
         worker_cpus = sum(bundle.get("CPU", 0.0) for bundle in extra)
         from raymm.planning.planned_run import plan_for_cluster  # solvers, which few runs need

@@ -58,8 +58,8 @@ def check_updates(
         wrong = {PERPLEXITY} if pairs else set(OF_PAIRS)
         if asked := wrong.intersection(run.evaluate.metrics):
             raise ConfigError(
-                f"run.evaluate.metrics has {min(asked)!r}, and the model's loss is "
-                f"{'of pairs of answers' if pairs else 'cross entropy'}; accepted: "
+                f"run.evaluate.metrics has {min(asked)!r}, but the model's loss is "
+                f"{'a preference loss' if pairs else 'cross entropy'}; accepted: "
                 f"{', '.join(name for name in METRICS if name not in wrong)}"
             )
     if isinstance(model, MultimodalModule):
@@ -77,10 +77,10 @@ def check_updates(
     for where, rule in rules.items():
         if (first := _first_without_rate(rule, steps)) is not None:
             raise ConfigError(
-                f"{where}.total_steps is {rule.total_steps} and run.steps {steps}: from step "
-                f"{first} on the {rule.schedule} learning rate would be 0, and nothing would be "
-                f"learnt. Accepted: total_steps of at least {steps}, or none (then it is "
-                "run.steps); or min_lr_ratio above 0, at which the last steps are taken"
+                f"{where}.total_steps is {rule.total_steps} and run.steps {steps}: the "
+                f"{rule.schedule} learning rate would be 0 from step {first} on. Set total_steps "
+                f"to at least {steps}, leave it out (default: run.steps), or set min_lr_ratio "
+                "above 0"
             )
 
 
@@ -101,15 +101,16 @@ def with_vocabulary(data: Any, model: MultimodalModule | WholeModel) -> Any:
     if not isinstance(data, DataConfig):
         if preference is not None and preference.asked_once:
             raise ConfigError(
-                f"reference is {preference.reference!r}, and data are batches in memory, whose "
-                "rows have no ids; accepted: a DataConfig"
+                f"reference is {preference.reference!r}, which needs row ids, but batches in "
+                "memory have none; pass a DataConfig as data"
             )
         return data
     pairs = preference is not None
     if pairs != (data.preferences is True):
         raise ConfigError(
-            f"data.preferences is {data.preferences}, and the model's loss is "
-            f"{'of pairs of answers' if pairs else 'cross entropy'}"
+            f"data.preferences is {data.preferences}, but the model's loss is "
+            f"{'a preference loss' if pairs else 'cross entropy'}; accepted: true with a "
+            "preference loss, false with cross entropy"
         )
     if data.vocabulary is not None:
         return data
@@ -165,6 +166,6 @@ def data_position(checkpoint: Checkpoint | None) -> Any:
         return None
     if "data" not in checkpoint.manifest.trainer:
         raise CheckpointError(
-            f"{checkpoint.folder} does not say where its data go on: no trainer has saved it"
+            f"{checkpoint.folder} has no position in the data: it was not saved by a trainer"
         )
     return checkpoint.manifest.trainer["data"]

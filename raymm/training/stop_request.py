@@ -183,8 +183,8 @@ class StopRequest:
             self._signalled_at = now
             self.ask(StopReason(name, number))
             if self._deferred:
-                _say(f"{name}: the step under way is finished and saved; a second signal ends "
-                     f"the run at once{_job_note()}")  # fmt: skip
+                _say(f"{name}: finishing and saving the current step; a second signal ends the "
+                     f"run immediately{_job_note()}")  # fmt: skip
                 return
         elif now - self._signalled_at < SAME_SIGNAL_S:
             return

@@ -121,9 +121,9 @@ class Trainer:
         at: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         if data is None:
-            raise ConfigError("data is None; a trainer needs it")
+            raise ConfigError("data is None; pass a DataConfig or a list of batches")
         if run_config is None:
-            raise ConfigError("run_config is None; a trainer needs it")
+            raise ConfigError("run_config is None; pass a RunConfig")
         self.model = model
         self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest(
             keeps_features=cache is not None and cache.features != "none"
@@ -227,12 +227,12 @@ class Trainer:
         why, loop = self.stop.reason.why, self._loop
         saved = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
         if loop is None and self._restarted:
-            return f"stopped by {why} before the run went on: {saved}"
+            return f"stopped by {why} before the run resumed: {saved}"
         if loop is None:
             return f"stopped by {why} before the first step: nothing was trained, {saved}"
         if steps := loop.unsaved_steps:
-            return f"stopped by {why} at once: {steps} steps that are not saved are lost, {saved}"
-        return f"stopped by {why} at once: no step is lost, {saved}"
+            return f"stopped by {why} immediately: {steps} unsaved steps are lost, {saved}"
+        return f"stopped by {why} immediately: no step is lost, {saved}"
 
     def _end_process(self, number: int | None, lost: str) -> NoReturn:
         """End this process before the first step, whose main thread waits for a lost GCS.
@@ -314,7 +314,7 @@ class Trainer:
                 except ClusterError as error:
                     if self._elastic is None or not self._elastic.gives_way(self.plan):
                         raise
-                    self._say(f"fewer replicas, as others were quicker: {error}")
+                    self._say(f"using fewer replicas, as resources were taken: {error}")
                 return attempt(attempted)
 
             return restarts.until_done(attempt)

@@ -246,12 +246,12 @@ class TrainingLoop:
         if step == self._first:
             saved = f"the last checkpoint is {latest}" if latest else "there is nothing to save"
             return f"stopped by {reason.why}: no step was taken, {saved}"
-        text = f"stopped by {reason.why} after step {step} of {last}: all of it is in {latest}"
+        text = f"stopped by {reason.why} after step {step} of {last}: saved in {latest}"
         if self._unevaluated is not None:
-            text += f". The held-out evaluation after step {self._unevaluated} was left out"
+            text += f". The held-out evaluation after step {self._unevaluated} was skipped"
         if step == last or reason.cause is not None:
             return text
-        return f"{text}. Start the same again to go on from there"
+        return f"{text}. Run the same command again to resume"
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return every is not None and step % every == 0

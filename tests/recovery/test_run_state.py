@@ -34,7 +34,7 @@ def test_what_the_table_does_not_have_is_refused(before, after) -> None:
     if after is before or after in TRANSITIONS[before]:
         assert checked(before, after) is after
         return
-    with pytest.raises(InternalError, match=f"{before.value} cannot be {after.value} next"):
+    with pytest.raises(InternalError, match=f"from {before.value} to {after.value}"):
         checked(before, after)
 
 
@@ -68,7 +68,7 @@ def test_an_error_is_decided_on_once() -> None:
     decision = run.decide_on(again, in_place=True)
     assert decision.action is Action.END_FOR_GOOD and "in step 3 before" in decision.why
     run.add_notes(again, decision.why)
-    assert again.__notes__[0] == "Interrupted before: 1, in step 3: rank 0 (stages a) died"
+    assert again.__notes__[0] == "Earlier interruption 1, in step 3: rank 0 (stages a) died"
 
 
 def test_a_rank_that_dies_in_a_recovery_does_not_die_by_the_step() -> None:
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_in_a_recovery_does_not_die_by_the_step() -> None:
         assert f"happened {end} before" in decisions[-1].why
     run.add_notes(died[2], "it would again")
     assert died[2].__notes__[1] == (
-        "Interrupted before: 2, in the recovery of step 3: rank 0 (stages a) died"
+        "Earlier interruption 2, in the recovery of step 3: rank 0 (stages a) died"
     )
 
 
@@ -99,7 +99,8 @@ def test_recoveries_have_a_budget_per_hour_of_their_own() -> None:
     assert [recover().action for _ in range(2)] == [Action.RECOVER] * 2
     assert run.decide(Cause.FAILURE, "died").action is Action.GO_ON  # run.max_failures is another
     end = recover()
-    assert end.action is Action.END and end.why == "recovery 3, and run.max_recoveries is 2"
+    assert end.action is Action.END
+    assert end.why == "recovery 3 exceeds run.max_recoveries, which is 2"
     now[0] = 3601.0
     assert recover().action is Action.RECOVER
 

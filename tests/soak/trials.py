@@ -23,7 +23,7 @@ PARTS = {"in place": 66, "with a spare": 15, "the same command": 10, "several no
 # What a run says of a checkpoint that was not written, or of an older one that had to stay.
 UNSAVED = ("could not be saved", "an old checkpoint stays")
 # What a second process says of a driver that could not.
-LAST_WORDS = "was ended from outside"
+LAST_WORDS = "ended without reporting a cause"
 
 
 @dataclass

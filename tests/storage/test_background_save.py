@@ -158,7 +158,7 @@ def test_the_third_in_a_row_that_cannot_be_written_ends_the_run(ranks, tmp_path,
         save(6)
     assert told == [3] and checkpoints.saved == 3 and len(store.committed()) == 1
     lines = [line for line in said if "could not be saved" in line]
-    assert len(lines) == 4 and all("The run goes on, and saves when" in line for line in lines)
+    assert len(lines) == 4 and all("The run continues and saves at" in line for line in lines)
 
 
 def test_one_that_is_saved_counts_though_an_old_one_cannot_be_removed(

@@ -45,7 +45,7 @@ def test_a_resumed_run_keeps_its_plan_bit_for_bit(raymm, planned_config, tmp_pat
     # Planned anew it would be another plan: there are more ranks now.
     more = planned_config(planning={"ranks": 3})
     code, text = raymm("train", more, "--set", "run.steps=6")
-    assert code == 0 and "going on under the plan of the checkpoint" in text
+    assert code == 0 and "resuming with the plan of the checkpoint" in text
     assert read_manifest(CheckpointStore(tmp_path / "run").latest()).plan == first
     assert curve(tmp_path / "run") == curve(whole)
     mine, theirs = checkpoint_tensors(tmp_path / "run"), checkpoint_tensors(whole)
@@ -58,7 +58,7 @@ def test_a_plan_that_no_longer_fits_is_made_anew(raymm, planned_config, tmp_path
     config = planned_config(**{"data.microbatches": 4})
     code, text = raymm("train", config, "--set", "run.steps=3")
     assert code == 0, text
-    assert "planning anew: the checkpoint's plan has 2 microbatches, the data 4" in text
+    assert "planning again: the checkpoint's plan has 2 microbatches, but data" in text
     assert Plan.from_json((tmp_path / "run" / "plan.json").read_text()).num_microbatches == 4
 
 

@@ -65,7 +65,7 @@ def test_killed_and_resumed_with_other_copies_and_microbatches(
     code, text = raymm("train", balanced({
         "parallel": COPIES, "data.microbatches": 4, "run.steps": taken + 9,
     }))
-    assert code == 0 and "going on from" in text, text
+    assert code == 0 and "resuming from" in text, text
     rows = sample_rows(run.run)
     assert [row["step"] for row in rows] == list(range(1, taken + 10))
     assert rows[:taken] == before[:taken]

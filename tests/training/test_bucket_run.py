@@ -88,7 +88,7 @@ def test_killed_in_the_middle_of_an_upload_it_goes_on_from_the_last_whole_checkp
     assert code == 0, text
     folder = RunFolder(url)
     assert f"removed {torn}, which was never committed" in text
-    assert f"going on from {storage_folder(url) / 'checkpoints/step-00000004'}" in text
+    assert f"resuming from {storage_folder(url) / 'checkpoints/step-00000004'}" in text
     assert f"run folder {url} (here in {folder.path})" in text
     assert curve(folder.path) == curve(finished.path)
     # What is there is what is here.

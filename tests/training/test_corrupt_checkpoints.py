@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(finished, make_config, t
     for file, reason in zip((flipped, edited), result.corrupt, strict=True):
         assert str(file) in reason and " ".join(reason.split()) in text
     assert f"the newest whole one before it is {checkpoint(run, 8)}" in text
-    assert f"going on from {checkpoint(run, 8)}" in text
+    assert f"resuming from {checkpoint(run, 8)}" in text
     assert curve(run) == curve(finished.path)
     rows = [r for r in read_metrics(run / "metrics.jsonl") if "corrupt_checkpoints" in r]
     assert [(row["step"], len(row["corrupt_checkpoints"])) for row in rows] == [(8, 2)]

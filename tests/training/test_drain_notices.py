@@ -67,7 +67,7 @@ def test_a_run_that_leaves_twice_loses_no_step(finished, make_config, raymm, tmp
     monkeypatch.setattr(MetricsLog, "add", announced)
     code, text = raymm("train", make_config({"run.checkpoint_every": 100}))
     assert code == 0, text
-    assert "preemption 2 (run.max_preemptions), so the run goes on" in text
+    assert "preemption 2 (run.max_preemptions); restarting" in text
     assert curve(tmp_path / "run") == curve(finished.path)
     taken = [line.split("/")[0].split()[-1] for line in text.splitlines()
              if line.startswith("step ")]
@@ -94,7 +94,7 @@ def test_a_run_leaves_in_order(make_config, tmp_path, monkeypatch, capsys):
     latest = CheckpointStore(tmp_path / "run").latest()
     if latest is not None:  # a notice may come before the first step
         step = read_manifest(latest).step
-        assert f"after step {step} of 10000: all of it is in {latest}" in output
+        assert f"after step {step} of 10000: saved in {latest}" in output
     assert "stopped by the notice that node" in output
-    assert "it could not go on: the plan has 2 ranks of 0.25 CPU each" in output
-    assert "the cluster has 0 CPU" in output and "Start the same again to go on" in output
+    assert "the run could not resume: the plan has 2 ranks of 0.25 CPU each" in output
+    assert "the cluster has 0 CPU" in output and "Run the same command again to resume" in output

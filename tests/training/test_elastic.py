@@ -49,7 +49,7 @@ def test_room_that_others_have_taken_meanwhile_is_given_up(
         "run.steps": 2,
     }))
     assert code == 0, text
-    assert "fewer replicas, as others were quicker: 3 x (3 CPU) and 1 x (0.1 CPU) could no" in text
+    assert "using fewer replicas, as resources were taken: 3 x (3 CPU) and 1 x (0.1 CPU)" in text
     stages = [row["stage_busy"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert [len(busy) for busy in stages] == [2, 2]
 

@@ -86,7 +86,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
         named = re.search(r"rank (\d) \(stages (.*), process (\d+) on \S+\) died", text)
         assert named and int(named[3]) == victim, text
         assert named[2] == {"0": "vision.0, llm.0", "1": "llm.1"}[named[1]]
-        assert "Start the same command again" in text
+        assert "Run the same command again" in text
         wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
     first = run.last_step()
     assert first >= 2
@@ -98,7 +98,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
         assert driver.wait(PATIENCE_S) == 128 + signal.SIGTERM
         text = run.log.read_text()
         second = run.last_step()
-        assert f"stopped by SIGTERM after step {second} of 12: all of it is in {run.run}" in text
+        assert f"stopped by SIGTERM after step {second} of 12: saved in {run.run}" in text
         assert "Traceback" not in text and curve(run.run)[-1][0] == second > first
         wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
 
@@ -108,7 +108,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
         os.killpg(driver.pid, signal.SIGINT)
         assert driver.wait(PATIENCE_S) == 128 + signal.SIGINT
         text, third = run.log.read_text(), run.last_step()
-        assert f"stopped by SIGINT after step {third} of 12: all of it is in {run.run}" in text
+        assert f"stopped by SIGINT after step {third} of 12: saved in {run.run}" in text
         assert "Traceback" not in text and curve(run.run)[-1][0] == third > second
         wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
 
@@ -127,7 +127,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
     assert run.last_step() >= third and len(curve(run.run)) < 12
 
     code, text = raymm("train", make_config())
-    assert code == 0 and "going on from" in text
+    assert code == 0 and "resuming from" in text
     assert curve(run.run) == curve(finished.path)
 
 
@@ -158,7 +158,7 @@ def test_killed_while_it_writes_it_goes_on_from_a_whole_checkpoint(
         assert found is not None and found.corrupt == () and found.manifest.step > steps[-1]
         steps.append(found.manifest.step)
     code, text = raymm("train", make_config())
-    assert code == 0 and f"going on from {found.folder}" in text
+    assert code == 0 and f"resuming from {found.folder}" in text
     assert curve(run.run) == curve(finished.path)
 
 
@@ -206,4 +206,4 @@ def test_a_corrupt_image_is_skipped_and_counted(
     # once, although three readings left it out: the first evaluation is before the first step
     assert text.count(f"step     0  skipped sample 'train-5' ({bad}): cannot be read") == 1
     assert text.count("skipped sample 'train-5'") == 1
-    assert "skipped samples in all: 1" in text
+    assert "skipped samples in total: 1" in text

@@ -21,24 +21,24 @@ def other(cause, step=1):
 
 
 @pytest.mark.parametrize(("budgets", "interruptions", "actions", "why"), [
-    ((1, 0), [lost(3), lost(5)], [GO_ON, END], "failure 2, and run.max_failures is 1"),
-    ((0, None), [lost(3)], [END], "failure 1, and run.max_failures is 0"),
+    ((1, 0), [lost(3), lost(5)], [GO_ON, END], "failure 2 exceeds run.max_failures, which is 1"),
+    ((0, None), [lost(3)], [END], "failure 1 exceeds run.max_failures, which is 0"),
     ((None, 0), [lost(n) for n in range(9)], [GO_ON] * 9, "failure 9 (run.max_failures)"),
     ((9, 9), [lost(3), lost(3)], [GO_ON, FOR_GOOD], "in step 3 before"),
     ((9, 9), [lost(None), lost(None)], [GO_ON, FOR_GOOD], "before the first step before"),
-    ((9, 9), [lost(3), lost(4), lost(3)], [GO_ON, GO_ON, FOR_GOOD], "would again"),
+    ((9, 9), [lost(3), lost(4), lost(3)], [GO_ON, GO_ON, FOR_GOOD], "would recur"),
     ((9, 9), [lost(3), lost(3, "rank 1 died")], [GO_ON, GO_ON], "failure 2 of at most 9"),
     ((9, 9), [left(3), left(3)], [GO_ON, GO_ON], "preemption 2 of at most 9"),
-    ((0, 1), [left(3), left(3)], [GO_ON, END], "preemption 2, and run.max_preemptions is 1"),
+    ((0, 1), [left(3), left(3)], [GO_ON, END], "preemption 2 exceeds run.max_preemptions"),
     ((1, 1), [left(3), lost(3), left(4)], [GO_ON, GO_ON, END], "preemption 2"),
-    ((None, None), [other(Cause.ERROR)], [FOR_GOOD], "raise again"),
-    ((None, None), [lost(3), other(Cause.CLUSTER)], [GO_ON, END], "no cluster"),
+    ((None, None), [other(Cause.ERROR)], [FOR_GOOD], "same error again"),
+    ((None, None), [lost(3), other(Cause.CLUSTER)], [GO_ON, END], "the cluster is gone"),
     ((0, 0), [other(Cause.RESIZE)] * 3, [GO_ON] * 3, "the cluster has changed"),
     ((9, 9), [other(SHORT)] * 4, [GO_ON] * 3 + [END], "retries after 1, 5, 25 s did not help in"),
     ((9, 9), [other(CUT), other(SHORT)] * 2, [GO_ON] * 3 + [END], "did not help in step 1"),
     ((9, 9), [other(CUT)] * 3 + [other(CUT, 2)], [GO_ON] * 4, "failure 4 of at most 9"),
-    ((2, 0), [lost(1), other(SHORT, 2), other(CUT, 3)], [GO_ON, GO_ON, END], "failure 3, and run"),
-    ((0, 0), [other(SHORT)], [END], "failure 1, and run.max_failures is 0"),
+    ((2, 0), [lost(1), other(SHORT, 2), other(CUT, 3)], [GO_ON, GO_ON, END], "failure 3 exceeds"),
+    ((0, 0), [other(SHORT)], [END], "failure 1 exceeds run.max_failures, which is 0"),
 ])  # fmt: skip
 def test_decisions(budgets, interruptions, actions, why):
     policy = FailurePolicy(*budgets)

@@ -172,7 +172,7 @@ def stop_long_job(jobs: Jobs, run: Path) -> None:
     latest = CheckpointStore(run).latest()
     assert latest is not None, text
     step = read_manifest(latest).step
-    assert f"stopped by SIGTERM after step {step} of {LONG}: all of it is in {latest}" in text
+    assert f"stopped by SIGTERM after step {step} of {LONG}: saved in {latest}" in text
     assert f"`ray job stop` kills after 120 s ({JOB_STOP_VARIABLE})" in text
     assert curve(run)[-1][0] == step
 

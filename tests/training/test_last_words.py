@@ -15,7 +15,7 @@ try:
 except RuntimeError:
     pass
 """
-SENTENCE = "which drove the run in runs/mine, was ended from outside, and could not say why"
+SENTENCE = "which drove the run in runs/mine, ended without reporting a cause"
 
 
 @pytest.mark.parametrize(("end", "code", "said"), [
@@ -32,4 +32,4 @@ def test_only_a_process_that_cannot_speak_is_spoken_for(end, code, said):
     )
     assert child.returncode == code
     assert (SENTENCE in child.stderr) == said, child.stderr
-    assert ("Start the same command again" in child.stderr) == said
+    assert ("Run the same command again" in child.stderr) == said

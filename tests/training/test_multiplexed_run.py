@@ -68,11 +68,11 @@ def test_a_run_its_resumption_and_its_export(
         "train", config, "--set", f"parallel.plan={mapping}", "--set", "run.steps=5"
     )
     assert code == 0 and "3 stages in 2 slots on 2 ranks (cpu)" in text
-    assert "data.microbatches is 2: the mapping runs 2 times per step" in text
+    assert "data.microbatches is 2, so the mapping runs 2 times per step" in text
     manifest = read_manifest(CheckpointStore(run).latest())
     assert manifest.step == 5 and manifest.plan["schedule"] == "slots"
     code, text = raymm("train", config)
-    assert code == 0 and "going on under the plan of the checkpoint" in text
+    assert code == 0 and "resuming with the plan of the checkpoint" in text
     assert_close(run, finished.path)
     mine, due = heldout_rows(run), heldout_rows(finished.path)
     assert [row["step"] for row in mine] == [0, 5, STEPS]
@@ -102,7 +102,7 @@ def test_styles_go_on_from_each_others_checkpoints(
     run = finished.copy_until(tmp_path / "run", 8)
     multiplexed = make_config({"parallel": {"plan": mapping}}, "multiplexed.yaml")
     code, text = raymm("train", multiplexed, "--set", "run.steps=10")
-    assert code == 0 and "going on from" in text
+    assert code == 0 and "resuming from" in text
     manifest = read_manifest(CheckpointStore(run).latest())
     assert manifest.step == 10 and manifest.plan["schedule"] == "slots"
     code, _ = raymm("train", make_config())
@@ -124,14 +124,14 @@ def test_a_killed_run_goes_on_with_the_same_numbers(inputs, raymm, tmp_path, map
     code, text = raymm("train", write_config(values, tmp_path / "killed.yaml"))
     # Process numbers do not follow ranks: they wrap around, and processes start at the same time.
     assert code == 0 and re.search(r"rank [01]\b.* died", text), text
-    assert "so the run goes on" in text
+    assert "restarting with new processes" in text
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     mine, due = checkpoint_tensors(tmp_path / "run"), checkpoint_tensors(tmp_path / "whole")
     assert mine.keys() == due.keys() and all(torch.equal(mine[n], due[n]) for n in mine)
     change(values, "run.snapshot_every", 1)
     change(values, "run.storage_path", str(tmp_path / "in place"))
     code, text = raymm("train", write_config(values, tmp_path / "in_place.yaml"))
-    assert code == 0 and text.count("so the run goes on in place") == 1, text
+    assert code == 0 and text.count("recovering in place") == 1, text
     assert curve(tmp_path / "in place") == curve(tmp_path / "whole")
 
 

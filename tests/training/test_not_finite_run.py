@@ -43,7 +43,7 @@ def test_one_sample_is_named_and_counted_and_the_run_goes_on(train, tmp_path):
         "step 2 was not applied: loss nan, gradient norm nan; it began in the output of vision.0, "
         "microbatch 0, samples 'train-5'"
     ) in text
-    assert "steps not applied in all: 2 of 5" in text
+    assert "steps not applied in total: 2 of 5" in text
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     # The checkpoint due after step 2 is of step 3; the last step has one whatever it was.

@@ -84,7 +84,7 @@ def test_planned_anew(ray_cluster, raymm, make_config, tmp_path):
     })
     code, text = raymm("train", config)
     assert code == 0, text
-    assert "planning anew: the checkpoint's plan is of another model" in text
+    assert "planning again: the checkpoint's plan is for a different model" in text
     assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 4
 
 

@@ -106,7 +106,7 @@ def test_what_is_written_of_pairs(ray_cluster, raymm, changes, make_config, tmp_
 
 @pytest.mark.parametrize(("more", "says"), [
     ({"model.language_model.train": "full"}, "not adapters"),
-    ({"run.evaluate": {"every": 1, "metrics": ["perplexity"]}}, "'perplexity', and the model's"),
+    ({"run.evaluate": {"every": 1, "metrics": ["perplexity"]}}, "'perplexity', but the model's"),
     ({"data.preferences": False}, "data.preferences is False"),
 ])  # fmt: skip
 def test_what_cannot_be(raymm, changes, make_config, more, says):

@@ -107,7 +107,7 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
             shutil.rmtree(checkpoint)
     assert EVERY <= run.last_step() <= decision["step"]
     code, text = raymm("train", rebalanced({**changes, "run.steps": len(before) + EVERY + 4}))
-    assert code == 0 and "going on from" in text, text
+    assert code == 0 and "resuming from" in text, text
     rows = read_metrics(run.run / "samples.jsonl")
     assert rows[: len(before)] == before
     assert curve(run.run)[: len(before)] == curve_before

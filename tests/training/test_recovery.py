@@ -37,7 +37,7 @@ def test_what_is_killed_is_replaced_in_place_and_every_loss_is_as_without(
         ],
     }))
     assert code == 0, text
-    assert text.count("so the run goes on in place") == 3, text
+    assert text.count("recovering in place") == 3, text
     assert curve(run) == curve(finished.path), (step, rank)
     assert heldout_rows(run) == heldout_rows(finished.path)
     rows = read_metrics(run / "samples.jsonl")
@@ -57,10 +57,10 @@ def test_a_shortage_that_lasts_ends_the_run_after_its_retries(
         "run.snapshot_every": 1,
     }))
     assert code == EXIT_RUN_FAILED, text
-    assert text.count("so the run goes on in place") == 3, text
+    assert text.count("recovering in place") == 3, text
     assert "retries after 0, 0.1, 0.2 s did not help in step 1" in text
-    assert "The same command would end like this again" not in text
-    first = text.index("Interrupted before: 1, in step 1: rank 0 (stages vision.0, llm.0) failed")
+    assert "The same command would fail in the same way" not in text
+    first = text.index("Earlier interruption 1, in step 1: rank 0 (stages vision.0, llm.0) failed")
     assert "MemoryError: no memory for this image" in text[first:] and first > text.index("failed:")
 
 
@@ -78,5 +78,5 @@ def test_shortages_that_pass_change_no_loss(finished, make_config, raymm, tmp_pa
     assert code == 0, text
     assert "RuntimeError: can't start new thread: recovery" in text, text
     assert "Too many open files" in text and "skipped" not in text, text
-    assert text.count("after a wait of 1 s, so the run goes on in place") == 2, text
+    assert text.count("after a wait of 1 s; recovering in place") == 2, text
     assert curve(run) == curve(finished.path)

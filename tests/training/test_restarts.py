@@ -58,7 +58,7 @@ def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
         ],
     }))
     assert code == 0, text
-    assert "failure 4 of at most 4 (run.max_failures), so the run goes on" in text
+    assert "failure 4 of at most 4 (run.max_failures); restarting" in text
     assert curve(run) == curve(finished.path), (step, rank)
     told = [(kind, value) for kind, value in calls if kind in ("start", "restart", "end")]
     # Whom a restart failed before it began is told of the next one.
@@ -84,7 +84,7 @@ def test_signals_end_the_wait_for_room(make_config, raymm, tmp_path, ray_cluster
     }))
     assert code == 128 + signal.SIGINT, text
     latest = CheckpointStore(tmp_path / "run").latest()
-    assert f"stopped by SIGINT before the run went on: the last checkpoint is {latest}" in text
+    assert f"stopped by SIGINT before the run resumed: the last checkpoint is {latest}" in text
 
 
 def test_fewer_places_than_the_fewest_replicas_need_are_refused(make_config, raymm, ray_cluster):
@@ -101,9 +101,9 @@ def test_beyond_its_budget_a_run_ends_with_all_that_happened(make_config, raymm,
     }))
     assert code == EXIT_RUN_FAILED
     assert "rank 0 (stages vision.0, llm.0, process " in text
-    assert "Interrupted before: 1, in step " in text
-    assert "does not go on by itself: failure 2, and run.max_failures is 1" in text
-    assert "Start the same command again to go on from" in text and "Traceback" not in text
+    assert "Earlier interruption 1, in step " in text
+    assert "does not resume by itself: failure 2 exceeds run.max_failures, which is 1" in text
+    assert "Run the same command again to resume from" in text and "Traceback" not in text
 
 
 def test_what_happens_again_in_the_same_step_ends_it(make_config, raymm, ray_cluster):
@@ -112,9 +112,9 @@ def test_what_happens_again_in_the_same_step_ends_it(make_config, raymm, ray_clu
         "parallel": ONE_RANK,
     }))
     assert code == EXIT_REPEATS
-    assert text.count("so the run goes on") == 1
-    assert "the same has happened in step 4 before, and would again" in text
-    assert "The same command would end like this again" in text
+    assert text.count("restarting with new processes") == 1
+    assert "the same failure happened in step 4 before and would recur" in text
+    assert "The same command would fail in the same way" in text
 
 
 def test_what_code_raises_ends_it_at_once(make_config, raymm, ray_cluster):
@@ -124,7 +124,7 @@ def test_what_code_raises_ends_it_at_once(make_config, raymm, ray_cluster):
     }))
     assert code == EXIT_REPEATS
     assert "KeyError" in text and "no such column" in text
-    assert "goes on" not in text and "what the run's code raises, it would raise again" in text
+    assert "restarting" not in text and "the run's code would raise the same error again" in text
 
 
 def test_without_snapshots_a_shortage_starts_other_processes(
@@ -136,5 +136,5 @@ def test_without_snapshots_a_shortage_starts_other_processes(
         "model.encoders.vision.preprocess": "killing_callbacks:lacks_a_thread_once",
     }))
     assert code == 0, text
-    assert "after a wait of 0.1 s, so the run goes on with other processes" in text
+    assert "after a wait of 0.1 s; restarting with new processes" in text
     assert curve(tmp_path / "run") == curve(finished.path)

@@ -22,7 +22,7 @@ def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tm
     code, _ = raymm("train", config, "--set", "run.steps=5")
     assert code == 0 and [row[0] for row in curve(tmp_path / "run")] == [1, 2, 3, 4, 5]
     code, text = raymm("train", config)
-    assert code == 0 and "going on from" in text and "step-00000005" in text
+    assert code == 0 and "resuming from" in text and "step-00000005" in text
     assert curve(tmp_path / "run") == curve(finished.path)
     assert_same_state(tmp_path / "run", finished.path)
 

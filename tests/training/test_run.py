@@ -114,7 +114,7 @@ def test_an_edited_plan_runs_and_gives_the_same_losses(finished, raymm, make_con
     file.write_text(json.dumps(plan))
     run = finished.copy_until(tmp_path / "run", 10)
     code, text = raymm("train", make_config({"parallel": {"plan": str(file)}}))
-    assert code == 0 and "3 stages on 1 ranks" in text and "going on from" in text
+    assert code == 0 and "3 stages on 1 ranks" in text and "resuming from" in text
     for mine, original in zip(curve(run), curve(finished.path), strict=True):
         assert mine[0] == original[0]
         assert abs(mine[1] - original[1]) < 1e-5 and abs(mine[2] - original[2]) < 1e-4

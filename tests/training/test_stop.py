@@ -81,7 +81,7 @@ def test_between_steps_and_again_after_the_last(train, raymm, make_config, tmp_p
     )
     # Two steps are in flight: the second one is finished, too.
     assert code == TERMINATED and steps == read_manifest(latest).step == 3
-    assert f"stopped by SIGTERM after step 3 of 6: all of it is in {latest}" in text
+    assert f"stopped by SIGTERM after step 3 of 6: saved in {latest}" in text
 
     code, text, steps, latest = train(
         MetricsLog, "add", lambda _, row: me() if row["step"] == 6 else None
@@ -102,7 +102,7 @@ def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
 
     code, text, steps, latest = train(Batches, "heldout", signals, **heldout)
     assert code == TERMINATED and steps == read_manifest(latest).step == 2
-    assert "The held-out evaluation after step 2 was left out" in text
+    assert "The held-out evaluation after step 2 was skipped" in text
 
     # In another thread: the main one is about to wait for more data than ever come.
     changes = {"data.modalities.vision.processor": "run_processors:late_image"}
@@ -119,7 +119,7 @@ def test_while_it_saves_and_a_second_signal(train, tmp_path):
     """The first lets it finish what it writes; a second one, later, does not."""
     code, text, steps, latest = train(CheckpointStore, "start", lambda *_: me())
     assert code == TERMINATED and steps == read_manifest(latest).step == 4
-    assert f"stopped by SIGTERM after step 4 of 6: all of it is in {latest}" in text
+    assert f"stopped by SIGTERM after step 4 of 6: saved in {latest}" in text
 
     def twice(*_):
         me()
@@ -128,7 +128,7 @@ def test_while_it_saves_and_a_second_signal(train, tmp_path):
 
     code, text, steps, again = train(CheckpointStore, "save", twice)
     assert (code, steps, again) == (TERMINATED, 6, latest)
-    assert "stopped by SIGTERM at once: 2 steps that are not saved are lost, the last che" in text
+    assert "stopped by SIGTERM immediately: 2 unsaved steps are lost, the last che" in text
 
 
 def test_after_its_seconds(raymm, make_config, ray_cluster, tmp_path):
@@ -143,9 +143,9 @@ def test_after_its_seconds(raymm, make_config, ray_cluster, tmp_path):
         assert "nothing was trained" in text or "no step was taken" in text
     else:
         step = read_manifest(latest).step
-        assert f"run.max_seconds (6) after step {step} of 100000: all of it is in {latest}" in text
+        assert f"run.max_seconds (6) after step {step} of 100000: saved in {latest}" in text
         assert curve(tmp_path / "run")[-1][0] == step
-        assert "Start the same again to go on from there" in text
+        assert "Run the same command again to resume" in text
 
     code, text = raymm("train", make_config({
         "parallel": ONE_RANK, "run.storage_path": str(tmp_path / "waiting"), "run.max_seconds": 3,

@@ -81,7 +81,7 @@ def test_killed_in_a_stream_it_goes_on_at_the_sample(
 
     code, text = raymm("train", config)
     assert code == 0, text
-    assert "going on from" in text
+    assert "resuming from" in text
     run = tmp_path / "run"
     assert curve(run) == curve(finished.path)
     rows = read_metrics(run / SAMPLES)
