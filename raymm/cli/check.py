@@ -28,11 +28,11 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--against", metavar="CHECKPOINT",
-        help="folder or URL of another checkpoint: what differs, tensor by tensor",
+        help="folder or URL of another checkpoint to compare with, tensor by tensor",
     )
     command.add_argument(
         "--keep", type=int, metavar="N",
-        help="afterwards remove all but the newest N whole ones of a run that does not go on",
+        help="then remove all but the newest N whole checkpoints; the run must not be in progress",
     )
 
 
@@ -56,7 +56,7 @@ def run_check(args: argparse.Namespace) -> int:
     if args.keep is not None and args.keep < 1:
         raise ConfigError(f"--keep is {args.keep}; expected at least 1")
     if args.keep is not None and is_checkpoint:
-        raise ConfigError(f"--keep is for a run's folder; {args.location!r} is of one checkpoint")
+        raise ConfigError(f"--keep needs a run's folder; {args.location!r} is one checkpoint")
     if args.against is not None:
         return _print_comparison(args.location, args.against)
     console = Console()

@@ -78,8 +78,8 @@ def run_preview(args: argparse.Namespace) -> int:
         raise ConfigError(f"--model is {args.model!r}. {error}") from None
     if not Path(model).is_dir():
         raise ConfigError(
-            f"--model is {args.model!r}, which is no folder of this machine; accepted: a folder "
-            "with a processor or a tokenizer, or the id of a model on the hub"
+            f"--model is {args.model!r}, which is not a local folder; accepted: a folder with a "
+            "processor or a tokenizer, or the id of a model on the hub"
         )
     detected = detect(args.data)
     config = _config(detected, model)

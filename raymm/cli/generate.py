@@ -17,15 +17,15 @@ _MAX_TOKENS = 64
 def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     """Arguments of ``raymm generate``, beside the configuration."""
     add = command.add_argument
-    add("--prompt", action="append", required=True, help="what the user says (repeatable)")
+    add("--prompt", action="append", required=True, help="text of the user's turn (repeatable)")
     add(
         "--item", action="append", default=[], metavar="NAME=FILE",
-        help="an item that all prompts are about, by its modality or tower: image=a.png, "
-        "vision=a.png, audio=a.wav (repeatable)",
+        help="media file for all prompts, by its modality or tower: image=a.png, vision=a.png, "
+             "audio=a.wav (repeatable)",
     )
     add(
         "--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
-        help=f"tokens of a text, at most (default: {_MAX_TOKENS})",
+        help=f"maximum number of tokens per text (default: {_MAX_TOKENS})",
     )
     add(
         "--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True,

@@ -22,10 +22,10 @@ from raymm.version import __version__
 
 COMMANDS = {
     "train": "train, or continue from the run's last checkpoint",
-    "plan": "decide what runs where; show, draw and save it",
+    "plan": "plan which modules run on which devices; show, draw and save the plan",
     "export": "write trained modules as Hugging Face folders",
-    "profile": "measure what the layers cost on a real device",
-    "generate": "let a run's model write after prompts",
+    "profile": "measure the cost of each layer on a device",
+    "generate": "generate text from prompts with a run's model",
     "trace": "summarise a run's last timeline",
     "check": "check, compare or prune checkpoints",
     "data": "show rows of a data set as training reads them",
@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGTERM
         traceback.print_exc()
         console.print(
-            f"[bold red]error:[/] a function or module that the configuration names called "
-            f"sys.exit({end.code!r}), see above; it may raise an error instead", highlight=False,
+            "[bold red]error:[/] a function or module that the configuration names called "
+            f"sys.exit({end.code!r}), see above; let it raise an error instead", highlight=False,
         )
         return EXIT_USER_ERROR
     return code or 0
@@ -166,7 +166,7 @@ def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
         case "export":
             add("--out", required=True, help="a new folder")
             add("--merge", action="store_true",
-                help="adapters go into the weights, not into peft folders")
+                help="merge adapters into the weights instead of writing peft folders")
             add("--ema", action="store_true",
                 help="write the average of the weights (optimizer.ema)")
             add("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source",

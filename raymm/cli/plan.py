@@ -44,7 +44,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     its ``planning`` section."""
     add = command.add_argument
     add_option_arguments(command, PlanOptions)
-    add("--microbatches", type=int, metavar="N", help="per step, instead of data.microbatches")
+    add("--microbatches", type=int, metavar="N", help="microbatches per step (default: the data's)")
     add("--measure", type=int, metavar="K", help="run the best K plans and pick by measurement")
     add("--out", help="folder for plan.json and pictures (default: run.storage_path)")
     add("--svg", action="store_true", help="pictures as SVG instead of PNG")
@@ -70,7 +70,7 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.out is None and is_bucket(config.run.storage_path):
         raise ConfigError(
             f"--out is not given, and run.storage_path is {config.run.storage_path!r}; plans are "
-            "saved in a folder of this machine: --out FOLDER"
+            "saved in a local folder: give --out FOLDER"
         )
     output = Output.folder(
         *(where if args.out is None else ("--out", args.out)), *plan_files(suffix)

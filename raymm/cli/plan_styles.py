@@ -45,14 +45,13 @@ def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
     if style == PIPELINED:
         if multiplexed_options := given_options(args, MultiplexOptions):
             raise ConfigError(
-                f"--{multiplexed_options[0].replace('_', '-')} is of multiplexed plans; accepted "
-                "with --style multiplexed or auto"
+                f"--{multiplexed_options[0].replace('_', '-')} requires --style multiplexed or auto"
             )
     elif refused := [
         name for name in _pipelined_only(args) if style == MULTIPLEXED or name == "measure"
     ]:
         raise ConfigError(
-            f"--{refused[0]} is of pipelined plans; it cannot be used with --style {style}"
+            f"--{refused[0]} is for pipelined plans; it cannot be used with --style {style}"
         )
     return style
 
@@ -78,7 +77,7 @@ def with_given(
         return request
     if refused := _pipelined_only(args):
         raise ConfigError(
-            f"--{refused[0]} is of plans that raymm makes, but the configuration gives one "
+            f"--{refused[0]} is for plans that raymm makes, but the configuration gives a plan "
             "(parallel); give one of them"
         )
     return with_ranks_of(plan, request)
@@ -109,7 +108,7 @@ def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Pla
     if plan is not None and plan.schedule == SLOTS:
         raise ConfigError(
             f"parallel.plan is {config.parallel.plan!r}, a multiplexed mapping, which `raymm "
-            "train` runs as it is; accepted here: a pipelined plan, or none"
+            "train` runs unchanged; accepted here: a pipelined plan, or none"
         )
     return plan
 
@@ -151,7 +150,7 @@ def run_style(
     inputs = PlanInputs.of(model, request, workload)
     if request.style == MULTIPLEXED:
         if plan is not None:
-            console.print("note: the configuration's layouts (parallel) are of a pipelined plan: "
+            console.print("note: the configuration's layouts (parallel) are for a pipelined plan: "
                           "not used here", highlight=False, soft_wrap=True)  # fmt: skip
         multiplexed = plan_step_multiplexed(inputs)
         show(multiplexed, console)
@@ -160,7 +159,7 @@ def run_style(
         mapped = step_plan(inputs, multiplexed)
         _save(mapped, multiplexed, output, suffix, console)
         return
-    with console.status("planning both ways, and between them"):
+    with console.status("planning in both styles, and between them"):
         control = SearchControl(
             request.time_limit, lambda line: console.print(line, highlight=False, soft_wrap=True)
         )

@@ -23,12 +23,12 @@ _SIZES = ("activation_bytes", "parameter_bytes")
 def add_profile_arguments(command: argparse.ArgumentParser) -> None:
     """Options of ``raymm profile`` besides the configuration."""
     command.add_argument(
-        "--out", required=True, help="JSON file to write; a picture goes beside it"
+        "--out", required=True, help="JSON file to write; a picture is written next to it"
     )
     command.add_argument(
         "--lengths", default="", metavar="N,N,...",
-        help="tokens per sample to run the language model on besides the data's; encoders then "
-        "also run on half and twice as many items",
+        help="more lengths (tokens per sample) to run the language model on; encoders then also "
+             "run on half and twice as many items",
     )
     command.add_argument("--repeats", type=int, default=5, help="runs per measurement (default 5)")
     command.add_argument(
@@ -37,12 +37,12 @@ def add_profile_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--multiplex", action="store_true",
-        help="measure modules' scaling surfaces (GPUs x quota) for multiplexed plans, and on "
-        "GPUs what they cost each other side by side",
+        help="measure modules' scaling surfaces (GPUs x quota) for multiplexed plans, and on GPUs "
+             "how modules side by side slow each other down",
     )
     command.add_argument(
         "--gpus", type=int, metavar="N",
-        help="with --multiplex: the most replicas of a module (default: planning.ranks, else 8)",
+        help="with --multiplex: maximum replicas of a module (default: planning.ranks, else 8)",
     )
 
 
@@ -61,11 +61,11 @@ def run_profile(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise PlanError(f"--repeats is {args.repeats}; it must be at least 1")
     if args.gpus is not None and not args.multiplex:
-        raise PlanError("--gpus is of surfaces; accepted with --multiplex")
+        raise PlanError("--gpus requires --multiplex")
     if args.gpus is not None and args.gpus < 1:
         raise PlanError(f"--gpus is {args.gpus}; it must be at least 1")
     if args.lengths and args.multiplex:
-        raise PlanError("--lengths is of layers; surfaces are of the data's lengths")
+        raise PlanError("--lengths cannot be used with --multiplex, which uses the data's lengths")
     companions = (".png",)
     if args.multiplex:
         from raymm.cli.profile_surfaces import BESIDE_SURFACES as companions

@@ -66,7 +66,7 @@ def _lora(words: list[str]) -> dict[str, Any]:
             like = closest(name, accepted)
             raise ConfigError(
                 f"--lora has {word!r}; " + (f"did you mean {like}=...? " if like else "")
-                + f"accepted: r=16 and the like, of {', '.join(accepted)}"
+                + f"accepted: KEY=VALUE, e.g. r=16; keys: {', '.join(accepted)}"
             )
         values[name] = parse_yaml(text, f"--lora {name}")
     values = {**LORA, **values}
@@ -107,7 +107,7 @@ def first_settings(
         if detected.modalities:
             raise ConfigError(
                 f"--data has items of {', '.join(detected.modalities)}, and --model {path!r} is a "
-                "model of text alone (its folder has no processor); give a model that takes them"
+                "text-only model (its folder has no processor); give a model that takes them"
             )
         sections: dict[str, Any] = {"language_model": {**reference, "train": "full"}}
         if detected.preferences:

@@ -75,8 +75,8 @@ def read_events(file: Path) -> list[_Event]:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise ConfigError(
-            f"{file} is no timeline that raymm wrote: {where}: {first['msg']} "
-            f"(got {shown(first['input'])})"
+            f"{file} is not a timeline that raymm wrote: {where}: {first['msg']} (got "
+            f"{shown(first['input'])})"
         ) from None
 
 

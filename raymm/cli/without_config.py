@@ -45,7 +45,7 @@ def add_folder_arguments(command: argparse.ArgumentParser) -> None:
     add("--data", metavar="DATA",
         help="rows: a file, folder, glob or URL, or a data set's id on the hub: ORG/NAME or "
         "ORG/NAME@REVISION")
-    add("--split", metavar="NAME", help="of a data set on the hub (default: train)")
+    add("--split", metavar="NAME", help="split of a data set on the hub (default: train)")
     add("--subset", metavar="NAME", help="configuration of a data set on the hub")
     add("--output", "--out", metavar="FOLDER", dest="output",
         help="folder of the run (default: runs/ and the model's name)")
@@ -55,7 +55,7 @@ def add_folder_arguments(command: argparse.ArgumentParser) -> None:
     add("--lr", type=float, help="learning rate (default: 1e-5, with --lora 1e-4)")
     add("--epochs", type=float, metavar="N", help="passes over the rows (default: 3)")
     add("--eval-fraction", type=float, metavar="F",
-        help="rows that are held out for evaluation (default: 0.02, of few rows none; 0: none)")
+        help="fraction of rows held out for evaluation (default: 0.02, or 0 if there are few rows)")
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ def _check_same_run(args: argparse.Namespace, file: Path, earlier: dict[str, Any
         if name == "data" and not is_hub_id(now):
             _source(args)
         raise ConfigError(
-            f"--{name} is {now!r}, and {file} is a run with {before!r}. Give the new run another "
-            f"folder (--output), or remove {file.parent} to begin again"
+            f"--{name} is {now!r}, but {file} is a run with {before!r}. Give the new run another "
+            f"folder (--output), or remove {file.parent} to start again"
         )
 
 
@@ -220,7 +220,7 @@ def _model(model: str) -> str:
     except ConfigError as error:
         raise ConfigError(f"--model is {model!r}. {error}") from None
     if not (folder / "config.json").is_file():
-        there = "has no config.json" if folder.is_dir() else "is no folder of this machine"
+        there = "has no config.json" if folder.is_dir() else "is not a local folder"
         raise ConfigError(
             f"--model is {model!r}, which {there}; accepted: a folder with config.json and "
             "safetensors, or the id of a model on the hub, such as Qwen/Qwen2.5-VL-3B-Instruct"
@@ -237,7 +237,7 @@ def _source(args: argparse.Namespace) -> dict[str, Any]:
     if not on_hub:
         if options:
             raise ConfigError(
-                f"--{next(iter(options))} is given, and --data is {data!r}, a file; accepted: with "
+                f"--{next(iter(options))} is given, but --data is {data!r}, a file; accepted with "
                 "the id of a data set on the hub, ORG/NAME"
             )
         if not is_url(data) and not is_there(data):

@@ -171,17 +171,17 @@ def build_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Pla
     if section.style is not None and (section.plan is not None or section.has_layouts):
         setting = "parallel.plan is" if section.plan is not None else "layouts are"
         raise ConfigError(
-            f"parallel.style is {section.style!r}, but {setting} given, which have their style; it "
-            "is for plans that raymm makes"
+            f"parallel.style is {section.style!r}, but {setting} given; accepted only for plans "
+            "that raymm makes"
         )
     if section.style == "multiplexed":
-        _refuse_pipelined_only(section, "parallel.style is 'multiplexed', which has none")
+        _refuse_pipelined_only(section, "parallel.style is 'multiplexed', which does not use it")
     if section.plan is not None:
         return _plan_of_file(section.plan, config, model)
     if section.has_layouts and section.recompute == LAYERS:
         raise ConfigError(
-            f"parallel.recompute is {LAYERS!r}, which is for plans that raymm makes; with layouts, "
-            "give recompute_layers of each module"
+            f"parallel.recompute is {LAYERS!r}, accepted only for plans that raymm makes; with "
+            "layouts, give recompute_layers of each module"
         )
     if (specs := build_layouts(config)) is None:
         return None

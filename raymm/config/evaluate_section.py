@@ -76,7 +76,9 @@ class EvaluateSection(Section):
         if self.best is not None and self.best not in self.metrics:
             raise ValueError(f"best is {self.best!r}; accepted: one of metrics, {self.metrics}")
         if self.best is None and (self.patience or self.lower_is_better is not None):
-            raise ValueError("patience and lower_is_better need best, the metric that they are of")
+            raise ValueError(
+                "patience and lower_is_better need best, the metric that they apply to"
+            )
         return self
 
     @property

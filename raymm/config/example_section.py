@@ -51,7 +51,7 @@ class ExampleSection(Section):
             try:
                 return torch.tensor(self.values, dtype=dtype)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise ValueError(f"values are no tensor of {self.dtype}: {error}") from None
+                raise ValueError(f"values are not a tensor of {self.dtype}: {error}") from None
         assert self.shape is not None  # see _check_fields
         if not dtype.is_floating_point:
             return torch.ones(self.shape, dtype=dtype)

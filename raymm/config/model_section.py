@@ -68,8 +68,8 @@ def path_with_revision(path: str | None, revision: str | None) -> str | None:
     name, said = split_id(path) if is_hub_id(path) else (path, None)
     if name == path and not is_hub_id(path) or said not in (None, revision):
         raise ValueError(
-            f"revision is {revision!r}, and path is {path!r}; accepted: with the id of a model on "
-            "the hub, ORG/NAME, which no folder of this machine has as its path"
+            f"revision is {revision!r}, but path is {path!r}; accepted: the id of a model on the "
+            "hub, ORG/NAME, that is not the path of a local folder"
         )
     return f"{name}@{revision}"
 
@@ -226,7 +226,9 @@ class ModelSection(Section):
                 "give exactly one of path (the folder of a whole model) and language_model"
             )
         if self.path is None and self.train:
-            raise ValueError("train is of a whole model; give it each of the parts")
+            raise ValueError(
+                "train is given; accepted for a whole model (path). Give each part its own train"
+            )
         parts = {"encoders", "merge", "mask", "router_loss", "loss"}
         own = self.model_fields_set & parts
         if self.path is not None and own:
@@ -243,7 +245,7 @@ class ModelSection(Section):
             return self
         if self.path is None:
             raise ValueError(
-                "new_tokens is given; accepted of a whole model (path), not of one by its parts"
+                "new_tokens is given; accepted for a whole model (path), not for a model in parts"
             )
         if not tokens or isinstance(tokens, tuple) and len(set(tokens)) < len(tokens):
             raise ValueError(
@@ -251,7 +253,7 @@ class ModelSection(Section):
             )
         if self.train.get("language_model") == "frozen":
             raise ValueError(
-                "new_tokens is given, and train.language_model is 'frozen', which would never "
-                "learn them; accepted: 'full', or adapters, next to which the new rows are trained"
+                "new_tokens is given, but train.language_model is 'frozen', so they would not be "
+                "trained; accepted: 'full', or adapters, next to which the new rows are trained"
             )
         return self

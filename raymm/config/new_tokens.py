@@ -57,8 +57,8 @@ def use_new_tokens(config: TrainConfig) -> range:
         return range(0)
     if is_bucket(config.run.storage_path):
         raise ConfigError(
-            f"{_FIELD} is given, and run.storage_path is {config.run.storage_path!r}; accepted: a "
-            "folder that all nodes share, as ranks read the model with new tokens from there"
+            f"{_FIELD} is given, but run.storage_path is {config.run.storage_path!r}; accepted: a "
+            "folder that all nodes share, from which ranks read the model with new tokens"
         )
     place = Output.folder("run.storage_path", config.run.storage_path, FOLDER)
     target = place.target.absolute()
@@ -97,8 +97,8 @@ def _record(folder: Path) -> dict[str, Any]:
         return json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         raise ConfigError(
-            f"{_FIELD} is given, and {str(folder)!r}, where the model with new tokens would be, is "
-            "something else; accepted: another run.storage_path"
+            f"{_FIELD} is given, but {str(folder)!r}, the folder of the model with new tokens, has "
+            "other content; accepted: another run.storage_path"
         ) from None
 
 
@@ -129,9 +129,9 @@ def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
     rows = _add(processor.tokenizer, section.new_tokens, old)
     if within := sorted(old_ids.intersection(rows)):
         raise ConfigError(
-            f"{_FIELD}: the ids of new tokens would be {rows.start} to {rows.stop - 1}, and the "
-            f"processor has tokens of its own among them ({within[0]}); accepted: a processor "
-            "whose new tokens come after all others"
+            f"{_FIELD}: the ids of new tokens would be {rows.start} to {rows.stop - 1}, but the "
+            f"processor already uses some of them ({within[0]}); accepted: a processor whose new "
+            "tokens come after all others"
         )
     temporary = target.with_name(f".{FOLDER}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -169,8 +169,8 @@ def _rows_of(skeleton: nn.Module) -> int:
     predicted = rows if head is None else len(head.weight)
     if predicted != rows:
         raise ConfigError(
-            f"{_FIELD} is given, and {type(skeleton).__name__} has embeddings for {rows} ids and "
-            f"logits for {predicted}; accepted: models that have as many of both"
+            f"{_FIELD} is given, but {type(skeleton).__name__} has embeddings for {rows} ids and "
+            f"logits for {predicted}; accepted: models with the same number of both"
         )
     return rows
 
@@ -191,7 +191,7 @@ def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
     if request == FROM_PROCESSOR:
         if not without:
             raise ConfigError(
-                f"{_FIELD} is {FROM_PROCESSOR!r}, and the model has rows for all tokens of the "
+                f"{_FIELD} is {FROM_PROCESSOR!r}, but the model has rows for all tokens of the "
                 f"processor (ids up to {old - 1}); leave it out, or list the tokens to add"
             )
         return range(old, without[-1][0] + 1)
@@ -212,8 +212,8 @@ def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
         ids = tokenizer.encode(token, add_special_tokens=False)
         if token not in after or after[token] not in ids:
             raise ConfigError(
-                f"{_FIELD} has {token!r}, which {type(tokenizer).__name__} does not take as a "
-                "token; accepted: texts that it does not change"
+                f"{_FIELD} has {token!r}, which {type(tokenizer).__name__} does not encode as that "
+                "token; accepted: texts that it leaves unchanged"
             )
     ids = [after[token] for token in request]
     return range(min(*ids, old), max(ids) + 1)
@@ -249,9 +249,9 @@ def _write_weights(
             }
             if len(names) > 1 or not names and module is parts[0]:
                 raise ConfigError(
-                    f"{_FIELD}: the embedding of {type(skeleton).__name__} is {path!r}, and "
+                    f"{_FIELD}: the embedding of {type(skeleton).__name__} is {path!r}, but "
                     f"{str(folder)!r} has {', '.join(sorted(names)) or 'no tensor of that name'}; "
-                    "accepted: folders with one"
+                    "accepted: a folder with one such tensor"
                 )
             grown |= names
     more = 0
@@ -302,7 +302,7 @@ def _grown_config(config: PretrainedConfig, old: int, new: int) -> PretrainedCon
     text = grown.get_text_config()
     if getattr(text, "vocab_size", None) != old:
         raise ConfigError(
-            f"{_FIELD} is given, and vocab_size of {type(config).__name__} is "
+            f"{_FIELD} is given, but vocab_size of {type(config).__name__} is "
             f"{getattr(text, 'vocab_size', None)}, with embeddings for {old} ids; accepted: models "
             "with as many embeddings as vocab_size"
         )
@@ -328,5 +328,5 @@ def _check_read(folder: Path, trust: bool, old: int, rows: range) -> None:
     if size != max(old, rows.stop) or largest != rows.stop - 1:
         raise ConfigError(
             f"{_FIELD} cannot be added to this model: its folder would have {size} rows and token "
-            f"ids up to {largest}, and the new ids are {rows.start} to {rows.stop - 1}"
+            f"ids up to {largest}, but the new ids are {rows.start} to {rows.stop - 1}"
         )

@@ -33,17 +33,18 @@ class PlanningOptions:
     """Devices, costs and limits. What a field is, its ``help`` says."""
 
     ranks: Count | None = _field(
-        None, "how many devices (GPUs) to plan for; default: the cluster's"
+        None, "number of devices (GPUs) to plan for (default: the cluster's)"
     )
     device: Text | None = _field(
-        None, "compute costs for this device, e.g. H100; default: the cluster's", "NAME"
+        None, "compute costs for this device, e.g. H100 (default: the cluster's)", "NAME"
     )
     profile: Text | None = _field(None, "measured costs, from `raymm profile`", "FILE")
     tokens: dict[str, int] = field(
         default_factory=dict,
         metadata={
-            "help": "tokens per sample of a module: the language model's with everything merged "
-            "in, an encoder's of one item, e.g. llm=4096 (repeatable; default: the data's)",
+            "help": "tokens per sample of a module, e.g. llm=4096: of the merged sequence for the "
+                    "language model, of one item for an encoder (repeatable; default: from the "
+                    "data)",
             "metavar": "MODULE=N",
         },
     )
@@ -51,17 +52,17 @@ class PlanningOptions:
         None, "GiB a rank may use (default: all but the driver's context; on CPUs no limit)", "X"
     )
     ranks_per_node: Count = _field(
-        8, "devices that share a node, which decides which links are fast (default 8; on a cluster "
-        "at most what its nodes hold)"
+        8, "devices per node, which determines the fast links (default 8; on a cluster at most the "
+           "devices of its nodes)"
     )
     time_limit: Seconds | None = _field(
-        None, "end a search for pipelines after S seconds, with the best plan so far (default: "
-        "none)", "S",
+        None, "stop a search for pipelines after S seconds and use the best plan so far (default: "
+              "no limit)", "S",
     )
     degrees: Text | list[Text] = _field(
         "auto",
-        "of parallelism within modules: auto (default), none (pipelines only), or of tp, cp, dp; "
-        "tp=4 up to a degree, llm.tp=4 with this one",
+        "parallelism within modules: auto (default), none (pipelines only), or a list of tp, cp, "
+        "dp; tp=4 limits the degree, llm.tp=4 fixes it for one module",
         "A,B",
     )
 
@@ -83,7 +84,7 @@ class MultiplexOptions:
     surfaces: Sequence[ScalingSurface] | str | Path | None = None
     interference: Interference | str | Path | None = _field(
         None,
-        "multiplexed: what modules cost each other: a file, bandwidth (default: estimated from "
+        "multiplexed: how modules slow each other down: a file, bandwidth (default: estimated from "
         "shares of the memory bandwidth), or blind",
         "FILE",
     )
@@ -110,8 +111,8 @@ class PlanOptions(PlanningOptions, SearchOptions, MultiplexOptions):
     """
 
     style: str = field(default=PIPELINED, metadata={
-        "help": "pipelined (default): stages on devices of their own; multiplexed: modules share "
-        "devices by quota, stages take turns; auto: both, and which is faster",
+        "help": "pipelined (default): each stage has its own devices; multiplexed: modules share "
+                "devices by quota, stages take turns; auto: the faster of both",
         "choices": STYLES,
     })
 

@@ -128,7 +128,7 @@ class ResourcesSection(Section):
     @classmethod
     def _not_ours(cls, custom: dict[str, float]) -> dict[str, float]:
         if taken := sorted({"CPU", "GPU"} & set(custom)):
-            raise ValueError(f"{taken[0]} has a field of its own: give cpus or gpus")
+            raise ValueError(f"{taken[0]} has a separate field: give cpus or gpus")
         return custom
 
     def for_device(self, device: str) -> RankResources:
@@ -221,8 +221,8 @@ class RunConfig(Section):
     def _stragglers_have_successors(self) -> RunConfig:
         if self.replace_stragglers and not (self.spares and self.snapshot_every):
             raise ValueError(
-                f"replace_stragglers is true, spares is {self.spares} and snapshot_every is "
-                f"{self.snapshot_every}; it needs at least 1 of both"
+                f"replace_stragglers is true, but spares is {self.spares} and snapshot_every is "
+                f"{self.snapshot_every}; accepted: at least 1 of each"
             )
         return self
 

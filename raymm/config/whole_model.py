@@ -52,8 +52,8 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
         made_by = ""
         if isinstance(error, NotRunError):
             made_by = (
-                f". Its inputs are what the processor in {config.data.processor!r} makes of "
-                "samples; is that the model's own?"
+                f". Its inputs come from the processor in {config.data.processor!r}; is that the "
+                "model's own processor?"
             )
         raise ConfigError(f"model: {error}{made_by}") from error
     if not config.data.modalities:
@@ -122,6 +122,6 @@ def whole_layouts(specs: MultimodalParallelSpec, model: WholeModel) -> Plan:
         PlanError: they do not fit the model.
     """
     if specs.elastic:
-        raise PlanError("dp has a range; accepted of modules of a whole model: a number")
+        raise PlanError("dp is a range; accepted for modules of a whole model: a number")
     own = {**specs.encoder_specs, LANGUAGE_MODEL: specs.language_model_spec}
     return whole_plan(model, own, specs.num_microbatches, specs.schedule, specs.recompute)

@@ -80,6 +80,6 @@ def cluster_device(device: str) -> tuple[str, str | None]:
             return spec.name, None
     return DEFAULT_GPU, (
         f"the cluster's GPUs ({', '.join(names) or 'of unknown type'}) are not in raymm's table; "
-        f"planned as {DEFAULT_GPU}. planning.device names another, planning.profile has measured "
-        "costs"
+        f"planning for {DEFAULT_GPU}. Set planning.device to another device, or planning.profile "
+        "to measured costs"
     )

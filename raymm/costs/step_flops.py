@@ -264,8 +264,8 @@ class StepFlops:
             return rows
         if masked and any(meta.items.get(name) and name not in meta.places for name in handed_on):
             raise PlanError(
-                "where items are in the text is not known of batches in memory whose merge is "
-                "other than \"prepend\", and the model's mask goes by it"
+                "the model's mask needs the places of items in the text, which are unknown for "
+                "batches in memory unless merge is \"prepend\""
             )
         return [
             (length, self._replaced(meta, handed_on, row) if masked else ())

@@ -61,7 +61,7 @@ class WholeStepFlops:
         for name in model.tower_names:
             load = tower_load(model, name, model.example)
             if load is None:
-                raise PlanError(f"tower {name!r} does not come to its blocks on the example")
+                raise PlanError(f"tower {name!r} does not reach its blocks on the example")
             skeleton = model.tower_spec(name).source.skeleton()
             self._flops[name] = _step_flops(skeleton, False, False, load)
             self._units[name] = _unit(model, name, load)

@@ -63,8 +63,8 @@ def microbatch_workload(
         sizes = encoder_tokens(model, name, items)
         if sizes is None:
             notes.append(
-                f"encoder {name!r} does not say how many tokens an item has; {ASSUMED_TOKENS} "
-                f"assumed (planning.tokens.{name} would say)"
+                f"tokens per item of encoder {name!r} are unknown; {ASSUMED_TOKENS} assumed (set "
+                f"planning.tokens.{name})"
             )
             sizes = ASSUMED_TOKENS, ASSUMED_TOKENS
         inside, handed_on = sizes
@@ -103,8 +103,8 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
         except PlanError:
             tokens = ASSUMED_TOKENS
             notes.append(
-                f"tower {name!r} does not say how many tokens an item has; {tokens} assumed "
-                f"(planning.tokens.{name} would say)"
+                f"tokens per item of tower {name!r} are unknown; {tokens} assumed (set "
+                f"planning.tokens.{name})"
             )
         count = inputs.shape[:-IMAGE_DIMENSIONS].numel() or 1
         loads[name] = Load(count, tokens)
@@ -276,14 +276,14 @@ def token_workload(
     if LANGUAGE_MODEL not in lengths:
         if text is None:
             raise PlanError(
-                f"tokens of {LANGUAGE_MODEL!r} are not given; say how long a merged sample is, "
+                f"tokens of {LANGUAGE_MODEL!r} are not given; give the length of a merged sample, "
                 f"e.g. {LANGUAGE_MODEL}=4096"
             )
         prepends = isinstance(model.merge, Prepend)
         more = sum(lengths[name] for name in model.encoder_names) if prepends else 0
         lengths[LANGUAGE_MODEL] = text + more
         notes.append(
-            f"a sample is taken to have {text + more} tokens in the language model: the longest "
+            f"a sample is assumed to have {text + more} tokens in the language model: the longest "
             "text allowed" + (" and all of the encoders' tokens" if more else "")
         )
     return ModuleWorkloads({name: Load(samples, lengths[name]) for name in names}, tuple(notes))

@@ -78,7 +78,7 @@ def test_a_picture_can_be_saved(tokenizer, tmp_path, capsys):
 
 @pytest.mark.parametrize("words, sentence", [
     (["--rows", "0"], "--rows is 0; accepted: at least 1"),
-    (["--model", "nowhere/at/all"], "--model is 'nowhere/at/all', which is no folder"),
+    (["--model", "nowhere/at/all"], "--model is 'nowhere/at/all', which is not a local folder"),
 ])
 def test_wrong_options_are_explained(words, sentence, tokenizer, tmp_path, capsys):
     given = ["data", "preview", write(tmp_path, ROW), "--model", tokenizer, *words]

@@ -129,7 +129,7 @@ def test_differences_are_relative_and_say_kinds(tmp_path):
     (["nowhere"], "has no checkpoint; expected a run's folder"),
     (["s3:bucket"], "location is 's3:bucket'"),
     (["runs/x", "--keep", "0"], "--keep is 0; expected at least 1"),
-    (["runs/x/checkpoints/step-00000001", "--keep", "1"], "--keep is for a run's folder"),
+    (["runs/x/checkpoints/step-00000001", "--keep", "1"], "--keep needs a run's folder"),
 ])
 def test_refusals(raymm, arguments, words):
     code, text = raymm("check", *arguments)

@@ -39,7 +39,7 @@ EARLY = {
     "both": (["good.yaml", "--lr", "1"], ["--lr", "'good.yaml'", "optimizer.lr"]),
     "a rate of nothing": (["--model", ".", "--data", "rows.jsonl", "--lr", "0"], ["--lr is 0"]),
     "a rank that is misspelt": (
-        ["--model", ".", "--data", "rows.jsonl", "--lora", "rnk=8"], ["'rnk=8'", "accepted: r=16"],
+        ["--model", ".", "--data", "rows.jsonl", "--lora", "rnk=8"], ["'rnk=8'", "KEY=VALUE"],
     ),
     "a rank that is none": (
         ["--model", ".", "--data", "rows.jsonl", "--lora", "r=0"], ["--lora: r", "greater than 0"],

@@ -308,7 +308,7 @@ def test_a_plan_knows_the_new_rows(tmp_path, rows):
     ({"model.new_tokens": ["<|im_end|>"]}, r"'<\|im_end\|>', which is a token of the processor"),
     ({"model.new_tokens": "from_processor"}, "the model has rows for all tokens"),
     ({"run.storage_path": "s3://bucket/run"}, "accepted: a folder that all nodes share"),
-    ({"run.storage_path": "model"}, "model with new tokens would be, is something else"),
+    ({"run.storage_path": "model"}, "folder of the model with new tokens, has other content"),
     ({"model.train": {"language_model": {"lora": {"targets": ["lm_head"]}}}},
      "is of class AdaptedLinear; accepted: nn.Linear"),
 ])  # fmt: skip
@@ -339,5 +339,5 @@ def test_models_by_parts_take_no_new_tokens(tmp_path, rows):
     values["model"] = {"language_model": {"path": tiny(UNTIED)[0]}, "new_tokens": NEW}
     values["data"]["tokenizer"] = tiny(UNTIED)[0]
     file.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match="new_tokens is given; accepted of a whole model"):
+    with pytest.raises(ConfigError, match="new_tokens is given; accepted for a whole model"):
         load_config(file)

@@ -128,8 +128,8 @@ def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wi
 @pytest.mark.parametrize(("options", "words"), [
     ((), "on 2 GPUs, multiplexed"),  # as many as the layouts have, though nobody says so
     (("--ranks", "8"), "ranks is 8, but the given plan (parallel) is for 2"),
-    (("--layouts", "colocated"), "--layouts is of plans that raymm makes"),
-    (("--style", "multiplexed", "--ranks", "2"), "layouts (parallel) are of a pipelined plan"),
+    (("--layouts", "colocated"), "--layouts is for plans that raymm makes"),
+    (("--style", "multiplexed", "--ranks", "2"), "layouts (parallel) are for a pipelined plan"),
 ])  # fmt: skip
 def test_styles_are_compared_on_the_devices_of_the_layouts(
     raymm, make_config, tmp_path, wide, no_ray, options, words
@@ -148,11 +148,11 @@ def test_styles_are_compared_on_the_devices_of_the_layouts(
     [
         ((*MULTIPLEXED, "--quota-steps", "30"), "steps is 30"),
         ((*MULTIPLEXED, "--quota-steps", "0"), "--quota-steps is 0"),
-        ((*MULTIPLEXED, "--measure", "2"), "--measure is of pipelined plans"),
-        ((*MULTIPLEXED, "--layouts", "colocated"), "--layouts is of pipelined plans"),
-        (("--interference", "blind"), "--interference is of multiplexed plans"),
-        (("--quota-steps", "0"), "--quota-steps is of multiplexed plans"),
-        (("--solver", ""), "--solver is of multiplexed plans"),
+        ((*MULTIPLEXED, "--measure", "2"), "--measure is for pipelined plans"),
+        ((*MULTIPLEXED, "--layouts", "colocated"), "--layouts is for pipelined plans"),
+        (("--interference", "blind"), "--interference requires --style multiplexed"),
+        (("--quota-steps", "0"), "--quota-steps requires --style multiplexed"),
+        (("--solver", ""), "--solver requires --style multiplexed"),
         ((*MULTIPLEXED, "--solver", ""), "strategy is ''"),
         ((*MULTIPLEXED, "--interference", "no.json"),
          "'no.json', which is not an existing file; accepted: bandwidth, blind, or a file"),

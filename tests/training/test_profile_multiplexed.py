@@ -76,8 +76,8 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
 def test_what_is_refused(raymm, make_config, tmp_path, no_new_actors):
     out = str(tmp_path / "s.json")
     for options, said in (
-        (("--gpus", "2"), "--gpus is of surfaces"),
-        (("--multiplex", "--lengths", "16"), "--lengths is of layers"),
+        (("--gpus", "2"), "--gpus requires --multiplex"),
+        (("--multiplex", "--lengths", "16"), "--lengths cannot be used"),
         (("--multiplex", "--gpus", "0"), "gpus is 0"),
     ):
         code, text = raymm("profile", make_config(), "--out", out, *options)
