@@ -1,1 +1,1 @@
-"""From a plan to a program: list scheduling, simulation, memory, bounds."""
+"""Schedules: from a plan to a program, by list scheduling; simulation, memory and lower bounds."""

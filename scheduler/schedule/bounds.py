@@ -1,4 +1,4 @@
-"""Lower bounds on a step's time: no schedule of the plan, good or bad, can be faster."""
+"""Lower bounds on a step's time, valid for every schedule of the plan."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ def lower_bound(
     delays: Mapping[Edge, float] | None = None,
     activation_limits: Mapping[int, float] | None = None,
 ) -> float:
-    """Seconds that a step with every modality in every microbatch takes at least.
+    """Return a lower bound in seconds for a step with every modality in every microbatch.
 
-    For every rank: its first input cannot be there before the shortest way to it; then it
-    has all its work to do; and after its last gradient the stages before it still have theirs
-    to pass on. The last B_w of a rank need not come before its last gradient, but no more of
-    them can wait than there is memory for. And no microbatch is faster than its own path to
-    the loss and back.
+    For every rank: its first input arrives no sooner than along the shortest path; then all its
+    work takes place; and after its last gradient, the stages before it still have theirs to send.
+    The last B_w of a rank may come after its last gradient, but memory limits how many of them can
+    wait. Moreover, every microbatch takes at least its own path to the loss and back.
 
     Args:
-        plan: with a profile.
-        delays: seconds a message takes, per directed edge; 0 where missing.
+        plan: plan with a profile.
+        delays: seconds of a message per directed edge; 0 where missing.
         activation_limits: bytes of activations per rank; no limit where missing.
     """
     return _Bound(plan, delays or {}, activation_limits or {}).seconds()
 
 
 def one_f_one_b_bound(plan: Plan, delays: Mapping[Edge, float] | None = None) -> float:
-    """Seconds that a step takes at least under 1F1B: more than :func:`lower_bound` where messages
-    take long.
+    """Return a lower bound in seconds for a step under 1F1B, which is above :func:`lower_bound` if
+    messages are slow.
 
-    A stage holds no more microbatches than its warm-up has. So every so many forwards wait for the
-    backward of the first of them, which has been to the loss and back.
+    A stage holds at most as many microbatches as its warm-up. So after that many forwards, the next
+    one waits for the backward of the first microbatch, which takes a round trip to the loss.
 
     Args:
-        plan: with a profile.
-        delays: seconds a message takes, per directed edge; 0 where missing.
+        plan: plan with a profile.
+        delays: seconds of a message per directed edge; 0 where missing.
     """
     bound = _Bound(plan, delays or {}, {})
     return max(bound.seconds(), bound.round_trips())
@@ -63,7 +62,7 @@ class _Bound:
         self.delays = delays
         self.limits = limits
         self.costs = stage_costs(plan)
-        # Microbatches that go through the same replicas of all modules are alike.
+        # Microbatches that use the same replicas of all modules are equivalent.
         self.active = tuple(dict.fromkeys(
             active_stages(plan, full_step(plan), samples=full_samples(plan))
         ))
@@ -81,28 +80,28 @@ class _Bound:
             *map(self._last_forward, self.plan.stages)])
 
     def round_trips(self) -> float:
-        """The longest row of round trips to the loss and back: a stage's microbatches that wait for
-        each other."""
+        """Return the longest chain of round trips to the loss of a stage's microbatches."""
         trip = self._round_trip()
         longest = 0.0
         for name, seconds in trip.items():
             stage, held = self.plan.by_id[name], self.plan.warm_up[name]
             count = self.plan.num_microbatches // len(self.plan.replicas(stage.module))
-            before, rest = divmod(count - 1, held)  # the first of the row has `rest` before it
+            before, rest = divmod(count - 1, held)  # the chain's first trip follows `rest` forwards
             tail = self.tail[name] if name in self.owes else 0.0
             row = rest * self.costs[name].forward + (before + 1) * seconds if count else 0.0
             longest = max(longest, self.head[name] + row + tail)
         return longest
 
     def _round_trip(self) -> dict[StageId, float]:
-        """From a stage's forward to the end of the same microbatch's backward, at least."""
+        """Return the least time from a stage's forward to the end of the same microbatch's
+        backward."""
         trip: dict[StageId, float] = {}
         for stage in reversed(self.plan.topological_stages):
             if stage.id not in self.needs:
                 continue
             beyond: dict[str, float] = {}
             for consumer in self.plan.stage_consumers[stage.id]:
-                if consumer not in trip:  # a replica that there is no microbatch for
+                if consumer not in trip:  # a replica without microbatches
                     continue
                 there = self._delay(stage.id, consumer) + trip[consumer]
                 there += self._delay(consumer, stage.id)
@@ -119,10 +118,10 @@ class _Bound:
         return 0.0 if same else self.delays.get((src, dst), 0.0)
 
     def _heads(self, run: frozenset[StageId]) -> dict[StageId, float]:
-        """When the first input of the stages of ``run`` can be there at the earliest."""
+        """Return the earliest arrival of each stage's first input, if only ``run`` is active."""
         head: dict[StageId, float] = {}
         for stage in self.plan.topological_stages:
-            # Of several replicas of a producer one delivers the first microbatch.
+            # Only one replica of a producer delivers the first microbatch.
             by_module: dict[str, float] = {}
             for producer in self.plan.stage_producers[stage.id]:
                 if producer not in run:
@@ -137,7 +136,7 @@ class _Bound:
         return head
 
     def _tails(self, run: frozenset[StageId]) -> dict[StageId, float]:
-        """What is left to do at least, in ``run``, after a stage has sent its last gradient."""
+        """Return the least time of ``run`` after each stage has sent its last gradient."""
         tail: dict[StageId, float] = {}
         for stage in self.plan.topological_stages:
             owed: dict[str, float] = {}
@@ -155,7 +154,7 @@ class _Bound:
         return tail
 
     def _path(self) -> float:
-        """The longest of all microbatches' own ways to a loss and back."""
+        """Return the longest path of any microbatch to a loss and back."""
         longest = 0.0
         for active in self.active:
             heads, tails = self._heads(active.stages), self._tails(active.stages)
@@ -168,7 +167,7 @@ class _Bound:
         return longest
 
     def _once(self, stage: Stage, active: ActiveStages) -> float:
-        """Seconds of a stage's work on one microbatch that passes through it."""
+        """Return the seconds of a stage's work on one microbatch that passes through it."""
         cost = self.costs[stage.id]
         if stage.id not in active.needs_backward:
             return cost.forward
@@ -188,7 +187,7 @@ class _Bound:
                 tails.append(self.tail[stage.id])
                 cost = self.costs[stage.id]
                 waiting += self._can_wait(stage, cost, count) * cost.backward_weight
-            else:  # nobody waits for it
+            else:  # no stage waits for its gradient
                 tails.append(0.0)
         head = min((self.head[s.id] for s in stages), default=0.0)
         busy = max(work, work - waiting + min(tails))
@@ -199,7 +198,7 @@ class _Bound:
         return max(head + self._idle(stage, room) + busy, self._row_of_trips(stage, room))
 
     def _room(self, stage: Stage) -> int:
-        """Microbatches that a rank with this stage alone can hold at a time."""
+        """Return the number of microbatches that a rank with only this stage can hold."""
         count, cost = self._count(stage), self.costs[stage.id]
         kept = cost.input_bytes if stage.recompute else cost.activation_bytes
         if stage.rank not in self.limits or not kept:
@@ -207,8 +206,7 @@ class _Bound:
         return int(min(count, max(1, self.limits[stage.rank] * (1 + 1e-9) / kept)))
 
     def _idle(self, stage: Stage, room: int) -> float:
-        """Seconds that a rank with one stage has nothing to do at least until its first gradient is
-        there: it can run the forwards, and start again the recomputations, that it has room for."""
+        """Return the least idle time of a rank with one stage before its first gradient arrives."""
         cost = self.costs[stage.id]
         early = room * cost.forward
         if stage.recompute:
@@ -220,8 +218,8 @@ class _Bound:
         return max(0.0, self.gradient[stage.id] - self.head[stage.id] - early)
 
     def _last_forward(self, stage: Stage) -> float:
-        """When all is done at the earliest, as the stage's last forward must go to the loss and
-        back, and what there is no room for then has been done before."""
+        """Return the earliest end of the step after the stage's last forward, which waits for
+        room."""
         if not (count := self._count(stage)):
             return 0.0
         cost, before = self.costs[stage.id], 0.0
@@ -233,14 +231,15 @@ class _Bound:
         return self.head[stage.id] + before + count * cost.forward + self.rest[stage.id]
 
     def _rests(self) -> dict[StageId, float]:
-        """By stage, seconds from the end of a forward until all of its microbatch is done."""
+        """Return the seconds from the end of each stage's forward until its microbatch is
+        finished."""
         rest: dict[StageId, float] = {}
         for stage in reversed(self.plan.topological_stages):
             if not self._count(stage):
                 continue
             ways: dict[str, float] = {}
             for consumer in self.plan.stage_consumers[stage.id]:
-                if consumer not in rest:  # a replica that there is no microbatch for
+                if consumer not in rest:  # a replica without microbatches
                     continue
                 module = self.plan.by_id[consumer].module
                 way = self._delay(stage.id, consumer)
@@ -257,8 +256,8 @@ class _Bound:
         return rest
 
     def _row_of_trips(self, stage: Stage, room: int) -> float:
-        """When a rank with one stage is done at the earliest: of each ``room`` microbatches the
-        first must have been to the loss and back before there is room for the next."""
+        """Return the earliest end of a rank with one stage that holds ``room`` microbatches: each
+        batch of them waits for a round trip to the loss."""
         cost = self.costs[stage.id]
         back = max(self.way_back[stage.id], cost.forward if stage.recompute else 0.0)
         trip = cost.forward + back + cost.backward_input
@@ -268,13 +267,13 @@ class _Bound:
         return self.head[stage.id] + row + max(cost.backward_weight, tail)
 
     def _count(self, stage: Stage) -> int:
-        """Microbatches that pass through a stage."""
+        """Return the number of microbatches that pass through a stage."""
         replicas = len(self.plan.replicas(stage.module))
         return len(range(stage.replica, self.plan.num_microbatches, replicas))
 
     def _gradients(self) -> tuple[dict[StageId, float], dict[StageId, float]]:
-        """By stage that has a backward: seconds from the end of a forward until the same
-        microbatch's gradient is there, and when the first gradient is, at least."""
+        """Return, for stages with a backward, the least time from a forward to its gradient, and
+        the earliest arrival of the first gradient."""
         beyond: dict[StageId, float] = {}
         first: dict[StageId, float] = {}
         for stage in reversed(self.plan.topological_stages):
@@ -283,7 +282,7 @@ class _Bound:
             ways: dict[str, float] = {}
             firsts: dict[str, float] = {}
             for consumer in self.plan.stage_consumers[stage.id]:
-                if consumer not in beyond:  # a replica that there is no microbatch for
+                if consumer not in beyond:  # a replica without microbatches
                     continue
                 cost, module = self.costs[consumer], self.plan.by_id[consumer].module
                 again = cost.forward if self.plan.by_id[consumer].recompute else 0.0
@@ -298,7 +297,7 @@ class _Bound:
         return beyond, first
 
     def _can_wait(self, stage: Stage, cost: StageCost, count: int) -> int:
-        """How many of a stage's B_w can come after its last B_d."""
+        """Return how many B_w of a stage can come after its last B_d."""
         if stage.rank not in self.limits or not cost.activation_bytes:
             return count
         room = self.limits[stage.rank] * (1 + 1e-9) / cost.activation_bytes

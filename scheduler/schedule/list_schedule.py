@@ -1,16 +1,16 @@
-"""List scheduling of a step: every rank, when free, takes the best task it can start.
+"""List scheduling of a step: every rank, when free, takes the best task that it can start.
 
-One engine for all schedules; :class:`.schedule_rules.Rules` say what a backward consists of and how
-much may be held, and a :class:`~raymm.scheduler.plan.policy.Policy` which task is best. Times are
-those the simulator will find for the result.
+One engine serves all schedules. :class:`.schedule_rules.Rules` define the parts of a backward and
+the memory limits, and a :class:`~raymm.scheduler.plan.policy.Policy` defines the best task. Times
+equal those that the simulator finds for the result.
 
-On a rank with quotas the best task may take others with it: of every other module with a quota
-the best that could start as well and is of the same kind (quotas are chosen so that modules take
-about as long as each other, forwards and backwards each among themselves). Alone, it has the whole
-device, but for backwards whose forward ran on a quota: autograd runs those on the same one.
+On a rank with quotas, further tasks may start together with the best one: for each other module
+with a quota, the best task of the same kind that could start too. (Quotas are chosen so that
+forwards of the modules take about equally long, and backwards as well.) A task that starts alone
+gets the whole device, except a backward whose forward ran on a quota: autograd runs it on the same
+quota.
 
-What has nothing to do with each other (replicas of a whole pipeline) is scheduled apart, and what
-is alike in everything once.
+Independent parts (replicas of a whole pipeline) are scheduled separately, and equal parts once.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES, Part, parts_of
 
 
 class ListScheduler:
-    """Schedules one step.
+    """List scheduler for one step.
 
     Args:
-        plan: the plan.
-        active: what each microbatch uses.
+        active: stages that each microbatch uses.
         costs: seconds per (stage, compute op), as far as known.
-        sizes: bytes per stage; every stage's are taken to be alike where missing.
-        delays: seconds a message takes, per directed edge (gradients travel the data edge
-            reversed); 0 where missing.
+        sizes: bytes per stage; missing stages are taken to be equal.
+        delays: seconds of a message per directed edge (gradients use the reversed data edge); 0
+            where missing.
     """
 
     def __init__(
@@ -65,15 +64,12 @@ class ListScheduler:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """What has nothing to do with each other."""
+        """Independent parts of the step."""
         return parts_of(self.plan, self.active, self.costs, self.sizes, self.delays)
 
     def run(self, rules: Rules) -> Schedule:
-        """Schedule everything.
-
-        Raises:
-            NoPlanError: if a rank filled up to its byte limit and can never go on.
-        """
+        """Schedule all tasks; raise ``NoPlanError`` if a rank reaches its byte limit and
+        deadlocks."""
         policy, limits = rules.policy, rules.byte_limits
         results: dict[object, PartSchedule] = {}
         parts = []
@@ -96,12 +92,13 @@ class ListScheduler:
 
     @cached_property
     def num_tasks(self) -> int:
-        """Forwards and backwards that one run schedules: those of parts that are not alike."""
+        """Number of forwards and backwards that one run schedules, without repeated equal parts."""
         kinds = dict(zip(self._keys, self.parts, strict=True))
         return sum(len(part.arrays.microbatches) for part in kinds.values())
 
     def _ahead(self, part: Part, policy: Policy) -> np.ndarray:
-        """(S,) of a part, what a policy says of each of its stages."""
+        """Return the (S,) limits of held microbatches of a part's stages; 0 if the policy has
+        none."""
         if not policy.ahead:
             return np.zeros(len(part.stages), dtype=np.int64)
         by_module = {
@@ -111,7 +108,7 @@ class ListScheduler:
 
     @cached_property
     def _keys(self) -> list[int]:
-        """By part, a number; parts with the same are alike in all that schedules follow from."""
+        """Key of each part. Parts with the same key have the same schedules."""
         numbers: dict[tuple[object, ...], int] = {}
         return [
             numbers.setdefault(
@@ -126,14 +123,12 @@ class ListScheduler:
         transfers: Mapping[Edge, Transfer] | None = None,
         costs: Mapping[tuple[StageId, Op], float] | None = None,
     ) -> float:
-        """Seconds of a schedule's program, as the simulator has them. A program does not wait on
-        purpose, as a policy does and a stage without backward that is far enough ahead; it may end
-        sooner.
+        """Return the seconds of a schedule's program according to the simulator. They may be less
+        than the schedule's, because a program never waits on purpose.
 
         Args:
-            schedule: one of this scheduler's.
-            transfers: what messages take; by default the delays that it was scheduled with.
-            costs: seconds by stage and operation; by default those it was scheduled with.
+            transfers: times of messages; by default the delays of the schedule.
+            costs: seconds by stage and operation; by default those of the schedule.
         """
         if transfers is None:
             transfers = {edge: Transfer(0.0, wait) for edge, wait in self.delays.items()}
@@ -149,8 +144,8 @@ class ListScheduler:
         self, schedule: Schedule, transfers: Mapping[Edge, Transfer],
         costs: Mapping[tuple[StageId, Op], float] | None, bound: int, posted: int,
     ) -> tuple[float, bool]:
-        """Seconds with a bound of messages in flight, below 0 if ranks wait for ever then; and
-        whether the bound made a sender wait."""
+        """Return the seconds (negative for a deadlock), and whether ``bound`` made a sender
+        wait."""
         results: dict[object, tuple[float, bool]] = {}
         last, delayed = 0.0, False
         for part, own in zip(schedule.parts, schedule.results, strict=True):
@@ -170,11 +165,7 @@ class ListScheduler:
         return last, delayed
 
     def activation_peaks(self, schedule: Schedule) -> tuple[int, ...]:
-        """Per rank, the most bytes of activations that live at once.
-
-        Args:
-            schedule: one of this scheduler's.
-        """
+        """Return the peak bytes of activations of each rank under a schedule of this scheduler."""
         peaks = [0] * self.plan.num_ranks
         for part, own in zip(schedule.parts, schedule.results, strict=True):
             costs = [self.sizes.get(stage.id, UNKNOWN_SIZES) for stage in part.stages]

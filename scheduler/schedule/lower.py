@@ -1,4 +1,4 @@
-"""Lowering: from a plan, and what a step's microbatches contain, to the step's program."""
+"""Lowering: from a plan and the contents of a step's microbatches to the step's program."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from raymm.scheduler.schedule.stage_costs import (
 )
 from raymm.scheduler.schedule.step_graph import active_stages, full_samples, full_step
 
-# Of local search for a policy: rounds, and tasks that they schedule, which bounds the seconds.
+# Limits of the local search for a policy: rounds, and scheduled tasks, which bound its time.
 TUNING_ROUNDS = 200
 TUNED_TASKS = 200_000
-# How many of the best policies it starts from.
+# Number of best policies that the local search starts with.
 TUNED_POLICIES = 2
-# As near to the bound as is worth looking for.
+# The local search stops this close to the lower bound.
 CLOSE = 1.002
 
 
@@ -51,34 +51,32 @@ def lower(
 ) -> Program:
     """Lower a plan to a program for one step, by the plan's schedule.
 
-    1F1B on a DAG: a stage's warm-up depth is its longest path to the loss (Cornstarch v1 §4.1,
-    Fig. 6). Each rank runs, whenever it is free, the ready forward of the oldest microbatch (of
-    two stages the one nearest to the loss), else the ready backward of the oldest, and never
-    holds more microbatches of a stage than the stage's depth. On a chain with one stage per
-    rank and equal costs this is textbook 1F1B. Forwards go first because other ranks wait for
-    them; on a rank that several stages share, backwards first would drain the pipeline after
-    it.
+    1F1B on a DAG: the warm-up depth of a stage is its longest path to the loss (Cornstarch v1 §4.1,
+    Fig. 6). Whenever a rank is free, it runs the ready forward of the oldest microbatch (of two
+    stages, the one nearest to the loss), else the ready backward of the oldest. A stage never holds
+    more microbatches than its depth. On a chain with one stage per rank and equal costs this is
+    textbook 1F1B. Forwards go first because other ranks wait for them; on a rank that several
+    stages share, backwards first would drain the pipeline after it.
 
     Args:
-        plan: the plan.
-        present: per microbatch, the names of the modules it has input for besides those that
-            compute a loss (which always run). Whatever takes their outputs runs as well. A
-            step may have fewer microbatches than the plan (the last one of an evaluation).
-        costs: seconds per (stage, op), to order work of stages that share a rank or have
-            very different speeds; the plan's own where it has a profile.
-        forward_only: for evaluation: no stage has a backward.
-        delays: seconds a message takes, per directed edge; 0 where missing.
-        samples: of each microbatch, if replicas of a module share them
+        present: per microbatch, names of the modules that it has input for. Their consumers and
+            modules that compute a loss always run. A step may have fewer microbatches than the plan
+            (the last step of an evaluation).
+        costs: seconds per (stage, op), to order stages that share a rank or have very different
+            speeds; by default those of the plan's profile, if it has one.
+        forward_only: True for evaluation: no stage has a backward.
+        delays: seconds of a message per directed edge; 0 where missing.
+        samples: samples of each microbatch, if replicas split them
             (:attr:`~raymm.scheduler.plan.plan.Plan.splits_samples`).
-        featured: per microbatch, modules of which it has features instead of inputs, which their
-            first stages would make: these do not run.
+        featured: per microbatch, modules whose cached features replace their inputs; their first
+            stages do not run.
 
     Returns:
-        The program, without collective epilogue.
+        The program, without the collectives at its end.
 
     Raises:
-        ValueError: if ``present`` names a module that the plan does not have, or microbatches have
-            to be split and their samples are not said.
+        ValueError: ``present`` names an unknown module, or ``samples`` is missing although replicas
+            split microbatches.
     """
     active = active_stages(plan, present, forward_only, samples, featured)
     if plan.schedule == SLOTS:
@@ -91,8 +89,8 @@ def lower(
 def full_program(
     plan: Plan, *, delays: Mapping[Edge, float] | None = None
 ) -> Program:
-    """:func:`lower`'s program of a step with every modality in every microbatch, whose samples, if
-    replicas share them, divide evenly."""
+    """Return the program of a step with every modality in every microbatch. If replicas split
+    samples, their number is divisible by all replica counts."""
     return lower(plan, full_step(plan), delays=delays, samples=full_samples(plan))
 
 
@@ -101,13 +99,12 @@ def iteration_time(
     costs: Mapping[tuple[StageId, Op], float] | None = None,
     delays: Mapping[Edge, float] | None = None,
 ) -> float:
-    """Return the seconds of a step with every modality in every microbatch: those that
-    :func:`~raymm.scheduler.schedule.simulate.simulate` gives for :func:`full_program`.
+    """Return the seconds that :func:`~raymm.scheduler.schedule.simulate.simulate` predicts for
+    :func:`full_program`.
 
     Args:
-        plan: whose stages run.
-        costs: seconds by stage and operation; default: from the plan's profile.
-        delays: seconds of a message, by the stages that send and receive it.
+        costs: seconds by stage and operation; by default from the plan's profile.
+        delays: seconds of a message per directed edge.
     """
     if _needs_simulator(plan):
         return _simulated(plan, _latencies(delays), costs, delays).makespan
@@ -117,20 +114,20 @@ def iteration_time(
 
 
 class Forecast(NamedTuple):
-    """The time of a plan's step in seconds, and its bytes of activations per rank."""
+    """Seconds of a plan's step, and peak bytes of activations per rank."""
 
     seconds: float
     activation_peaks: tuple[int, ...]
 
 
 def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
-    """Forecast a step of :func:`full_program`, mostly without making the program: its numbers are
-    those of :func:`~raymm.scheduler.schedule.simulate.simulate` and
+    """Forecast a step of :func:`full_program`, usually without creating the program. The results
+    equal those of :func:`~raymm.scheduler.schedule.simulate.simulate` and
     :func:`.memory.activation_peaks`.
 
     Args:
-        plan: with a profile.
-        transfers: the time of messages. The order of work does not know of them.
+        plan: plan with a profile.
+        transfers: times of messages; the order of work does not depend on them.
     """
     if _needs_simulator(plan):
         peaks = activation_peaks(full_program(plan), stage_costs(plan))
@@ -145,8 +142,8 @@ def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
 
 
 def _needs_simulator(plan: Plan) -> bool:
-    """Whether only the simulator knows the plan's seconds: modules that run side by side slow each
-    other by measured surfaces, and slots are not scheduled from a list."""
+    """Return True if only the simulator can time the plan: modules on quotas with surfaces, or
+    slots."""
     return plan.schedule == SLOTS or group_seconds(plan) is not None and any(
         stage.quota is not None for stage in plan.stages
     )
@@ -187,12 +184,11 @@ def _schedule(scheduler: ListScheduler, forward_only: bool) -> Schedule:
 
 
 def _replayed(scheduler: ListScheduler, schedule: Schedule) -> Schedule:
-    """A schedule with its program's time."""
     return replace(schedule, makespan=scheduler.replayed(schedule))
 
 
 class _PolicySchedule(NamedTuple):
-    """A schedule with its program's time, and the policy that made it (None for 1F1B itself)."""
+    """Schedule with its program's time, and the policy that made it (None for 1F1B itself)."""
 
     schedule: Schedule
     policy: Policy | None
@@ -203,15 +199,14 @@ def _makespan(result: _PolicySchedule) -> float:
 
 
 def _zero_bubble(scheduler: ListScheduler, rounds: int = 0) -> _PolicySchedule:
-    """The best of several list schedules within 1F1B's activation memory.
+    """Return the best of several list schedules within 1F1B's activation memory.
 
-    B_w is a task of its own (Zero Bubble, Qi et al. 2024: it fills the drain), a
-    recomputation may start before its gradient arrives (a frozen model has no B_w; this is
-    where it gains), and 1F1B itself is among the candidates, so the result is never slower.
+    B_w is a separate task that fills the drain (Zero Bubble, Qi et al. 2024). A recomputation may
+    start before its gradient arrives, which is the gain for frozen models, as they have no B_w.
+    1F1B is among the candidates, so the result is never slower.
 
     Args:
-        scheduler: of the step.
-        rounds: of local search from the best policy on; none if the plan has a policy.
+        rounds: rounds of local search from the best policies; unused if the plan has a policy.
     """
     plan = scheduler.plan
     baseline = _replayed(scheduler, scheduler.run(Rules()))
@@ -225,7 +220,7 @@ def _zero_bubble(scheduler: ListScheduler, rounds: int = 0) -> _PolicySchedule:
     for policy in tried:
         try:
             schedules.append(_with_policy(scheduler, policy, limits))
-        except NoPlanError as error:  # where stages of one rank wait for each other
+        except NoPlanError as error:  # stages of one rank wait for each other
             stuck = error
     schedules.sort(key=_makespan)
     best = schedules[0] if schedules else None
@@ -238,7 +233,7 @@ def _zero_bubble(scheduler: ListScheduler, rounds: int = 0) -> _PolicySchedule:
     ):
         return _PolicySchedule(baseline, None)
     if best is None:
-        assert stuck is not None  # every policy was
+        assert stuck is not None  # all policies failed
         raise stuck
     return best
 
@@ -253,9 +248,9 @@ def _with_policy(
 def _tuned(
     scheduler: ListScheduler, best: _PolicySchedule, limits: Sequence[float], rounds: int
 ) -> _PolicySchedule:
-    """Local search for how many microbatches stages hold: of some stages of a module that follow
-    one another one or two more, or less, as long as that is no slower. What it draws follows from
-    the plan alone, so that any search for the plan finds the same."""
+    """Search locally for better numbers of held microbatches: change them by one or two for some
+    consecutive stages of a module, and keep changes that are not slower. Draws depend on the plan
+    only, so that results are reproducible."""
     plan = scheduler.plan
     chosen = best.policy
     assert chosen is not None
@@ -288,9 +283,8 @@ def _tuned(
 def refine(
     plan: Plan, delays: Mapping[Edge, float] | None = None
 ) -> tuple[Plan, float]:
-    """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan
-    without policy gets the best that a local search finds; a lowering without it only tries
-    some."""
+    """Return a plan that lowers quickly, and its :func:`iteration_time`. A zero-bubble plan without
+    policy gets the best policy of a local search, so that lowering it does not try several."""
     if plan.schedule == SLOTS:
         return plan, iteration_time(plan, delays=delays)
     active = active_stages(plan, full_step(plan), samples=full_samples(plan))
@@ -305,15 +299,13 @@ def refine(
 def one_f_one_b_limits(
     plan: Plan, baseline: Program, sizes: Mapping[StageId, StageCost]
 ) -> tuple[int, ...]:
-    """Bytes of activations per rank that cost no more memory than 1F1B does.
+    """Return the bytes of activations per rank that need no more memory than 1F1B.
 
-    Devices are alike, so what counts is the rank that needs most (as Zero Bubble counts its
-    memory): any rank may hold as much as 1F1B's fullest does, as long as weights and
-    optimizer state leave room for it.
+    Devices are equal, so the fullest rank counts (as in Zero Bubble): any rank may hold as much as
+    the fullest rank of 1F1B, if weights and optimizer state leave room for it.
 
     Args:
-        plan: whose stages run.
-        baseline: the plan's 1F1B.
+        baseline: the plan's 1F1B program.
         sizes: bytes of every stage.
     """
     return _limits(plan, activation_peaks(baseline, sizes), sizes)
@@ -328,7 +320,7 @@ def _limits(
     ]
     others = [beside_activations(own) for own in costs]
     device = max(p + b for p, b in zip(peaks, others, strict=True))
-    # What a backward has for a time is no microbatch's that could be held back.
+    # Temporary memory of a backward cannot be reduced by holding fewer microbatches.
     return tuple(
         max(peak, min(max(peaks), device - own)) - max((c.remade_bytes for c in rank), default=0)
         for peak, own, rank in zip(peaks, others, costs, strict=True)

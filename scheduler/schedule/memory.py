@@ -1,5 +1,4 @@
-"""The memory a process of a rank needs: weights, optimizer state, and activations that live at
-once."""
+"""Memory per process of a rank: weights, optimizer state, and peak activations."""
 
 from __future__ import annotations
 
@@ -23,22 +22,22 @@ GIB = 2**30
 
 
 def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int:
-    """The most bytes of activations that one rank holds at any time.
+    """Return the peak bytes of activations of one rank.
 
-    A forward keeps its activations until its backward (B_w where it is split), a checkpointed
-    one its inputs, and from its recomputation on its activations too. Layers that make some of
-    theirs again hold those while their backward runs, one layer at a time, and what they work
-    with; in a group all begin before any ends. Not counted: messages under way.
+    A forward keeps its activations until its backward (until B_w if it is split). A checkpointed
+    forward keeps its inputs, and its activations from the recomputation on. During their backward,
+    layers also hold recomputed activations, one layer at a time, and temporary memory. In a group,
+    all tasks begin before any ends. Messages in flight are not counted.
 
     Args:
-        tasks: of the rank, in order.
+        tasks: tasks of the rank, in order.
         sizes: bytes per stage.
     """
     held: dict[tuple[StageId, int], int] = {}
     total = peak = remade = freed = 0
     last = -1
     for stage, microbatch, op, group, _ in tasks:
-        if group < 0 or group != last:  # what went before has ended
+        if group < 0 or group != last:  # the previous group has ended
             total, remade, freed, last = total - freed, 0, 0, group
         size = sizes.get(stage, UNKNOWN_SIZES)
         key = (stage, microbatch)
@@ -47,10 +46,10 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
         elif op is Op.FORWARD_CHECKPOINTED:
             more = size.input_bytes
         else:
-            if key in held:  # else nothing was ever kept
+            if key in held:  # else the forward kept nothing
                 remade += size.remade_bytes
                 peak = max(peak, total + remade)
-            if op is not Op.BACKWARD_INPUT:  # the microbatch is done with
+            if op is not Op.BACKWARD_INPUT:  # the last task of the microbatch
                 freed += held.pop(key, 0)
             continue
         held[key] = held.get(key, 0) + more
@@ -60,12 +59,8 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
 
 
 def activation_peaks(program: Program, sizes: Mapping[StageId, StageCost]) -> tuple[int, ...]:
-    """Per rank, :func:`peak_bytes` of a program.
-
-    Args:
-        program: what the ranks do.
-        sizes: bytes of every stage.
-    """
+    """Return :func:`peak_bytes` of each rank of a program. ``sizes`` has the bytes of every
+    stage."""
     return tuple(
         peak_bytes(
             [Task(i.stage, i.microbatch, i.op, i.group) for i in rank if i.op in COMPUTE], sizes
@@ -80,10 +75,10 @@ class RankMemory:
 
     Attributes:
         state: weights, gradients and optimizer moments.
-        activations: the most that live at once, with what computing takes for a time.
-        messages: that are under way, and the step's data.
-        update: what the end of a step takes for itself, when activations are gone.
-        system: communicators, workspaces, and what the allocator cannot use.
+        activations: peak of activations, including temporary memory.
+        messages: messages in flight, and the step's data.
+        update: temporary memory at the end of a step, when there are no activations.
+        system: communicators, workspaces, and allocator fragmentation.
     """
 
     state: int
@@ -98,23 +93,19 @@ class RankMemory:
 
 
 def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
-    """Per rank, what a plan with a profile needs under a program."""
+    """Return the memory of each rank under a program, for a plan with a profile."""
     return memory_of(plan, activation_peaks(program, stage_costs(plan)))
 
 
 def beside_activations(costs: Sequence[StageCost]) -> int:
-    """Bytes that a rank's stages need while activations are there, beside those that wait for their
-    backward.
-
-    Args:
-        costs: of all stages of the rank.
-    """
+    """Return the bytes that a rank's stages need together with activations, besides those that wait
+    for their backward. ``costs`` are those of all stages of the rank."""
     forward = max((cost.forward_bytes for cost in costs), default=0)
     return forward + sum(cost.state_bytes + cost.message_bytes for cost in costs)
 
 
 def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
-    """Per rank, what a plan with a profile needs, if it holds so many bytes of activations."""
+    """Return the memory of each rank with these peaks of activations, for a plan with a profile."""
     sizes = stage_costs(plan)
     device = "" if plan.profile is None else plan.profile.device
     needs = []
@@ -122,7 +113,7 @@ def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
         own = [sizes[stage.id] for stage in plan.rank_stages(rank)]
         activations = peak + max((cost.forward_bytes for cost in own), default=0)
         messages = sum(cost.message_bytes for cost in own)
-        # One stage after another.
+        # Stages are updated one after another.
         update = max((cost.update_bytes for cost in own), default=0)
         system = system_bytes(device, *_communicators(plan, rank))
         system += idle_share(device) * max(activations + messages, update)
@@ -133,7 +124,7 @@ def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
 
 
 def _communicators(plan: Plan, rank: int) -> tuple[int, int]:
-    """A link each way with every rank that a rank has messages with, and groups."""
+    """Return the number of links (one each way per rank with messages) and of larger groups."""
     stages = plan.rank_stages(rank)
     others = {
         plan.by_id[other].rank for stage in stages
@@ -144,17 +135,14 @@ def _communicators(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 def check_memory(plan: Plan, program: Program) -> None:
-    """
-    Raises:
-        PlanError: if a rank needs more than the plan's ``memory_limit``; a plan without
-            limit or profile passes.
-    """
+    """Raise ``PlanError`` if a rank needs more than the plan's ``memory_limit``; a plan without
+    limit or profile passes."""
     if plan.memory_limit is not None and plan.profile is not None:
         check_needs(plan, rank_memory(plan, program))
 
 
 def check_needs(plan: Plan, needs: Sequence[RankMemory]) -> None:
-    """:func:`check_memory` of what is known to be needed, per rank."""
+    """Check known memory needs of each rank like :func:`check_memory`."""
     for rank, need in enumerate(needs):
         if plan.memory_limit is not None and need.total > plan.memory_limit:
             names = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
@@ -166,7 +154,7 @@ def check_needs(plan: Plan, needs: Sequence[RankMemory]) -> None:
 
 
 def _text(need: RankMemory) -> str:
-    """What it is for, of what counts at the time of the most."""
+    """Return a text with the parts of the peak."""
     parts = {"weights and optimizer state": need.state}
     if need.activations + need.messages >= need.update:
         parts |= {"activations": need.activations, "messages and data": need.messages}
@@ -177,5 +165,6 @@ def _text(need: RankMemory) -> str:
 
 
 def _size(count: float) -> str:
-    """In GiB, unless that would hide by how much a small model is over its limit."""
+    """Format in GiB, or in bytes below 1 GiB, so that small differences from a limit stay
+    visible."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count:,} bytes"

@@ -1,4 +1,4 @@
-"""How long messages take: from a plan's edges and the links between its ranks."""
+"""Times of messages, from a plan's edges and the links between its ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raymm.scheduler.schedule.stage_costs import StageCost, edge_bytes, stage_co
 
 
 class Transfer(NamedTuple):
-    """One message of a directed edge: ``seconds`` it occupies the link, then ``latency``
-    until it is there. Messages of one edge follow one another."""
+    """Time of one message of a directed edge: it occupies the link for ``seconds`` and arrives
+    after another ``latency``. Messages of one edge are sent in sequence."""
 
     seconds: float = 0.0
     latency: float = 0.0
@@ -32,23 +32,22 @@ def edge_transfers(
     ranks_per_node: int,
     sizes: Mapping[StageId, StageCost] | None = None,
 ) -> dict[Edge, Transfer]:
-    """Per directed edge between two ranks, what one message takes. A gradient is as large as
-    the output it belongs to. Processes fill nodes in order of their numbers.
+    """Return the time of one message per directed edge between two ranks. A gradient is as large as
+    its output. Processes fill nodes in the order of their numbers.
 
-    Between ranks of several processes every byte travels once, over as many links as the end
-    with fewer processes has (:mod:`raymm.scheduler.plan.resharding`). Before that a module gathers
-    its tokens if it hands them to another one, or reduces and scatters the gradient that it hands
-    back; after it the receivers gather their shares. All of this is counted as latency: it delays
-    the message, and keeps no link between ranks busy.
+    Between ranks of several processes every byte is sent once, over as many links as the end with
+    fewer processes has (:mod:`raymm.scheduler.plan.resharding`). A module that sends to another
+    module gathers its tokens first; one that sends back a gradient reduce-scatters it first.
+    Afterwards the receivers all-gather their shares. All of this counts as latency: it delays the
+    message but does not occupy a link between ranks.
 
     Args:
-        plan: the plan.
         within_node, across_nodes: the links.
-        ranks_per_node: how many processes share a node.
-        sizes: bytes per stage; the plan's own by default.
+        ranks_per_node: number of processes per node.
+        sizes: bytes per stage; by default those of the plan.
 
     Raises:
-        ValueError: if no sizes are known, or ``ranks_per_node`` is below 1.
+        ValueError: no sizes are known, or ``ranks_per_node`` is below 1.
     """
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node is {ranks_per_node}; it must be at least 1")
@@ -74,13 +73,14 @@ def _transfer(
     plan: Plan, sender: Stage, receiver: Stage, size: int, links: Links,
     nodes: Sequence[frozenset[int]],
 ) -> Transfer:
-    """One message of ``size`` bytes, all processes together; nodes are those of each rank."""
+    """Return the time of one message of ``size`` bytes, summed over processes; ``nodes`` has the
+    nodes of each rank."""
     theirs, ours = plan.processes(sender.rank), plan.processes(receiver.rank)
     link, from_nodes, to_nodes = links.within_node, nodes[sender.rank], nodes[receiver.rank]
     if from_nodes != to_nodes:
         link = links.across_nodes
     seconds = size / min(theirs, ours) / link.bandwidth
-    if sender.module == receiver.module:  # every share of the tokens goes its own way
+    if sender.module == receiver.module:  # each share of the tokens is sent separately
         held = size * receiver.tp / ours
         gathered = gather_seconds(held, receiver.tp, links.among(to_nodes))
     else:
@@ -93,7 +93,7 @@ def _transfer(
 
 @dataclass(frozen=True)
 class Network:
-    """The links between processes, which fill nodes in order. Messages take no time by default."""
+    """Links between processes, which fill nodes in order. By default messages take no time."""
 
     within_node: Link = Link(0.0, float("inf"))
     across_nodes: Link = Link(0.0, float("inf"))
@@ -101,19 +101,18 @@ class Network:
 
     @property
     def links(self) -> Links:
-        """The same as what processes of a rank talk over."""
+        """The same links, for communication within a rank."""
         return Links(self.within_node, self.across_nodes, self.ranks_per_node)
 
     def transfers(self, plan: Plan) -> dict[Edge, Transfer]:
-        """What a message takes, per directed edge."""
         return edge_transfers(plan, self.within_node, self.across_nodes, self.ranks_per_node)
 
     def delays(self, plan: Plan) -> dict[Edge, float]:
-        """Seconds of a message per directed edge, if its link is free."""
+        """Return the seconds of a message per directed edge, on a free link."""
         return delays(self.transfers(plan))
 
 
 def delays(transfers: Mapping[Edge, Transfer]) -> dict[Edge, float]:
-    """Seconds from a send to its arrival, on a free link: what lowerings take."""
+    """Return the seconds from a send to its arrival, on a free link, as lowerings use them."""
     return {edge: transfer.total for edge, transfer in transfers.items()}
 

@@ -1,4 +1,4 @@
-"""Whether stages take what their plan was made for, and the profile that says what they take."""
+"""Comparison of measured stage times with a plan's profile, and the corrected profile."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from raymm.scheduler.program.program import Instruction, Op, Program, group_end
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds
 
-# Steps after which what was measured counts half.
+# Number of steps after which the weight of a measurement is halved.
 HALF_LIFE_STEPS = 10.0
 
 
 @dataclass(frozen=True)
 class Drift:
-    """The rank that is busiest, and what the plan made of it.
+    """The busiest rank, and its planned share of the work.
 
     Attributes:
-        rank: which.
-        stage: the one of its stages that takes longest.
-        measured, expected: its share of the compute of all ranks, as measured and as planned.
+        stage: the stage of the rank that takes longest.
+        measured, expected: the rank's share of the compute of all ranks, measured and planned.
     """
 
     rank: int
@@ -37,19 +36,12 @@ class Drift:
 
     @property
     def excess(self) -> float:
-        """How much larger its share is than was expected, relative to that: 0 for as planned."""
+        """Relative excess of the measured share over the expected one; 0 if as planned."""
         return self.measured / self.expected - 1 if self.expected else float("inf")
 
 
 class PlanDrift:
-    """Compares measured steps with a plan's profile.
-
-    Args:
-        plan: with a profile.
-
-    Raises:
-        PlanError: it has none.
-    """
+    """Comparison of measured steps with a plan's profile; raises ``PlanError`` if it has none."""
 
     def __init__(self, plan: Plan) -> None:
         if plan.profile is None:
@@ -61,15 +53,15 @@ class PlanDrift:
         self._expected: dict[StageId, float] = defaultdict(float)
 
     def observe(self, timeline: Timeline) -> Drift | None:
-        """Add a step; what all steps up to now say, of which older ones say less. None if the
-        profile expects no rank that works to take any time."""
+        """Add a step, and return the drift over all steps so far, weighted towards recent ones.
+        Return None if the profile expects zero time of every rank that works."""
         for sums in (self._measured, self._expected):
             for stage in sums:
                 sums[stage] *= self._keep
         for span in timeline.compute():
             measured, due = self._seconds(span)
             self._measured[span.stage] += measured
-            # What did not run in this step, as an encoder without items, was not expected to.
+            # Work that a step skips, such as an encoder without items, is not expected either.
             self._expected[span.stage] += due
         measured, expected = (self._by_rank(s) for s in (self._measured, self._expected))
         if not sum(measured.values()) or not sum(expected.values()):
@@ -83,8 +75,8 @@ class PlanDrift:
         )
 
     def _seconds(self, span: Span) -> tuple[float, float]:
-        """Measured and expected; on quotas beside what is to run there, where surfaces say what
-        that takes."""
+        """Return measured and expected seconds; on a quota, the expected ones come from
+        surfaces."""
         stage, op = self._plan.by_id[span.stage], Op(span.op)
         if self._on_quota is None or span.quota == 1.0:
             return span.device_seconds, self._expected_of[span.stage, op]
@@ -102,15 +94,15 @@ class PlanDrift:
         return ratios
 
     def profile(self, samples: Mapping[str, int], date: str = "") -> ProfileTable:
-        """The plan's profile with the seconds of every stage's layers times measured over
-        expected: what to plan anew with. Bytes stay.
+        """Return the plan's profile with the seconds of every stage's layers scaled by measured
+        over expected time, for planning again. Sizes stay the same.
 
         Args:
-            samples: per module, sequences or items of a microbatch.
+            samples: sequences or items per microbatch, by module.
             date: ISO 8601.
 
         Raises:
-            PlanError: the plan's profile does not say of how many tokens it is.
+            PlanError: the plan's profile has no token counts.
         """
         profile = self._profile
         if lacking := sorted(set(profile.modules) - set(profile.tokens)):
@@ -131,8 +123,7 @@ class PlanDrift:
         )
 
     def _ratio(self, module: str, index: int) -> float:
-        """Measured over expected of a stage, over all its copies; of one that never ran or was
-        expected to take no time, that of everything."""
+        """Return measured over expected time of a stage, or of all stages if it has none."""
         names = [replica[index].id for replica in self._plan.replicas(module)]
         measured = sum(self._measured[name] for name in names)
         expected = sum(self._expected[name] for name in names)
@@ -144,15 +135,9 @@ class PlanDrift:
 def device_costs(
     plan: Plan, program: Program, timeline: Timeline
 ) -> dict[tuple[StageId, Op], float]:
-    """Median seconds per (stage, compute op) on a whole device, of a measured step: what the
-    simulator takes. What ran on a quota is taken back to that by surfaces, where the plan has some,
-    as the simulator then goes by them.
-
-    Args:
-        plan: that was run.
-        program: of the step.
-        timeline: of the step.
-    """
+    """Return the median seconds per (stage, compute op) on a whole device, from a measured step,
+    for use in the simulator. Times on quotas are converted by surfaces, as in the simulator;
+    without surfaces, they are scaled by the quota."""
     on_quota = group_seconds(plan)
     if on_quota is None:
         return timeline.costs()
@@ -170,7 +155,7 @@ def device_costs(
 
 
 def _quotas_beside(program: Program) -> dict[tuple[int, StageId, int, Op], dict[str, float]]:
-    """Of what runs in a concurrent group, the quotas of the group's modules."""
+    """Return the quotas of the modules of its group, for each instruction in a concurrent group."""
     result = {}
     for rank, instructions in enumerate(program.ranks):
         at = 0

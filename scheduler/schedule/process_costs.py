@@ -1,37 +1,35 @@
-"""What a layer costs one process, where several share the tokens (``cp``) or parameters (``tp``)
-of a rank, or replicas of a module (``dp``) sum gradients.
+"""Cost of a layer for one process, if several processes split the tokens (``cp``) or parameters
+(``tp``) of a rank, or replicas of a module (``dp``) sum gradients.
 
-Everything follows from the profile's numbers of whole layers; with ``n`` processes in a group
-and B bytes, a ring's all-reduce sends ``2 (n-1)/n B`` per process, a gather ``(n-1)/n B``.
-Assumed:
+Everything is derived from the profile's numbers of whole layers. With ``n`` processes in a group
+and B bytes, a ring's all-reduce sends ``2 (n-1)/n B`` per process, an all-gather ``(n-1)/n B``.
+Assumptions:
 
-- Compute is shared out evenly: times are divided by ``cp * tp``. Nothing is taken off for smaller
-  matrix products, for which there is no measurement.
-- ``tp`` sums the residual stream, in the compute dtype, twice per block forward and twice backward
-  (Megatron-LM, Shoeybi et al. 2019, section 3), once each for a projector; nothing else is
-  computed meanwhile. The stream is as large as the hidden state that a block receives.
+- Compute is split evenly: times are divided by ``cp * tp``. Nothing is added for smaller matrix
+  products, which were not measured.
+- ``tp`` all-reduces the residual stream, in the compute dtype, twice per block forward and twice
+  backward (Megatron-LM, Shoeybi et al. 2019, section 3), once each for a projector, without
+  overlap. The stream has the size of the hidden state that a block receives.
 - ``cp`` gathers keys and values (``gather`` of :mod:`raymm.scheduler.context_parallel.traffic`, an
-upper
-  bound of what the cheapest method sends), and sums their gradients in fp32. What a profile does
-  not know of keys and values is as much as queries have.
-- Activations are divided by ``cp``. By ``tp`` only what lies within a block is. What is not follows
-  from what was measured of a process that has half of the parameters (``halved`` of a layer's
-  cost); where that was not measured it is the residual stream and what norms make of it,
-  :data:`WHOLE_COPIES` times the hidden state.
-- A layer that makes activations again sums and gathers again what its forward did.
-- Parameters, and their gradients, are divided by ``tp``, but for a layer's ``replicated_bytes``,
-  and its ``few_bytes``, which are divided by ``few_heads`` at most; by ``cp`` not. With
-  ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
-- With ``"fsdp"`` the parameters, gradients and moments of a stage are divided by ``fsdp * cp``, and
-  one layer at a time is whole (what is outside the blocks always is, which is left out). Each
-  pass gathers parameters in the compute dtype while it computes, a backward also reduces gradients
+  upper bound for the cheapest method), and sums their gradients in fp32. If a profile lacks the
+  size of keys and values, they are as large as the queries.
+- Activations are divided by ``cp``. ``tp`` divides only activations inside a block. The rest
+  follows from a measurement with half of the parameters (``halved`` of a layer's cost) or, without
+  it, is the residual stream and the results of norms: :data:`WHOLE_COPIES` times the hidden state.
+- A layer that recomputes activations repeats the all-reduces and gathers of its forward.
+- Parameters and their gradients are divided by ``tp``, except ``replicated_bytes``, and
+  ``few_bytes``, which are divided by ``few_heads`` at most; ``cp`` does not divide them.
+  ``"zero1"`` divides AdamW's moments by ``dp * cp`` as well.
+- ``"fsdp"`` divides the parameters, gradients and moments of a stage by ``fsdp * cp``, and one
+  layer at a time is whole (parameters outside the blocks always are; this is ignored). Each pass
+  gathers parameters in the compute dtype while it computes, and a backward also reduces gradients
   in fp32; it takes as long as the longer of the two.
-- With ``ep``, a layer's experts are neither gathered nor their gradients reduced. Each pass sends
-  tokens to them and back, to all processes alike (:func:`exchange_seconds`), and nothing is
-  computed meanwhile; what says how many come is left out.
-- Gradients are summed over ``dp * cp`` once a step, while the backward of the stage's last
-  microbatch runs. What is not hidden by that is charged to B_w, spread evenly over the
-  microbatches, so that schedules, bounds and simulations need not know of it.
+- With ``ep``, the experts of a layer are not gathered and their gradients not reduced. Each pass
+  sends tokens to the experts and back, equally to all processes (:func:`exchange_seconds`), without
+  overlap; the exchange of token counts is ignored.
+- Gradients are summed over ``dp * cp`` once a step, during the backward of the stage's last
+  microbatch. The part that this does not hide is added to B_w, spread evenly over the microbatches,
+  so that schedules, bounds and simulations need no special case.
 """
 
 from __future__ import annotations
@@ -47,15 +45,16 @@ from raymm.scheduler.costs.recomputation import REMADE, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.stage import Degrees
 
-# Fields of a layer's cost that grow with the samples.
+# Fields of a layer's cost that are proportional to the number of samples.
 _SECONDS = ("forward", "backward_input", "backward_weight")
 _SAMPLE_BYTES = (
     "activation_bytes", "output_bytes", "key_value_bytes", "working_bytes", "forward_bytes",
     "data_bytes", "exchange_bytes",
 )
 
-# The residual stream at both norms of a block in fp32, what an RMS norm keeps beside it, and the
-# two norms' results in the compute dtype: 3 to 5 hidden states in fp32, by kind of norm and dtype.
+# Fp32 hidden states that tensor parallelism replicates: the residual stream at both norms of a
+# block in fp32, the intermediates of RMS norms, and the results of both norms in the compute dtype.
+# These are 3 to 5, depending on norm and dtype.
 WHOLE_COPIES = 4
 _FP32_BYTES = 4
 
@@ -67,17 +66,16 @@ def process_layers(
     token_link: Link | None = None,
     tensor_link: Link | None = None,
 ) -> tuple[LayerCost, ...]:
-    """A module's layers as one of a rank's processes has them.
+    """Return a module's layers for one process of a rank.
 
-    Output bytes stay those of the whole rank: what travels between ranks does not depend on how
-    many processes they are.
+    Output bytes stay those of the whole rank, because messages between ranks do not depend on its
+    number of processes.
 
     Args:
         profile: costs of whole layers.
-        node: the module.
-        degrees: how its ranks are several processes.
-        token_link, tensor_link: what the processes of a rank talk over, those that share tokens
-            and those that share parameters; where None, that takes no time.
+        degrees: degrees of the module's ranks.
+        token_link, tensor_link: links between processes that split tokens, and parameters; None if
+            communication takes no time.
     """
     layers = profile.modules[node.name]
     if degrees == Degrees():
@@ -98,9 +96,9 @@ def _process_layer(
     degrees: Degrees, token_link: Link | None, tensor_link: Link | None,
 ) -> LayerCost:
     cost, cp, tp = layers[index], degrees.cp, degrees.tp
-    # Groups by parameters among the processes: each has its share of the tokens.
+    # Number of tensor-parallel groups on the rank; each has a share of the tokens.
     shares = prod(degrees) // tp
-    # The hidden state in fp32, of all tokens. A last layer hands on something else: a loss.
+    # The hidden state in fp32, of all tokens. The last layer's output is different (a loss).
     stream = layers[index - 1].output_bytes if index else cost.output_bytes
     in_dtype = stream * profile.element_bytes / _FP32_BYTES
     sums = (1 if projector else 2) * all_reduce_seconds(in_dtype / shares, tp, tensor_link)
@@ -112,10 +110,11 @@ def _process_layer(
     few = cost.few_bytes
     shared = cost.parameter_bytes - cost.replicated_bytes - few
     parameters = cost.replicated_bytes + -(-few // heads) + -(-shared // tp)
-    # Weights under adapters are nearly all of a layer, and shared out as it is.
+    # Weights under adapters are nearly all of a layer's parameters, and are sharded like the layer.
     base = cost.base_bytes and cost.base_bytes * parameters // cost.parameter_bytes
     gathered = sums + gather_seconds(keys, cp, token_link)
-    # An embedding is larger than all else that tensor parallelism replicates in a layer.
+    # A tied embedding is replicated if it fits into the replicated bytes, where it is the largest
+    # part.
     whole_tied = cost.tied_bytes <= cost.replicated_bytes
     tied = cost.tied_bytes if whole_tied else -(-cost.tied_bytes // tp)
 
@@ -162,13 +161,8 @@ def _process_layer(
 
 
 def stage_layers(layers: Sequence[LayerCost], lo: int, hi: int) -> tuple[LayerCost, ...]:
-    """Return layers [lo, hi) of a module as one stage holds them: parameters that its first and its
-    last layer share are counted with the first.
-
-    Args:
-        layers: all layers of the module.
-        lo, hi: the stage's.
-    """
+    """Return layers [lo, hi) of a module as one stage holds them: parameters that the module's
+    first and last layer share are counted only in the first."""
     chosen = tuple(layers[lo:hi])
     tied = chosen[-1].tied_bytes if len(chosen) == len(layers) > 1 else 0
     if not tied:
@@ -183,54 +177,32 @@ def stage_layers(layers: Sequence[LayerCost], lo: int, hi: int) -> tuple[LayerCo
 
 
 def all_reduce_seconds(size: float, processes: int, link: Link | None) -> float:
-    """A ring's all-reduce of ``size`` bytes.
-
-    Args:
-        size: bytes.
-        processes: of the ring.
-        link: between them; None where nothing is sent.
-    """
+    """Return the seconds of a ring all-reduce of ``size`` bytes; 0 without a link."""
     return 2 * gather_seconds(size, processes, link)
 
 
 def gather_seconds(size: float, processes: int, link: Link | None) -> float:
-    """A ring's all-gather of what has ``size`` bytes once it is together; a reduce-scatter
-    takes the same. What is empty is not sent.
-
-    Args:
-        size: bytes.
-        processes: of the ring.
-        link: between them; None where nothing is sent.
-    """
+    """Return the seconds of a ring all-gather with a result of ``size`` bytes, or of such a
+    reduce-scatter; 0 without a link or data."""
     if link is None or processes == 1 or not size:
         return 0.0
     return (processes - 1) * (link.latency + size / processes / link.bandwidth)
 
 
 def exchange_seconds(size: float, processes: int, link: Link | None) -> float:
-    """Two exchanges, of tokens to experts and back, each of half of ``size`` bytes: every process
-    has an equal share, and sends an equal part of that to each.
-
-    Args:
-        size: bytes of all processes, with what stays where it is.
-        processes: that exchange them.
-        link: between them; None where nothing is sent.
-    """
+    """Return the seconds of two all-to-all exchanges, of tokens to experts and back, each of half
+    of ``size`` bytes over all processes (including what stays local), split evenly."""
     return 2 * gather_seconds(size / (2 * processes), processes, link)
 
 
 def exposed_seconds(reduction: float, backward: float) -> float:
-    """Seconds of a sum of gradients that the last microbatch's backward does not hide."""
+    """Return the seconds of a gradient sum that the last microbatch's backward does not hide."""
     return max(0.0, reduction - backward)
 
 
 def layer_of_samples(cost: LayerCost, times: float) -> LayerCost:
-    """A layer with so many times the samples, used without loss: seconds, and bytes of samples.
-
-    Args:
-        cost: the layer's.
-        times: below one for a share of the samples.
-    """
+    """Return the cost of a layer with ``times`` as many samples (below 1 for a share of them):
+    seconds and sizes of samples scale proportionally."""
     def scaled(nbytes: int | None) -> int | None:
         return nbytes and math.ceil(nbytes * times)
 

@@ -1,4 +1,4 @@
-"""From a schedule to its program: the messages around every task."""
+"""Conversion of a schedule to a program: adds messages before and after tasks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def to_program(
     tasks: Sequence[Sequence[Task]],
     early: bool = True,
 ) -> Program:
-    """A schedule's tasks with their messages: those of a group before and after all of it.
+    """Return a schedule's tasks with their messages; those of a group come before and after all of
+    it.
 
-    What a stage makes goes to a rank once, however many of the rank's stages read it; the message
-    is then named after the first of them. The gradients that they make of it are summed there,
-    and go back once the last of them has its own.
+    A rank receives the output of a stage once, for all of its stages that read it; the message
+    names the first of these stages. Their gradients are summed on that rank and sent back once the
+    last of them has run its backward.
 
     Args:
-        plan: whose stages run.
-        active: which stages each microbatch has.
-        tasks: by rank, in order.
-        early: whether a recomputation runs without waiting for its gradient.
+        active: stages that each microbatch uses.
+        tasks: tasks of each rank, in order.
+        early: True if a recomputation does not wait for its gradient.
     """
     around = _Surroundings(plan, active)
     return Program(tuple(_with_messages(around, rank, early) for rank in tasks))
@@ -57,7 +57,7 @@ def _with_messages(
                     instructions += messages.gradients(stage, microbatch)
                 sends += messages.handed_back(stage, microbatch)
             elif op is Op.RECOMPUTE:
-                if not early:  # the gradient is received before both
+                if not early:  # the gradient is received before recomputation and backward
                     instructions += messages.gradients(stage, microbatch)
             elif op is not Op.BACKWARD_WEIGHT:
                 instructions += messages.inputs(stage, microbatch)
@@ -73,12 +73,12 @@ def _with_messages(
 
 
 class _Reader(NamedTuple):
-    """A rank that reads what a stage makes.
+    """A rank that reads a stage's output.
 
     Attributes:
-        stage: its first stage that does, after which the message is named.
-        samples: that it reads; of all, nothing.
-        count: how many of its stages do.
+        stage: first stage of the rank that reads it; the message names this stage.
+        samples: samples that the rank reads; empty for all.
+        count: number of the rank's stages that read it.
     """
 
     stage: StageId
@@ -87,12 +87,12 @@ class _Reader(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """What surrounds a stage of a microbatch.
+    """Messages around a stage for a microbatch.
 
     Attributes:
-        samples: that it works on; of all, nothing.
-        producers: of other ranks, each with what the stage's own rank reads of it.
-        readers: other ranks.
+        samples: samples that the stage runs on; empty for all.
+        producers: stages on other ranks that it reads, each with the reader on its own rank.
+        readers: other ranks that read its output.
     """
 
     samples: tuple[Range, ...]
@@ -101,7 +101,7 @@ class _Around(NamedTuple):
 
 
 class _Surroundings:
-    """Who gets what of whom, worked out once for microbatches that use the same stages."""
+    """Senders and receivers around each stage, cached for microbatches with the same stages."""
 
     def __init__(self, plan: Plan, active: Sequence[ActiveStages]) -> None:
         self.plan, self.active = plan, active
@@ -109,7 +109,6 @@ class _Surroundings:
         self._around: dict[tuple[StageId, int], _Around] = {}
 
     def of(self, stage: StageId, microbatch: int) -> _Around:
-        """A stage's, of a microbatch."""
         uses = self.active[microbatch]
         key = stage, id(uses)
         around = self._around.get(key)
@@ -137,7 +136,6 @@ class _Surroundings:
     def _readers(
         self, producer: StageId, rank: int, uses: ActiveStages, samples: Samples
     ) -> list[StageId]:
-        """The rank's stages that read something of what a stage makes."""
         return [
             c for c in self.plan.stage_consumers[producer]
             if c in uses.stages and self.plan.by_id[c].rank == rank
@@ -151,16 +149,17 @@ class _Surroundings:
 
 
 class _RankMessages:
-    """Messages of one rank, asked for in the order of its tasks."""
+    """Messages of one rank; methods return the sends and receives around tasks, in the order of
+    tasks."""
 
     def __init__(self, around: _Surroundings) -> None:
         self._around = around
-        # What several stages of the rank read: whether it is here, and who still owes a gradient.
+        # For outputs that several stages of the rank read: outputs that have arrived, and the
+        # number of stages that have not yet contributed a gradient.
         self._arrived: set[tuple[StageId, int]] = set()
         self._left: dict[tuple[StageId, int], int] = {}
 
     def inputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
-        """Receives before a forward."""
         receives = []
         for producer, reader in self._around.of(stage, microbatch).producers:
             if reader.count > 1:
@@ -173,14 +172,12 @@ class _RankMessages:
         return receives
 
     def outputs(self, stage: StageId, microbatch: int) -> list[Instruction]:
-        """Sends after a forward."""
         return [
             Instruction(Op.SEND, stage, microbatch, reader.stage, samples=reader.samples)
             for reader in self._around.of(stage, microbatch).readers
         ]
 
     def gradients(self, stage: StageId, microbatch: int) -> list[Instruction]:
-        """Receives before a backward."""
         return [
             Instruction(
                 Op.RECV, stage, microbatch, reader.stage, direction=Direction.BACKWARD,
@@ -190,7 +187,6 @@ class _RankMessages:
         ]
 
     def handed_back(self, stage: StageId, microbatch: int) -> list[Instruction]:
-        """Sends after a backward."""
         sends = []
         owed = self._around.active[microbatch].needs_backward
         for producer, reader in self._around.of(stage, microbatch).producers:

@@ -1,4 +1,4 @@
-"""What a list schedule is asked for, and what comes of it."""
+"""Rules and results of list schedules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from raymm.scheduler.schedule.step_parts import OPS, Part
 
 
 class Task(NamedTuple):
-    """One compute instruction to be."""
-
     stage: StageId
     microbatch: int
     op: Op
@@ -26,16 +24,16 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What kind of schedule to make.
+    """Kind of schedule to create.
 
     Attributes:
-        policy: how a rank chooses.
-        flush: whether a stage holds all its microbatches before its first backward (GPipe);
-            if not, it runs no further ahead than its depth (1F1B's warm-up).
-        split: whether B_w is a task of its own where somebody waits for B_d; it then becomes
-            as urgent as what waits for its memory.
-        early_recompute: whether a recomputation may start before the gradient is there.
-        byte_limits: per rank, bytes of activations.
+        policy: how a rank chooses its next task.
+        flush: True if a stage runs all forwards before its first backward (GPipe); otherwise it
+            runs ahead by at most its depth (1F1B's warm-up).
+        split: True if B_w is a separate task where another stage waits for B_d. It becomes as
+            urgent as the tasks that wait for its memory.
+        early_recompute: True if a recomputation may start before its gradient arrives.
+        byte_limits: bytes of activations per rank.
     """
 
     policy: Policy = ONE_F_ONE_B
@@ -51,8 +49,8 @@ class PartSchedule(NamedTuple):
     Attributes:
         log: (tasks, 4) int64, stage, microbatch, operation and group of every task, rank by rank,
             in order.
-        starts: (ranks + 1,) where those of each rank begin.
-        makespan: seconds until the last ends.
+        starts: (ranks + 1,) offset of each rank's tasks.
+        makespan: seconds until the last task ends.
     """
 
     log: np.ndarray
@@ -61,13 +59,8 @@ class PartSchedule(NamedTuple):
 
     @classmethod
     def of(cls, stage_ranks: np.ndarray, log: np.ndarray, makespan: float) -> PartSchedule:
-        """From tasks in the order in which they begin.
-
-        Args:
-            stage_ranks: (stages,) the rank of each.
-            log: of tasks in any order of ranks.
-            makespan: seconds until the last ends.
-        """
+        """Return the schedule of tasks in the order in which they begin. ``stage_ranks`` is
+        (stages,)."""
         ranks = stage_ranks[log[:, 0]]
         order = np.argsort(ranks, kind="stable")
         starts = np.searchsorted(ranks[order], np.arange(stage_ranks.max() + 2))
@@ -76,13 +69,8 @@ class PartSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tasks per rank, in order, and when the last one ends (seconds).
-
-    Attributes:
-        parts, results: of the step.
-        makespan: seconds until the last task ends.
-        early: whether a recomputation runs without waiting for its gradient.
-    """
+    """Tasks of a step, by part, and the seconds until the last task ends. ``early`` is True if a
+    recomputation does not wait for its gradient."""
 
     parts: tuple[Part, ...]
     results: tuple[PartSchedule, ...]
@@ -91,7 +79,6 @@ class Schedule:
 
     @cached_property
     def tasks(self) -> tuple[tuple[Task, ...], ...]:
-        """By rank."""
         ranks: dict[int, tuple[Task, ...]] = {}
         for part, result in zip(self.parts, self.results, strict=True):
             ids, quotas = [s.id for s in part.stages], [s.quota or 1.0 for s in part.stages]

@@ -1,4 +1,4 @@
-"""The simulator: a program and costs in, a predicted Timeline out."""
+"""Simulator: predicts a Timeline from a program and costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.network import Transfer
 
 GroupSeconds = Callable[[Instruction, Mapping[str, float]], float]
-"""Seconds of an instruction on a quota, with the quotas of the modules of its group, itself too."""
+"""Function of (instruction, quotas of the modules of its group, including its own) that returns the
+instruction's seconds on its quota."""
 _MESSAGES = frozenset({Op.SEND, Op.RECV})
 
 
@@ -29,34 +30,33 @@ def simulate(
     group_seconds: GroupSeconds | None = None,
     posted: int = 1,
 ) -> Timeline:
-    """Run a program on paper.
+    """Simulate a program.
 
-    A rank that has sent :data:`~raymm.scheduler.graph.direction.MESSAGE_BOUND` messages on an edge
-    that are in flight waits before it sends another, as it does in a run; where a program does
-    not end so, no rank does (:func:`~raymm.scheduler.program.check_program.check_program`).
+    A rank with :data:`~raymm.scheduler.graph.direction.MESSAGE_BOUND` messages in flight on an edge
+    waits before it sends another, as in a real run. If the program deadlocks that way, there is no
+    bound (:func:`~raymm.scheduler.program.check_program.check_program`).
 
     Args:
-        program: what each rank does.
-        costs: seconds per (stage, compute op) on a whole device. What is missing takes no time.
-        latency: seconds from a SEND until the message can be received, on edges that
-            ``transfers`` does not have.
-        transfers: what a message takes, per directed edge. Messages of one edge go one after
-            another; a rank computes on while they do.
-        microbatch_costs: seconds per (stage, compute op, microbatch), before ``costs``.
-        group_seconds: of instructions on quotas. Without it, a quota takes as many times more (an
-            upper bound: a module that does not fill a device loses less).
-        posted: receives that an edge's receiver posts ahead
-            (:func:`~raymm.scheduler.graph.direction.posted_receives`, and of a plan
+        costs: seconds per (stage, compute op) on a whole device; 0 where missing.
+        latency: seconds from a SEND until the message can be received, on edges that ``transfers``
+            lacks.
+        transfers: times of messages per directed edge. Messages of one edge are sent in sequence,
+            concurrently with the rank's compute.
+        microbatch_costs: seconds per (stage, compute op, microbatch); overrides ``costs``.
+        group_seconds: seconds of instructions on quotas. Without it, time is inversely proportional
+            to the quota (an upper bound: a module that does not fill a device loses less).
+        posted: receives that the receiver of an edge posts ahead
+            (:func:`~raymm.scheduler.graph.direction.posted_receives`; for a plan
             :attr:`~raymm.scheduler.plan.plan.Plan.posted_receives`). With 1, a message is in flight
-            until it is received. With more, so many receives are there when the step begins, and
-            each RECV posts another before it waits; for its sender, a message with a receive is
-            in flight no longer.
+            until it is received. With more, that many receives exist when the step begins, and each
+            RECV posts another before it waits; for its sender, a message with a posted receive is
+            no longer in flight.
 
     Returns:
-        Compute spans and the waits of messages. Collective instructions take no time.
+        Compute spans and waits for messages. Collective instructions take no time.
 
     Raises:
-        InternalError: if the program deadlocks.
+        InternalError: the program deadlocks.
     """
     seconds = _Seconds(costs, microbatch_costs or {}, group_seconds)
     arguments = seconds, Transfer(0.0, latency), transfers or {}
@@ -74,12 +74,13 @@ def _simulate(
     program: Program, seconds: _Seconds, usual: Transfer, transfers: Mapping[Edge, Transfer],
     bound: int, posted: int,
 ) -> tuple[Timeline, str | None, bool]:
-    """The timeline, which rank waits for ever, and whether the bound delayed a message."""
+    """Return the timeline, a text if a rank waits forever, and whether the bound delayed a
+    message."""
     clock = [0.0] * len(program.ranks)
     position = [0] * len(program.ranks)
     spans: list[Span] = []
-    # Any order that respects the queues gives the same times: a rank's clock depends only
-    # on its own past and on when messages are sent and received, which is fixed by their ends.
+    # The order of ranks does not change the times: a rank's clock depends only on its own past and
+    # on the times of its messages, which their ends determine.
     runnable = deque(range(len(program.ranks)))
     waiting: dict[Edge, int] = {}
     messages = _Messages(transfers, usual, bound, posted)
@@ -107,7 +108,7 @@ def _simulate(
                     clock[rank] = start
                     waiting[instruction.edge] = rank
                     break
-                if instruction.edge in waiting:  # the other end
+                if instruction.edge in waiting:  # the other end waits
                     runnable.append(waiting.pop(instruction.edge))
             if instruction.op in COMPUTE or (instruction.op in _MESSAGES and clock[rank] > start):
                 spans.append(
@@ -125,27 +126,25 @@ def _simulate(
 
 
 class _Seconds(NamedTuple):
-    """What compute instructions take."""
+    """Durations of compute instructions on whole devices and quotas."""
 
     of_op: Mapping[tuple[StageId, Op], float]
     of_microbatch: Mapping[tuple[StageId, Op, int], float]
     of_group: GroupSeconds | None
 
     def on_quota(self, instruction: Instruction, quotas: Mapping[str, float]) -> float:
-        """In a group of modules with these quotas."""
         if self.of_group is None:
             return self.of(instruction) / instruction.quota
         return self.of_group(instruction, quotas)
 
     def of(self, instruction: Instruction) -> float:
-        """On a whole device."""
         key = instruction.stage, instruction.op
         seconds = self.of_microbatch.get((*key, instruction.microbatch))
         return self.of_op.get(key, 0.0) if seconds is None else seconds
 
 
 class _Messages:
-    """Messages under way: those of an edge leave one after another and arrive in that order."""
+    """Messages in flight. Those of an edge are sent and received in order."""
 
     def __init__(
         self, transfers: Mapping[Edge, Transfer], default: Transfer, bound: int, posted: int
@@ -162,7 +161,7 @@ class _Messages:
         self._link_free: dict[Edge, float] = defaultdict(float)
 
     def send(self, edge: Edge, now: float) -> float:
-        """When a sender that comes to it now goes on; infinity if nobody knows yet."""
+        """Return when a sender that arrives now continues; infinity if that is not yet known."""
         if self._sent[edge] >= self._bound + self._posts_ahead:
             freed = self._freed[edge]
             if not freed:
@@ -178,15 +177,15 @@ class _Messages:
         return now
 
     def receive(self, edge: Edge, now: float) -> float:
-        """When a receiver that comes to it now has the edge's next message; infinity if it is not
-        sent yet."""
+        """Return when a receiver that arrives now has the next message; infinity if it was not
+        sent."""
         queue = self._arrivals[edge]
         if not queue:
             return inf
         arrival = queue.popleft()
         if not self._posts_ahead:
             self._freed[edge].append(max(now, arrival))
-        elif self._received[edge]:  # the first RECV finds its and the next receives posted
+        elif self._received[edge]:  # the first RECV finds the receives of the start
             self._freed[edge].append(now)
         self._received[edge] += 1
         return max(now, arrival)
@@ -195,7 +194,7 @@ class _Messages:
 def _group_spans(
     rank: int, instructions: Sequence[Instruction], start: float, seconds: _Seconds
 ) -> list[Span]:
-    """A concurrent group: one module's instructions one after another, modules concurrently."""
+    """Return the spans of a group: one module runs in sequence, different modules concurrently."""
     spans = []
     ends: dict[str, float] = {}  # by module
     quotas = {instruction.stage.module: instruction.quota for instruction in instructions}

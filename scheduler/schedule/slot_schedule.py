@@ -12,12 +12,8 @@ from raymm.scheduler.schedule.step_graph import ActiveStages
 
 
 def slot_tasks(plan: Plan, active: Sequence[ActiveStages]) -> tuple[tuple[Task, ...], ...]:
-    """By rank, its tasks in order; microbatches one after another.
-
-    Args:
-        plan: in slots.
-        active: what each microbatch uses.
-    """
+    """Return the tasks of each rank, in order, microbatch by microbatch. ``active`` has the stages
+    that each microbatch uses."""
     return tuple(_rank_tasks(plan, rank, active) for rank in range(plan.num_ranks))
 
 

@@ -1,9 +1,9 @@
-"""What the stages of a plan cost: seconds per op and bytes, summed from the layers' costs.
+"""Costs of a plan's stages: seconds per op and bytes, summed over layers.
 
-Where a rank is several processes, costs are those of one of them, alike for all, with what it
-waits for the others (:mod:`raymm.scheduler.schedule.process_costs`). Where replicas share every
-microbatch by samples, they are those of a replica's share, and surfaces say how much less it takes
-than all samples (:class:`raymm.scheduler.costs.sharing.DeviceSharing`).
+Costs of a rank of several processes are those of each process, including waits for the others
+(:mod:`raymm.scheduler.schedule.process_costs`). If replicas split every microbatch by samples, they
+are those of a replica's share, whose speedup is given by surfaces
+(:class:`raymm.scheduler.costs.sharing.DeviceSharing`).
 """
 
 from __future__ import annotations
@@ -47,26 +47,23 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on one microbatch, as one of its rank's processes has it.
+    """Cost of one stage for one microbatch, per process of its rank.
 
     Attributes:
         forward: seconds of F (and of a recomputation).
-        backward_input: seconds of B_d, of the layers that have something trainable before
-            them.
-        backward_weight: seconds of B_w, of the trainable layers, and a microbatch's share of what
-            the step's sum of gradients takes after the last backward.
-        input_bytes: what it receives, which is what a checkpointed forward keeps.
-        activation_bytes: what autograd keeps of the layers that have a backward, and its output,
+        backward_input: seconds of B_d, over layers with a trainable layer before them.
+        backward_weight: seconds of B_w, over trainable layers, and a microbatch's share of the part
+            of the gradient sum that follows the last backward.
+        input_bytes: received inputs, which a checkpointed forward keeps.
+        activation_bytes: memory that autograd keeps of the layers with a backward, and the output,
             at which the backward begins.
-        output_bytes: what its rank hands on, all processes together.
-        state_bytes: weights, and gradients and AdamW moments of the trainable ones.
-        remade_bytes: the most that it has at one time beyond what it keeps: what a backward makes
-            again, or fetches, of a layer that keeps less of its activations, and what the layer
-            needs to work.
-        forward_bytes: what a forward needs of a stage that has no backward.
-        message_bytes: of its messages to and from other ranks that are under way, and of the step's
-            data that it reads.
-        update_bytes: what sums of its gradients or the optimizer take for themselves.
+        output_bytes: output of the whole rank.
+        state_bytes: weights, and gradients and AdamW moments of trainable ones.
+        remade_bytes: peak of temporary memory of a backward, including recomputed or fetched
+            activations of a layer.
+        forward_bytes: memory of a forward of a stage without backward.
+        message_bytes: messages in flight to and from other ranks, and the step's data.
+        update_bytes: temporary memory of gradient sums or the optimizer.
     """
 
     forward: float
@@ -82,7 +79,7 @@ class StageCost:
     update_bytes: int = 0
 
     def seconds(self) -> dict[Op, float]:
-        """Per compute op; what a stage does not need is simply not in its program."""
+        """Return the seconds per compute op, including ops that the stage does not need."""
         return {
             Op.FORWARD: self.forward,
             Op.FORWARD_NO_GRAD: self.forward,
@@ -95,14 +92,11 @@ class StageCost:
 
 
 def stage_costs(plan: Plan, profile: CostProfile | None = None) -> Mapping[StageId, StageCost]:
-    """Per stage of a plan, with the frozen rules (see :mod:`raymm.scheduler.costs.layer_costs`).
-
-    Args:
-        plan: the plan.
-        profile: layer costs; the plan's own by default.
+    """Return the cost of each stage of a plan, by the frozen rules (see
+    :mod:`raymm.scheduler.costs.layer_costs`). ``profile`` is by default that of the plan.
 
     Raises:
-        ValueError: if neither the plan nor the caller has a profile.
+        ValueError: neither the plan nor the caller has a profile.
     """
     if profile is not None:
         return _stage_costs(plan, profile)
@@ -114,13 +108,9 @@ def stage_costs(plan: Plan, profile: CostProfile | None = None) -> Mapping[Stage
 
 
 def edge_bytes(plan: Plan, sizes: Mapping[StageId, StageCost]) -> dict[Edge, int]:
-    """What a message of each data edge has, all processes together; a gradient has as much.
-
-    Args:
-        plan: with the bytes of its ports, if it has any.
-        sizes: of every stage.
-    """
-    def outputs(stage: StageId) -> int:  # of all replicas that share a microbatch
+    """Return the bytes of a message of each data edge, summed over processes; a gradient has the
+    same size."""
+    def outputs(stage: StageId) -> int:  # of all replicas that split a microbatch
         return sizes[stage].output_bytes * _sample_shares(plan, plan.by_id[stage])
 
     return {
@@ -133,12 +123,13 @@ def edge_bytes(plan: Plan, sizes: Mapping[StageId, StageCost]) -> dict[Edge, int
 
 
 def _sample_shares(plan: Plan, stage: Stage) -> int:
-    """Replicas that share every microbatch of a stage's module by samples."""
+    """Return the number of replicas that split every microbatch of the stage's module by
+    samples."""
     return len(plan.replicas(stage.module)) if stage.split == SAMPLES else 1
 
 
 def _carried_share(plan: Plan, edge: Edge) -> float:
-    """Of a microbatch's samples, those that an edge carries."""
+    """Return the fraction of a microbatch's samples that an edge carries."""
     producer, consumer = plan.by_id[edge[0]], plan.by_id[edge[1]]
     makes = _share_of(plan, producer)
     if (producer.module, consumer.module) in plan.graph.every:
@@ -158,7 +149,7 @@ def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
     costs, of_kind = {}, {}
     for stage in plan.stages:
         links = _process_links(plan, stage, profile)
-        # Replicas cost the same where their processes are as near to each other.
+        # Replicas cost the same if their links are the same.
         kind = (
             stage.module, stage.index, stage.layers, stage.recompute, stage.layer_options, links,
             _remote(plan, stage),
@@ -185,7 +176,7 @@ def _stage_cost(
     earlier = before[lo:hi]
     if lo > 0:
         received = (profile.modules[stage.module][lo - 1].output_bytes + ports_in) // shares
-    else:  # whole: a process picks its tokens after the merge
+    else:  # inputs from other modules are whole: each process selects its tokens after the merge
         received = sum(
             profile.modules[producer][-1].output_bytes
             for producer in plan.graph.producers(stage.module)
@@ -193,7 +184,7 @@ def _stage_cost(
     forward = sum(c.forward for c in layers)
     kept = _kept(stage, layers, [t or b for t, b in zip(trainable, earlier, strict=True)])
     backward_input = sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b)
-    # Whatever is made again is made before the first gradient of its layer.
+    # Recomputation comes before the first gradient of its layer.
     backward_input += sum(option.seconds for _, option in kept)
     trained = [c for c, t in zip(layers, trainable, strict=True) if t]
     backward_weight = sum(c.backward_weight for c in trained)
@@ -204,7 +195,7 @@ def _stage_cost(
     between = profile.links if sharers > 1 else None
     link = None if between is None else between.between(plan.replica_processes(stage))
     if stage.shards > 1:
-        # Of the compute dtype there is only what is whole: each unit's, while it is gathered.
+        # In the compute dtype only gathered units exist, one at a time.
         state -= int(sum(trained_sizes) * compute_copy_share(profile.dtype))
         held = [
             size * profile.element_bytes // _FP32_BYTES
@@ -222,7 +213,7 @@ def _stage_cost(
     elif trained:
         reduction = all_reduce_seconds(sum(trained_sizes), sharers, link)
         if replicas > 1 and _sharing(profile, stage.module) is not None:
-            reduction = 0.0  # surfaces have it
+            reduction = 0.0  # surfaces include the gradient sum
         steps = _replica_microbatches(plan, stage)
         backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / steps
     remote_producers, remote_consumers = _remote(plan, stage)
@@ -254,8 +245,8 @@ def _stage_cost(
 def _shared_out(
     stage: Stage, layers: Sequence[LayerCost], reduced: bool = False
 ) -> list[int]:
-    """Per layer, bytes that are gathered, or reduced: with ``ep``, experts stay where they are,
-    which are never trained under adapters."""
+    """Return the bytes per layer that are gathered or reduced. Experts stay in place with
+    ``ep``."""
     def apart(cost: LayerCost) -> int:
         return 0 if stage.ep == 1 or (reduced and cost.base_bytes) else cost.expert_bytes
 
@@ -263,14 +254,14 @@ def _shared_out(
 
 
 def _exchanges(stage: Stage, layers: Sequence[LayerCost], link: Link | None) -> float:
-    """Seconds that tokens are on their way to experts and back, in one pass of these layers."""
+    """Return the seconds of exchanging tokens with experts in one pass of these layers."""
     if stage.ep == 1:
         return 0.0
     return sum(exchange_seconds(c.exchange_bytes, stage.ep, link) for c in layers)
 
 
 def _replica_microbatches(plan: Plan, stage: Stage) -> int:
-    """Microbatches of a step that a stage has something of."""
+    """Return the number of microbatches per step that a stage works on."""
     if stage.split == SAMPLES:
         return plan.num_microbatches
     return max(1, plan.num_microbatches // len(plan.replicas(stage.module)))
@@ -284,7 +275,7 @@ def _sharing(profile: CostProfile, module: str) -> DeviceSharing | None:
 def _layers_of_share(
     profile: CostProfile, module: str, layers: Sequence[LayerCost], replicas: int
 ) -> tuple[LayerCost, ...]:
-    """Layers on one of so many equal shares of the samples."""
+    """Return the layers for one of ``replicas`` equal shares of the samples."""
     sharing = _sharing(profile, module) or DeviceSharing(())
     slower = sharing.seconds(module, replicas, {module: 1.0})
     return tuple(
@@ -301,7 +292,7 @@ def _layers_of_share(
 
 
 def _port_bytes(plan: Plan, stage: Stage, profile: CostProfile) -> tuple[int, int]:
-    """Of a stage, bytes of ports that it gets and hands on, beside a hidden state or a module's
+    """Return the bytes of ports that a stage receives and sends, besides hidden states and
     outputs."""
     def total(edges: list[Edge]) -> int:
         return sum(sent_bytes(plan.graph, e, plan.edge_ports[e], 0, profile) for e in edges)
@@ -318,7 +309,7 @@ def _hands_on(plan: Plan, stage: Stage) -> bool:
 
 
 def _remote(plan: Plan, stage: Stage) -> tuple[bool, bool]:
-    """Whether a stage gets its input from another rank, and hands its output to one."""
+    """Return whether a stage receives its input from another rank, and sends its output to one."""
     def elsewhere(others: tuple[StageId, ...]) -> bool:
         return any(plan.by_id[other].rank != stage.rank for other in others)
 
@@ -337,8 +328,8 @@ def _update_bytes(plan: Plan, stage: Stage, trained: list[int]) -> int:
 def _kept(
     stage: Stage, layers: tuple[LayerCost, ...], backward: list[bool]
 ) -> list[tuple[LayerCost, LayerOption]]:
-    """What a stage's layers that have a backward do with their activations. Of an option that the
-    profile does not know it is assumed that it makes all again and keeps all."""
+    """Return the options of layers with a backward. Unknown options recompute and keep
+    everything."""
     costs = []
     for index, cost in enumerate(layers):
         if not backward[index]:
@@ -352,13 +343,13 @@ def _kept(
 def _process_links(
     plan: Plan, stage: Stage, profile: CostProfile
 ) -> tuple[Link | None, Link | None]:
-    """What the processes of a stage's rank talk over: those that share tokens, and those that share
+    """Return the links between the rank's processes that split tokens, and that split
     parameters."""
     links, tp = profile.links, stage.tp
     numbers = plan.rank_processes(stage.rank)
     if links is None or len(numbers) == 1:
         return None, None
-    # Of all groups by parameters, the one on the slowest link is waited for.
+    # All tensor-parallel groups wait for the one with the slowest link.
     by_parameters = [
         links.between(numbers[first : first + tp]) for first in range(0, len(numbers), tp)
     ]
@@ -367,7 +358,7 @@ def _process_links(
 
 
 def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[StageId, Op], float]:
-    """Seconds per (stage, compute op), as the lowerings and the simulator take them."""
+    """Return the seconds per (stage, compute op) for lowerings and the simulator."""
     return {
         (name, op): seconds
         for name, cost in stage_costs(plan, profile).items()
@@ -378,14 +369,9 @@ def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[Sta
 def group_seconds(
     plan: Plan, costs: Mapping[tuple[StageId, Op], float] | None = None
 ) -> Callable[[Instruction, Mapping[str, float]], float] | None:
-    """What instructions on quotas take beside others, by surfaces and interference, as
-    :data:`raymm.scheduler.schedule.simulate.GroupSeconds` says; None if the plan's profile has
-    none.
-
-    Args:
-        plan: whose stages they are of.
-        costs: seconds on a whole device; by default :func:`op_seconds`.
-    """
+    """Return the function that computes the seconds of instructions on quotas from surfaces and
+    interference (:data:`raymm.scheduler.schedule.simulate.GroupSeconds`), or None if the plan's
+    profile has none. ``costs`` are seconds on a whole device, by default :func:`op_seconds`."""
     if plan.profile is None or plan.profile.sharing is None:
         return None
     sharing, whole = plan.profile.sharing, op_seconds(plan) if costs is None else costs

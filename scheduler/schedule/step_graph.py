@@ -15,13 +15,13 @@ from raymm.scheduler.program.stage_samples import Samples, carried_samples, stag
 
 @dataclass(frozen=True)
 class ActiveStages:
-    """What one microbatch runs.
+    """Stages that one microbatch uses.
 
     Attributes:
-        stages: the stages it passes through.
-        needs_backward: those that have something trainable in them or before them.
-        needs_input_grad: those that owe a gradient to a stage before them.
-        samples: of the microbatch, if replicas of a module share them.
+        stages: stages that it passes through.
+        needs_backward: stages that are trainable or have a trainable stage before them.
+        needs_input_grad: stages that send a gradient to an earlier stage.
+        samples: samples of the microbatch, if replicas split them.
     """
 
     stages: frozenset[StageId]
@@ -30,7 +30,8 @@ class ActiveStages:
     samples: Samples = Samples(0)
 
     def carries(self, ports: EdgePorts) -> bool:
-        """Whether an edge has a message: one for ports alone has none without what they are of."""
+        """Return True if an edge has a message: a message with ports alone needs one of their
+        producers."""
         return not ports.alone or any(stage.module in ports.producers for stage in self.stages)
 
 
@@ -38,24 +39,23 @@ def active_stages(
     plan: Plan, present: Sequence[Collection[str]], forward_only: bool = False,
     samples: Sequence[Samples] = (), featured: Sequence[Collection[str]] = (),
 ) -> list[ActiveStages]:
-    """Per microbatch, what it uses.
+    """Return the stages that each microbatch uses.
 
-    A stage with nothing trainable in it or before it has no backward and no gradient edge
-    (Cornstarch v1 §4.2); whether something trainable lies before a stage is asked per
-    microbatch, because a text-only microbatch has no projector before its language model.
+    A stage without trainable layers in it or before it has no backward and no gradient edge
+    (Cornstarch v1 §4.2). This is decided per microbatch, because a text-only microbatch has no
+    projector before its language model.
 
     Args:
-        plan: the plan.
-        present: per microbatch, the modules it has input for besides those that compute a loss
-            (which always run). Whatever takes their outputs runs as well.
-        forward_only: for evaluation: no stage has a backward.
-        samples: of each microbatch, if replicas of a module share them.
-        featured: per microbatch, modules of which it has features instead of inputs, which their
-            first stages would make: these do not run.
+        present: per microbatch, names of the modules that it has input for. Their consumers and
+            modules that compute a loss always run.
+        forward_only: True for evaluation: no stage has a backward.
+        samples: samples of each microbatch, if replicas split them.
+        featured: per microbatch, modules whose cached features replace their inputs; their first
+            stages do not run.
 
     Raises:
-        ValueError: if ``present`` names a module that the plan does not have, or microbatches have
-            to be split and their samples are not said.
+        ValueError: ``present`` names an unknown module, or ``samples`` is missing although replicas
+            split microbatches.
     """
     if not plan.splits_samples:
         samples = (Samples(0),) * len(present)
@@ -75,13 +75,13 @@ def active_stages(
 
 
 def full_step(plan: Plan) -> list[list[str]]:
-    """Per microbatch, the modules of a step in which every microbatch has every modality."""
+    """Return the modules of each microbatch of a step with every modality in every microbatch."""
     return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
 
 
 def full_samples(plan: Plan) -> tuple[Samples, ...]:
-    """Of each microbatch of such a step as many samples as all replicas that share them divide;
-    none if no replicas do."""
+    """Return equal samples for each microbatch of such a step, as few as are divisible by all
+    replica counts; empty if no replicas split samples."""
     if not plan.splits_samples:
         return ()
     counts = (len(plan.replicas(s.module)) for s in plan.stages if s.split == SAMPLES)
@@ -126,7 +126,6 @@ def _active(
 def _replicas(
     plan: Plan, module: str, microbatch: int, samples: Samples
 ) -> Sequence[tuple[Stage, ...]]:
-    """Those that a microbatch goes through."""
     replicas = plan.replicas(module)
     if len(replicas) == 1 or replicas[0][0].split != SAMPLES:
         return (replicas[microbatch % len(replicas)],)

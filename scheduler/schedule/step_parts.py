@@ -1,5 +1,5 @@
-"""A step of a plan in parts that have nothing to do with each other, as arrays: replicas of a whole
-pipeline are parts, and mostly alike, so that what is true of one is worked out once."""
+"""Independent parts of a plan's step, as arrays. Replicas of a whole pipeline are parts and mostly
+equal, so that results are computed once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OPS = (
     Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT,
 )
 
-# A stage whose costs are not known: a backward takes twice as long as a forward, and what a
-# forward keeps is much more than what it got.
+# Defaults for stages without known costs: a backward takes twice as long as a forward, and a
+# forward keeps much more than its input.
 UNKNOWN_FORWARD, UNKNOWN_BACKWARD = 1.0, 2.0
 UNKNOWN_SIZES = StageCost(0.0, 0.0, 0.0, input_bytes=1, activation_bytes=16)
 
-# A task never takes no time at all, or a rank could begin tasks forever at one instant.
+# A lower limit of task times; otherwise a rank could begin tasks forever at one instant.
 SHORTEST = 1e-9
 
 
@@ -39,9 +39,9 @@ class Part:
 
     Attributes:
         stages: in the plan's order.
-        ranks, microbatches: by the numbers that the arrays have for them.
+        ranks, microbatches: numbers in the plan, by their numbers in the arrays.
         arrays: stages, ranks and microbatches by number.
-        edges: the plan's data edges, as the arrays have them.
+        edges: the plan's data edges, in the order of the arrays.
     """
 
     stages: tuple[Stage, ...]
@@ -51,11 +51,11 @@ class Part:
     edges: tuple[Edge, ...]
 
     def op_array(self, costs: Mapping[tuple[StageId, Op], float]) -> np.ndarray:
-        """(S, 7) seconds by operation; what is missing takes no time."""
+        """Return the (S, 7) seconds by operation; missing ones are 0."""
         return np.array([[costs.get((s.id, op), 0.0) for op in OPS] for s in self.stages], float)
 
     def transfer_arrays(self, transfers: Mapping[Edge, Transfer]) -> TransferArrays:
-        """What messages take; those that are missing no time."""
+        """Return the times of messages; missing ones are 0."""
         none = Transfer()
         there = [transfers.get(edge, none) for edge in self.edges]
         back = [transfers.get((dst, src), none) for src, dst in self.edges]
@@ -72,14 +72,13 @@ def parts_of(
     sizes: Mapping[StageId, StageCost],
     delays: Mapping[Edge, float],
 ) -> list[Part]:
-    """The parts of a step, the one of the plan's first stage first.
+    """Return the parts of a step, starting with the part of the plan's first stage.
 
     Args:
-        plan: whose stages run.
-        active: what each microbatch uses.
+        active: stages that each microbatch uses.
         costs: seconds per (stage, compute op), as far as known.
         sizes: bytes per stage, as far as known.
-        delays: seconds a message takes, per directed edge; 0 where missing.
+        delays: seconds of a message per directed edge; 0 where missing.
     """
     kinds = list({id(a): a for a in active}.values())
     numbers = {id(a): number for number, a in enumerate(kinds)}
@@ -102,7 +101,7 @@ def parts_of(
 
 
 def _connected(plan: Plan) -> Iterator[list[Stage]]:
-    """Stages that edges or ranks join."""
+    """Yield the groups of stages that edges or ranks connect."""
     parent: dict[object, object] = {}
 
     def root(node: object) -> object:
@@ -125,7 +124,7 @@ def _part(
     microbatches: np.ndarray, costs: Mapping[tuple[StageId, Op], float],
     sizes: Mapping[StageId, StageCost], delays: Mapping[Edge, float],
 ) -> Part:
-    """The part of these stages; ``columns`` says of which of the kinds each microbatch is."""
+    """Return the part of these stages; ``columns`` has the kind of each microbatch."""
     ids = [stage.id for stage in stages]
     number = {name: index for index, name in enumerate(ids)}
     ranks = sorted({stage.rank for stage in stages})
@@ -194,14 +193,14 @@ def _part(
 
 
 def _by_rank(plan: Plan, name: StageId, number: Mapping[StageId, int]) -> list[int]:
-    """Number the consumers of a stage, rank by rank in the order in which ranks come first."""
+    """Return the consumers of a stage, grouped by rank."""
     consumers = plan.stage_consumers[name]
     ranks = list(dict.fromkeys(plan.by_id[c].rank for c in consumers))
     return [number[c] for c in sorted(consumers, key=lambda c: ranks.index(plan.by_id[c].rank))]
 
 
 def _carried(plan: Plan, edges: Sequence[Edge], kinds: Sequence[ActiveStages]) -> np.ndarray:
-    """(E, kinds) bool: whether an edge has something to carry to another rank."""
+    """Return (E, kinds) bool, True if an edge carries data to another rank."""
     split = plan.splits_samples
     return np.array([
         [
@@ -216,13 +215,12 @@ def _carried(plan: Plan, edges: Sequence[Edge], kinds: Sequence[ActiveStages]) -
 
 
 def _starts(lengths: Iterable[int]) -> np.ndarray:
-    """Offsets of lists in one array."""
     return np.array([0, *accumulate(lengths)], dtype=np.int64)
 
 
 def _seconds(stage: StageId, costs: Mapping[tuple[StageId, Op], float]) -> list[float]:
-    """Durations by operation, as far as they were measured. A forward that was measured under
-    ``no_grad`` only (or only with gradients) takes about as long the other way."""
+    """Return the seconds by operation, as far as measured. A forward that was measured only with or
+    only without gradients takes about as long the other way."""
 
     def seconds(*ops: Op, default: float) -> float:
         measured = (costs[stage, op] for op in ops if (stage, op) in costs)

@@ -1,1 +1,1 @@
-"""Schedules of a step in compiled loops, on arrays."""
+"""Compiled loops that schedule a step, on arrays."""

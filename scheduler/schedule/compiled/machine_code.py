@@ -1,11 +1,9 @@
-"""Loops that run in Python first, and in machine code once that is worth compiling.
+"""Loops that run in Python at first, and in machine code once compiling pays off.
 
-Compiling takes half a minute on a new machine, and the small plans that most people begin with
-take Python a few milliseconds: nobody waits for a compiler that would not save any time. Without
-numba all stays in Python.
-
-While a run takes its steps (:func:`compiling_behind`), a thread compiles, and Python computes the
-same results meanwhile: no step waits for the compiler.
+Compiling takes half a minute on a new machine, so small plans that take milliseconds in Python are
+not compiled. Without numba everything stays in Python. During training steps
+(:func:`compiling_behind`), a thread compiles while Python computes the same results, so no step
+waits.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Spent in Python by one function of one process before it is compiled, or read from numba's
-# cache: machine code would have taken a hundredth of it.
+# Seconds that one function may spend in Python, per process, before it is compiled or read from
+# numba's cache. Machine code would have taken a hundredth of that.
 PATIENCE_S = 1.0
-# How many blocks of this process are within :func:`compiling_behind`.
+# Number of active :func:`compiling_behind` blocks in this process.
 _behind = 0
 
 
 @contextmanager
 def compiling_behind() -> Iterator[None]:
-    """Context manager within which no thread of this process waits for the compiler."""
+    """Keep threads of this process from waiting for the compiler inside the block."""
     global _behind
     _behind += 1
     try:
@@ -47,24 +45,22 @@ else:
     try:
         from numba import njit
         from numba.extending import register_jitable
-    except ImportError:  # also numba's own, of a numpy that it does not know
+    except ImportError:  # numba raises it too, for unsupported numpy versions
         entry = part = _as_it_is
     else:
-        # What compiled code calls; Python calls it as it is. Inlined by nobody but LLVM.
+        # Compiled code inlines these functions (LLVM decides); Python calls them directly.
         part = register_jitable
 
         def entry(function: Function) -> Function:
-            """What Python calls; its machine code is kept on disk with all that it calls.
-
-            ``in_python`` and ``in_machine_code`` of it are the two ways.
-            """
+            """Decorate a function that Python calls. Its machine code and that of its callees is
+            cached on disk; ``in_python`` and ``in_machine_code`` give access to both versions."""
             machine_code = njit(cache=True)(function)
             spent_s = 0.0
             compiling: dict[tuple, threading.Thread] = {}
 
             def is_ready(args: tuple) -> bool:
-                """Return True if there is machine code for arguments of these types; else have a
-                thread compile it."""
+                """Return True if machine code for these argument types exists; else start a thread
+                that compiles it."""
                 types = tuple(map(machine_code.typeof_pyval, args))
                 if types in machine_code.overloads:
                     return True

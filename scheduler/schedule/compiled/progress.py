@@ -1,4 +1,5 @@
-"""How far a list schedule is: what a stage could do next, when, and whether there is room."""
+"""State of a list schedule: the possible next tasks of a stage, when they are ready, and whether
+there is memory for them."""
 
 from __future__ import annotations
 
@@ -25,36 +26,36 @@ from raymm.scheduler.schedule.compiled.arrays import (
 )
 from raymm.scheduler.schedule.compiled.machine_code import part
 
-# How many microbatches a stage without backward is planned ahead of its consumer. It keeps
-# no activations, only outputs that wait to be received; two hide the jitter between ranks.
-# This orders the work of a rank that has something else to do.
+# Number of microbatches that a stage without backward may be ahead of its consumer. Such a stage
+# keeps no activations, only outputs that wait to be received; two hide the jitter between ranks.
+# The limit matters on ranks that have other work.
 RUN_AHEAD = 2
 
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
 
 
-# Columns of a stage's counts, and what of a stage and microbatch ends.
+# Columns of a stage's counts, and the task ends stored per stage and microbatch.
 STARTED, NEXT_FORWARD, NEXT_RECOMPUTE, NEXT_BACKWARD, FIRST_WEIGHT, LAST_WEIGHT = range(6)
 FORWARD_END, RECOMPUTED_END, BACKWARD_END = range(3)
 
 
 class Progress(NamedTuple):
-    """How far stages are. Each takes its microbatches in ascending order, forward, recompute,
-    backward and weight, so that messages of an edge keep their order.
+    """Progress of the stages. Each stage takes its microbatches in ascending order in every kind of
+    task, so that messages of an edge stay in order.
 
     Attributes:
-        counts: (S, 6) int64: forwards that have begun and a backward follows; the next of each
-            kind; the first microbatch whose B_d is done and B_w is not, and after the last.
+        counts: (S, 6) int64: forwards started that need a backward; the next task of each kind;
+            first and one past the last microbatch whose B_d is done and B_w is not.
         weights: those microbatches, per stage.
-        ends: (3, S, M) seconds of a forward, recomputation and backward, inf while open.
+        ends: (3, S, M) seconds at the end of a forward, recomputation and backward; inf before.
         consumed: (S, modules) forwards of consumers.
-        on_quota: (S, M) bool, whether activations were made on the quota.
+        on_quota: (S, M) bool, True if the activations were computed on the quota.
         held, rank_held: (S, M) and (R,) bytes.
         log: (tasks, 4) stage, microbatch, operation, group.
-        length: (1,) of the log.
-        options, option_ready: what the rank that chooses could do: stage, kind, microbatch; when.
-        begun, begun_seconds: tasks that began together: stage, kind, microbatch; seconds of each
-            on a whole device.
+        length: (1,) used length of the log.
+        options, option_ready: stage, kind and microbatch of the tasks that the current rank could
+            run, and when they are ready.
+        begun, begun_seconds: the same of tasks that began together, and seconds on a whole device.
     """
 
     counts: np.ndarray
@@ -74,7 +75,6 @@ class Progress(NamedTuple):
 
 @part
 def nothing_done(step):
-    """The beginning."""
     stages, microbatches = step.uses.shape
     tasks, ranks = len(step.microbatches), len(step.rank_starts) - 1
     most = 0
@@ -93,14 +93,11 @@ def nothing_done(step):
 
 @part
 def next_task(step, rules, progress, stage, kind):
-    """The microbatch of which a stage could do this next, or -1, and when it is ready.
+    """Return the next microbatch of a kind of task of a stage, or -1, and the time when it is
+    ready.
 
-    Args:
-        step: :class:`.arrays.StepArrays`.
-        rules: :class:`.arrays.RuleArrays`.
-        progress: how far the stages are.
-        stage: that could do something.
-        kind: what: ``FORWARD``, ``RECOMPUTE``, ``BACKWARD`` or ``WEIGHT``.
+    ``step`` is :class:`.arrays.StepArrays`, ``rules`` :class:`.arrays.RuleArrays`, and ``kind`` one
+    of ``FORWARD``, ``RECOMPUTE``, ``BACKWARD`` and ``WEIGHT``.
     """
     first = step.stages[stage, BACKWARDS]
     backwards = step.stages[stage + 1, BACKWARDS] - first
@@ -129,14 +126,14 @@ def next_task(step, rules, progress, stage, kind):
             ready = _backward_ready(step, progress, stage, microbatch, early)
     elif progress.counts[stage, FIRST_WEIGHT] < progress.counts[stage, LAST_WEIGHT]:
         microbatch = progress.weights[first + progress.counts[stage, FIRST_WEIGHT]]
-        # Infinite if it began just now, together with others.
+        # Infinite if the backward is in the group that begins just now.
         return microbatch, progress.ends[BACKWARD_END, stage, microbatch]
     return (microbatch, ready) if ready < np.inf else (-1, ready)
 
 
 @part
 def _forward_ready(step, progress, stage, microbatch):
-    """When all inputs of a forward are there; ``inf`` while that is open."""
+    """Return when all inputs of a forward are present; ``inf`` if that is open."""
     ready = 0.0
     for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
         producer = step.edges[edge, PRODUCER]
@@ -148,8 +145,8 @@ def _forward_ready(step, progress, stage, microbatch):
 
 @part
 def _backward_ready(step, progress, stage, microbatch, early):
-    """When all gradients of a backward are there, and what it needs of its own forward (if
-    ``early``: of its recomputation); ``inf`` while that is open."""
+    """Return when all inputs of a backward are present: gradients, and its forward's results (with
+    ``early``, its recomputation's); ``inf`` if that is open."""
     if early:
         ready = progress.ends[RECOMPUTED_END, stage, microbatch]
     else:
@@ -164,7 +161,7 @@ def _backward_ready(step, progress, stage, microbatch, early):
 
 @part
 def _gradient_is_near(step, progress, stage, microbatch, hops):
-    """Whether the gradient is under way at most so many stages from here."""
+    """Return True if the gradient has left a stage at most ``hops`` edges downstream."""
     for _ in range(hops):
         start, stop = step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]
         if start == stop:
@@ -202,27 +199,18 @@ def _may_run_ahead(step, rules, progress, stage, microbatch):
 
 @part
 def has_room(step, rules, progress, stage, kind, microbatch):
-    """Whether a forward or recomputation leaves its rank room for what must come first.
+    """Return True if a task leaves its rank enough memory for the tasks that must come first.
 
-    A rank can always finish its microbatches oldest first (of one microbatch, stages
-    nearer to the loss first) if each still fits once all before it are finished. A task
-    may start if that stays so; without this a rank could fill up with what it can do
-    early and never get on.
-
-    Args:
-        step: :class:`.arrays.StepArrays`.
-        rules: :class:`.arrays.RuleArrays`.
-        progress: how far the stages are.
-        stage: that could do something.
-        kind: what: ``FORWARD``, ``RECOMPUTE``, ``BACKWARD`` or ``WEIGHT``.
-        microbatch: of which.
+    A rank can always finish its microbatches oldest first (within a microbatch, stages nearer to
+    the loss first) if each of them fits once all before it are finished. A task may start if this
+    invariant stays true. Otherwise a rank could fill its memory with early tasks and deadlock.
     """
     if len(rules.limits) == 0 or kind == BACKWARD or kind == WEIGHT:
         return True
     if kind == FORWARD and not step.uses[stage, microbatch] & NEEDS:
         return True
     rank = step.stages[stage, RANK]
-    # Sums of many sizes: a limit that is met exactly must not fail by rounding.
+    # The tolerance absorbs rounding in sums of many sizes, so that a limit can be met exactly.
     limit = rules.limits[rank] * (1 + 1e-12)
     more = step.amounts[stage, KEPT] if kind == FORWARD else step.amounts[stage, ACTIVATION]
     if progress.rank_held[rank] + more > limit:
@@ -231,7 +219,7 @@ def has_room(step, rules, progress, stage, kind, microbatch):
     first_at, last_at = step.rank_starts[rank], step.rank_starts[rank + 1]
     for at in range(first_at, last_at):
         other = step.rank_stages[at]
-        # What the stage will next need memory for.
+        # the next task of the stage that needs memory
         again = step.stages[other, RECOMPUTES] > 0
         index = progress.counts[other, NEXT_RECOMPUTE if again else STARTED]
         index += step.stages[other, BACKWARDS]
@@ -246,7 +234,7 @@ def has_room(step, rules, progress, stage, kind, microbatch):
             late = step.rank_stages[late_at]
             after += _held_from(step, progress, late, first, place)
             key = (first, step.stages[late, DEPTH], late)
-            # A forward that must still come before it.
+            # a forward that must still come before it
             if key >= place and key != task and step.uses[late, first] & NEEDS:
                 if progress.ends[FORWARD_END, late, first] == np.inf:
                     after += step.amounts[late, KEPT]
@@ -257,7 +245,7 @@ def has_room(step, rules, progress, stage, kind, microbatch):
 
 @part
 def _held_from(step, progress, stage, first, place):
-    """Bytes of a stage's microbatches from a place in the order of finishing on."""
+    """Return the bytes of a stage's microbatches at or after a place in the finishing order."""
     start = step.stages[stage, BACKWARDS]
     stop = start + progress.counts[stage, STARTED]
     low, high = start, stop

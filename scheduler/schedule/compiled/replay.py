@@ -1,7 +1,7 @@
-"""Simulate a schedule's program without making the program.
+"""Simulation of a schedule's program that does not create the program.
 
-The times are those of :func:`raymm.scheduler.schedule.simulate.simulate`, message by message, and
-the bytes those of :func:`raymm.scheduler.schedule.memory.peak_bytes`.
+Times equal those of :func:`raymm.scheduler.schedule.simulate.simulate`, message by message, and
+bytes those of :func:`raymm.scheduler.schedule.memory.peak_bytes`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OUTPUT, GRADIENT = range(2)  # directions of messages
 
 
 class TransferArrays(NamedTuple):
-    """The time that messages take, by direction (:data:`OUTPUT`, :data:`GRADIENT`) and edge.
+    """Time of messages, by direction (:data:`OUTPUT`, :data:`GRADIENT`) and edge.
 
     Attributes:
-        seconds: (2, E) float64, how long a message occupies its link.
-        latency: (2, E) float64, from then until it has arrived.
+        seconds: (2, E) float64, time that a message occupies its link.
+        latency: (2, E) float64, further time until the message arrives.
     """
 
     seconds: np.ndarray
@@ -46,17 +46,17 @@ class TransferArrays(NamedTuple):
 
 
 class _Messages(NamedTuple):
-    """The state of messages, by direction, edge and, where it says M, microbatch.
+    """State of messages, by direction, edge and (M) microbatch.
 
     Attributes:
-        arrivals: (2, E, M) when a message arrives; inf before it is sent.
-        received: (2, E, M) whether its receiver has it.
-        times: (2, E, M) when an edge's messages were received, or their RECV began where it posts
-            another receive, in their order.
-        counts: (2, 2, E) how many were sent, and how many received.
-        links: (2, E) when a link is free.
-        handed: (E, M) whether a consumer has made its gradient.
-        delayed: (1,) whether the bound of messages in flight made a sender wait.
+        arrivals: (2, E, M) arrival time; inf before the send.
+        received: (2, E, M) True once the receiver has the message.
+        times: (2, E, M) times at which receives made room for sends, in order: when messages were
+            received, or when their RECV began if it posts another receive.
+        counts: (2, 2, E) number of messages sent, and received.
+        links: (2, E) time when a link becomes free.
+        handed: (E, M) True once a consumer has computed its gradient.
+        delayed: (1,) True if the bound of messages in flight made a sender wait.
     """
 
     arrivals: np.ndarray
@@ -70,19 +70,18 @@ class _Messages(NamedTuple):
 
 @entry
 def replay(step, log, starts, early, seconds, transfers, bound, posted):
-    """Return when the last rank is done, -1 if ranks wait for each other for ever; and whether the
-    bound made a sender wait.
+    """Return the end of the last rank (-1 if ranks deadlock), and whether the bound made a sender
+    wait.
 
     Args:
         step: :class:`.arrays.StepArrays`.
         log: (tasks, 4) stage, microbatch, operation and group, rank by rank.
         starts: (R + 1,) offsets of the ranks' tasks.
-        early: whether a recomputation runs without waiting for its gradient.
+        early: True if a recomputation does not wait for its gradient.
         seconds: (S, 7) by operation.
         transfers: :class:`TransferArrays`.
-        bound: how many messages of an edge may be in flight.
-        posted: receives that are posted ahead, as in
-            :func:`~raymm.scheduler.schedule.simulate.simulate`.
+        bound: most messages of an edge in flight.
+        posted: receives posted ahead, as in :func:`~raymm.scheduler.schedule.simulate.simulate`.
     """
     ranks, edges, microbatches = len(starts) - 1, len(step.edges), step.uses.shape[1]
     shape = (2, edges, microbatches)
@@ -92,9 +91,9 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
         np.zeros((edges, microbatches), np.bool_), np.zeros(1, np.bool_),
     )
     clock, position = np.zeros(ranks), starts[:-1].copy()
-    computed = np.zeros(ranks, np.bool_)  # the task that a rank is at, but not all sent
+    computed = np.zeros(ranks, np.bool_)  # True once its task is computed, until all is sent
     runnable = np.arange(ranks + 1)
-    runnable[ranks] = ranks  # how many there are
+    runnable[ranks] = ranks  # the last entry is their number
     queued = np.ones(ranks, np.bool_)
     ends = np.zeros(step.consumer_modules.shape[1])
     while runnable[ranks] > 0:
@@ -138,11 +137,9 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
 
 @part
 def _receive(step, messages, task, early, clock, posted, runnable, queued):
-    """Receive all that a task needs, in the program's order; False if something is not sent.
-
-    Only a message that had not been received wakes its sender: two ranks that wait for a third
-    would wake each other for ever.
-    """
+    """Receive all inputs of a task in the program's order; return False if one was not sent. Only
+    new messages wake their sender, or two ranks that wait for a third would wake each other
+    forever."""
     stage, microbatch, operation = task[0], task[1], task[2]
     rank = step.stages[stage, RANK]
     if operation == F or operation == F_NO_GRAD or operation == F_CHECKPOINTED:
@@ -155,7 +152,7 @@ def _receive(step, messages, task, early, clock, posted, runnable, queued):
                     return False
                 _wake(step.stages[step.edges[edge, PRODUCER], RANK], runnable, queued)
         return True
-    # Where a recomputation and its backward are next to each other, the gradient is there first.
+    # Without early recomputation, the gradient is received before the recomputation.
     first = R if step.stages[stage, RECOMPUTES] > 0 and not early else B
     if operation == first or operation == B_INPUT and first == B:
         for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
@@ -171,7 +168,7 @@ def _receive(step, messages, task, early, clock, posted, runnable, queued):
 
 @part
 def _received(messages, direction, edge, microbatch, rank, clock, posted):
-    """Receive a message; False if it is not sent."""
+    """Receive a message; return False if it was not sent."""
     arrival = messages.arrivals[direction, edge, microbatch]
     if arrival == np.inf:
         return False
@@ -186,8 +183,8 @@ def _received(messages, direction, edge, microbatch, rank, clock, posted):
 
 @part
 def _message(step, edge, microbatch):
-    """Return the edge that names the message: a rank gets an output once, for the first of its
-    stages that reads it. An output's consumers of one rank are next to each other."""
+    """Return the edge that identifies the message: that of the first consumer on the receiving
+    rank."""
     producer, rank = step.edges[edge, PRODUCER], step.stages[step.consumers[edge], RANK]
     for at in range(step.stages[producer, CONSUMERS], step.stages[producer + 1, CONSUMERS]):
         other = step.edges[at, CONSUMER_EDGE]
@@ -198,7 +195,7 @@ def _message(step, edge, microbatch):
 
 @part
 def _group_end(step, tasks, seconds, start, ends):
-    """One module's tasks one after another, modules concurrently."""
+    """Return the end of a group: tasks of one module run in sequence, modules concurrently."""
     end = start
     for at in range(len(tasks)):
         ends[step.stages[tasks[at, 0], MODULE]] = start
@@ -212,7 +209,7 @@ def _group_end(step, tasks, seconds, start, ends):
 
 @part
 def _send(step, messages, task, clock, transfers, bound, posted, runnable, queued):
-    """Send all that a task made, in the program's order; False if too much is under way."""
+    """Send all results of a task in the program's order; return False if too many are in flight."""
     stage, microbatch, operation = task[0], task[1], task[2]
     rank = step.stages[stage, RANK]
     if operation == F or operation == F_NO_GRAD or operation == F_CHECKPOINTED:
@@ -233,7 +230,7 @@ def _send(step, messages, task, clock, transfers, bound, posted, runnable, queue
                 continue
             messages.handed[edge, microbatch] = True
             if not _all_handed(step, messages, producer, rank, microbatch):
-                continue  # the rank's last stage that reads it sends the sum
+                continue  # the rank's last stage that reads the output sends the sum
             message = _message(step, edge, microbatch)
             if messages.arrivals[GRADIENT, message, microbatch] < np.inf:
                 continue
@@ -257,9 +254,9 @@ def _all_handed(step, messages, producer, rank, microbatch):
 
 @part
 def _sent(messages, direction, edge, microbatch, rank, clock, transfers, bound, posted):
-    """Send a message; False if too many are not received."""
+    """Send a message; return False if the bound is reached and no receive has made room."""
     count = messages.counts[direction, 0, edge]
-    freeing = count - bound - posted + 1  # the number of the RECV that makes room
+    freeing = count - bound - posted + 1  # number of the RECV that makes room
     if freeing >= (1 if posted > 1 else 0):
         if messages.counts[direction, 1, edge] <= freeing:
             return False
@@ -276,7 +273,7 @@ def _sent(messages, direction, edge, microbatch, rank, clock, transfers, bound, 
 
 @part
 def _wake(rank, runnable, queued):
-    """Let a rank go on; the last entry of ``runnable`` says how many ranks can."""
+    """Make a rank runnable; the last entry of ``runnable`` is the number of runnable ranks."""
     if not queued[rank]:
         queued[rank] = True
         runnable[runnable[-1]] = rank
@@ -285,10 +282,10 @@ def _wake(rank, runnable, queued):
 
 @entry
 def activation_peaks(step, log, starts, inputs, activations, remade):
-    """(R,) int64, the most bytes of activations that a rank holds at any time.
+    """Return the (R,) int64 peak bytes of activations of each rank.
 
     Args:
-        step, log, starts: as of :func:`replay`.
+        step, log, starts: as in :func:`replay`.
         inputs, activations, remade: (S,) int64 bytes of stages, as in
             :mod:`raymm.scheduler.schedule.stage_costs`.
     """
@@ -299,7 +296,7 @@ def activation_peaks(step, log, starts, inputs, activations, remade):
         total, again, freed, last = 0, 0, 0, -1
         for at in range(starts[rank], starts[rank + 1]):
             stage, microbatch, operation, group = log[at, 0], log[at, 1], log[at, 2], log[at, 3]
-            if group < 0 or group != last:  # what went before has ended
+            if group < 0 or group != last:  # the previous group has ended
                 total, again, freed, last = total - freed, 0, 0, group
             if operation == F or operation == R or operation == F_CHECKPOINTED:
                 more = inputs[stage] if operation == F_CHECKPOINTED else activations[stage]

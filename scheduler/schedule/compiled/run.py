@@ -1,7 +1,5 @@
-"""The list scheduler's inner loop, compiled: it runs thousands of times in one search for a plan.
-
-:mod:`raymm.scheduler.schedule.list_schedule` says what the rules mean.
-"""
+"""Compiled inner loop of the list scheduler, which runs thousands of times in one search for a
+plan. :mod:`raymm.scheduler.schedule.list_schedule` explains the rules."""
 
 from __future__ import annotations
 
@@ -56,16 +54,17 @@ from raymm.scheduler.schedule.compiled.progress import (
     nothing_done,
 )
 
-ANY, WHOLE, QUOTA = range(3)  # of a device: where a task may run
+ANY, WHOLE, QUOTA = range(3)  # where a task may run: anywhere, on the whole device, on its quota
 
 
 @entry
 def run_schedule(step, rules):
-    """Schedule everything.
+    """Schedule all tasks of a step.
 
     Returns:
-        (tasks, 4) int64, stage, microbatch, operation and group of every task in the order they
-        begin; when the last ends; and (S,) how many forwards and backwards of a stage never began.
+        (tasks, 4) int64, stage, microbatch, operation and group of every task in the order in which
+        tasks begin; the end of the last task; and (S,) the number of forwards and backwards of each
+        stage that never began.
     """
     ranks = len(step.rank_starts) - 1
     progress = nothing_done(step)
@@ -80,7 +79,7 @@ def run_schedule(step, rules):
             continue
         stage, kind = _choose(step, rules, progress, rank, now, 0)
         if stage < 0:
-            continue  # woken again when something it may wait for becomes ready
+            continue  # woken again when something becomes ready
         end, groups = _begin(step, rules, progress, rank, stage, kind, now, groups, events)
         free_at[rank] = end
         makespan = max(makespan, end)
@@ -96,10 +95,10 @@ def run_schedule(step, rules):
 
 @part
 def _choose(step, rules, progress, rank, now, concurrent):
-    """Stage and kind of the best task that a rank can start, beside the first ``concurrent`` that
-    have begun; stage -1 if there is none."""
+    """Return stage (-1 for none) and kind of the best task that a rank can start concurrently with
+    the first ``concurrent`` tasks that have begun."""
     options = 0
-    lacks_room = rules.priority.max()  # best priority of what only lacks room
+    lacks_room = rules.priority.max()  # best priority of tasks that lack only memory
     for at in range(step.rank_starts[rank], step.rank_starts[rank + 1]):
         stage = step.rank_stages[at]
         for kind in range(4):
@@ -150,8 +149,7 @@ def _priority(rules, kind, lacks_room):
 
 @part
 def _on_its_quota(step, rules, progress, stage, kind, microbatch):
-    """Where a task must run: on its module's quota, on the whole device, or on any. A backward
-    runs where what it needs was made."""
+    """Return where a task must run. A backward runs where its activations were computed."""
     if step.amounts[stage, QUOTA_SHARE] == 0:
         return WHOLE
     made_first = step.stages[stage, RECOMPUTES] > 0 and not rules.early
@@ -172,11 +170,10 @@ def _fits_group(step, rules, progress, stage, kind, microbatch, concurrent):
 
 @part
 def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
-    """Begin a task, and what runs concurrently; returns when all of it ends, and how many groups
-    there are then."""
+    """Begin a task and concurrent others; return the end of the last and the number of groups."""
     first = progress.length[0]
     _begin_task(step, rules, progress, 0, stage, kind, now, events)
-    if step.amounts[stage, QUOTA_SHARE] == 0:  # as most have none
+    if step.amounts[stage, QUOTA_SHARE] == 0:  # the usual case
         end = now + progress.begun_seconds[0]
         _end(step, progress, 0, end, events)
         return end, groups
@@ -271,7 +268,7 @@ def _note(progress, stage, microbatch, operation):
 
 @part
 def _end(step, progress, place, end, events):
-    """Say when a task ends, and wake the ranks that may wait for that."""
+    """Record the end of a task, and wake the ranks that may wait for it."""
     began = progress.begun[place]
     stage, kind, microbatch = began[0], began[1], began[2]
     if kind == FORWARD:
