@@ -1,1 +1,1 @@
-"""From layouts to stages: builders, ownership of parameters, checks of plans."""
+"""Conversion of layouts to stages: builders, parameter ownership and checks of plans."""

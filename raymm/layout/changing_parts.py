@@ -1,5 +1,4 @@
-"""Parts of a model that a run freezes and trains as it goes: modules and projectors of a model by
-parts, and parts of a whole one."""
+"""Parts of a model that a run freezes or unfreezes while it trains (``run.at``)."""
 
 from __future__ import annotations
 
@@ -15,39 +14,39 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 
 
 class ChangingParts(Protocol):
-    """Of a model."""
+    """The parts of a model that can be frozen and unfrozen."""
 
     def mode(self, name: str) -> str:
-        """``"full"`` or ``"frozen"``, of a part as it is.
+        """Return the current mode of a part, ``"full"`` or ``"frozen"``.
 
         Raises:
-            ModelError: the model has none of that name, or it is trained in part.
+            ModelError: the model has no such part, or the part is partly frozen.
         """
         ...
 
     def change(self, names: Collection[str]) -> None:
-        """Weights of these are in every checkpoint, trained or not."""
+        """Write the weights of these parts to every checkpoint, trained or not."""
 
     def set_frozen(self, name: str, frozen: bool) -> None:
-        """Freeze or train a part."""
+        """Freeze or unfreeze a part."""
 
     def prefixes(self, name: str) -> tuple[str, ...]:
-        """How names of what the optimizer keeps of it begin, after ``optimizer/``."""
+        """Return the prefixes of the part's optimizer state names, after ``optimizer/``."""
         ...
 
     @property
     def graph(self) -> ModuleGraph:
-        """Of the model as it is."""
+        """Current graph of the model."""
         ...
 
 
 def changing_parts(model: MultimodalModule | WholeModel) -> ChangingParts:
-    """Those of a model."""
+    """Return the changing parts of a model."""
     return WholeParts(model) if isinstance(model, WholeModel) else ModuleParts(model)
 
 
 class ModuleParts:
-    """Modules as plans name them, or that with ``_projector``."""
+    """Modules by their names in plans, and projectors by the name with ``_projector``."""
 
     def __init__(self, model: MultimodalModule) -> None:
         self._model = model
@@ -98,7 +97,7 @@ class ModuleParts:
 
 
 class WholeParts:
-    """Parts as ``model.train`` names them."""
+    """Parts of a :class:`WholeModel` by their names in ``model.train``."""
 
     def __init__(self, model: WholeModel) -> None:
         self._model = model

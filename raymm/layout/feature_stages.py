@@ -1,5 +1,5 @@
-"""Plans under which features of frozen encoders, or of their frozen first blocks, can be kept:
-what comes after these has stages of its own, which run alone where features are known."""
+"""Selection of encoders whose frozen features can be cached, and plans that give the layers after
+them separate stages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,8 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 def featured_modules(
     model: MultimodalModule, plan: Plan, modalities: Collection[str]
 ) -> tuple[dict[str, int], list[str]]:
-    """Modules whose features can be kept, each with the number of its first blocks that make them;
-    and why others' cannot.
-
-    These are the frozen ones before anything that is trained, as far as the module's first stage
-    has them.
-
-    Args:
-        model: the description.
-        plan: of the run.
-        modalities: that the data have.
-    """
+    """Return the number of leading blocks whose features can be cached, by module, and for each
+    other module a line with the reason. Only frozen blocks on a module's first stage count."""
     kept: dict[str, int] = {}
     reasons = []
     for name, encoder in model.encoders.items():
@@ -59,12 +50,7 @@ def featured_modules(
 
 @plain_torch()
 def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]]:
-    """Towers of a whole model whose features can be kept, and why others' cannot.
-
-    Args:
-        model: the description.
-        plan: of the run.
-    """
+    """Return the towers of a whole model whose features can be cached, and why others' cannot."""
     kept, reasons = [], []
     for name in model.tower_names:
         (first, *others) = plan.replicas(name)[0]
@@ -92,25 +78,21 @@ def featured_towers(model: WholeModel, plan: Plan) -> tuple[list[str], list[str]
 
 
 def with_feature_stages(plan: Plan, modules: Mapping[str, int]) -> Plan:
-    """A plan in which the first blocks of some modules have stages of their own, where they were.
-
-    Args:
-        plan: the plan.
-        modules: with the number of these blocks.
-    """
+    """Return a plan in which the given numbers of leading blocks are separate stages on the same
+    ranks."""
     stages: list[Stage] = []
     for stage in plan.stages:
         stages += _split(stage, modules.get(stage.module, 0))
     if len(stages) == len(plan.stages):
         return plan
-    # Of a module that was split, later stages have later places.
+    # Splitting a stage shifts the indices of the module's later stages.
     places: dict[tuple[str, int], int] = {}
     for number, stage in enumerate(stages):
         key = stage.module, stage.replica
         places[key] = places.get(key, -1) + 1
         if stage.module in modules:
             stages[number] = replace(stage, index=places[key])
-    # How many microbatches stages hold was decided for other stages.
+    # The microbatches that each stage may hold were chosen for the stages before the split.
     policy = None if plan.policy is None else replace(plan.policy, ahead=())
     return replace(plan, stages=tuple(stages), policy=policy, shared_ranks=None)
 

@@ -1,4 +1,5 @@
-"""Whether what frozen first blocks of an encoder make of an item is always the same."""
+"""Check that the frozen leading blocks of an encoder always return the same features for an
+item."""
 
 from __future__ import annotations
 
@@ -22,15 +23,12 @@ from raymm.errors import USER_CODE_RAISES, ProbeError
 
 
 def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) -> str | None:
-    """Why what an encoder's first blocks make of an item cannot be kept; None if it can.
+    """Return why the features of an encoder's first ``blocks`` blocks cannot be cached; None if
+    they can.
 
-    An encoder that is trained in part runs in training mode. Its first blocks run on the meta
-    device, all of them, since some draw more the later they come.
-
-    Args:
-        spec: of the whole encoder.
-        blocks: how many.
-        example: what a batch has for the encoder; guessed if None.
+    A partly frozen encoder runs in training mode, so its frozen blocks may still draw random
+    numbers. All of them run on the meta device, since in some models later blocks draw more.
+    ``example`` holds inputs of the encoder in a batch; they are guessed if None.
     """
     try:
         spec = probe_chain(spec, Cuts(True, False), example)
@@ -39,7 +37,7 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
         inputs = module_inputs(spec, example)
     except ProbeError as error:
         return str(error)
-    assert spec.cut is not None  # of the probe
+    assert spec.cut is not None  # set by the probe
     module = prune(skeleton, spec.cut, 0, blocks)
     if any(isinstance(part, _BatchNorm) and part.training for part in module.modules()):
         return "they contain batch norms, whose running statistics change in training"
@@ -62,7 +60,7 @@ def what_changes(spec: EncoderSpec, blocks: int, example: Inputs | None = None) 
 
 
 def _two(inputs: Inputs) -> dict[str, Any]:
-    """Inputs of two items, on the meta device."""
+    """Return inputs of two items on the meta device."""
     return {
         name: torch.cat([value[:1]] * 2).to("meta") if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()

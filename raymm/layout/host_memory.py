@@ -1,4 +1,4 @@
-"""Host memory for copies of what trains: what processes need, and whether their nodes have it."""
+"""Host memory that copies of the training state need, and a check that the nodes have it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from raymm.layout.stage_builders import skeletons
 from raymm.model.module_dag import ModuleDag
 
 GIB = 2**30
-# Of a snapshot: where the device copies it to, and the newest two in Ray's object store.
+# Copies of a snapshot: one that the device writes, and the newest two in Ray's object store.
 SNAPSHOTS_TAKEN, SNAPSHOTS_STORED = 1, 2
 _BF16_BYTES = 2
-_STEP_BYTES = 4  # of a parameter, the count of its steps
+_STEP_BYTES = 4  # per parameter, for its step count
 
 
 class HostNeed(NamedTuple):
     """Bytes of host memory that a process needs for copies.
 
     Attributes:
-        checkpoint: of what it writes.
-        snapshot: of what trains in it, once.
-        pinned: page-locked, through which both are copied.
+        checkpoint: for what the process writes.
+        snapshot: for one copy of what the process trains.
+        pinned: page-locked staging memory that both are copied through.
     """
 
     checkpoint: int = 0
@@ -44,9 +44,9 @@ class _Sizes(NamedTuple):
     """Bytes of a parameter.
 
     Attributes:
-        stored, held: of its values in a checkpoint and on the device.
-        state: of what the optimizer keeps.
-        steps: of that, what shards have in full.
+        stored, held: the values in a checkpoint and on the device.
+        state: the optimizer state.
+        steps: the part of ``state`` that every shard holds in full.
     """
 
     stored: int
@@ -59,16 +59,8 @@ class _Sizes(NamedTuple):
 def host_needs(
     ranks: RankSpecs, model: Any, optimizer: OptimizerConfig, copies: CopyOptions, device: str
 ) -> tuple[HostNeed, ...]:
-    """Return what each process of a plan needs, once the optimizer has its state. Buffers, which
-    are small, are not counted.
-
-    Args:
-        ranks: the processes.
-        model: the description.
-        optimizer: its configuration.
-        copies: which of them are made.
-        device: ``"cpu"``, where nothing is pinned, or ``"cuda"``.
-    """
+    """Return the needs of each process once the optimizer has its state, without buffers. Nothing
+    is pinned on ``"cpu"``."""
     specs = ranks.builders.shard_specs
     sizes = {
         module: _sizes(model, module, optimizer)
@@ -106,14 +98,11 @@ def host_needs(
 
 
 def check_hosts(needs: Sequence[HostNeed], hosts: Sequence[HostMemory]) -> None:
-    """Check that nodes have the host memory for their processes' copies.
-
-    Args:
-        needs: by process.
-        hosts: by process, its node.
+    """Check that the nodes have enough host memory for the copies of their processes. ``needs`` and
+    ``hosts`` are by process.
 
     Raises:
-        PlanError: a node has less than its processes need; says how much of what.
+        PlanError: a node has less memory than its processes need; the message has the amounts.
     """
     kept_by: dict[int, list[int]] = {}
     for process, keeper in keepers({n: host.node for n, host in enumerate(hosts)}).items():
@@ -148,7 +137,7 @@ def _sizes(model: Any, module: str, optimizer: OptimizerConfig) -> Mapping[str, 
     spec = model.stage_spec(module) if isinstance(model, ModuleDag) else model.spec(module)
     for part, skeleton in skeletons(spec).items():
         matrices, products = matrices_of([skeleton]), products_of([skeleton])
-        # Copies have tied parameters by each of their names.
+        # Copies contain a tied parameter once per name.
         names = Counter(id(p) for _, p in skeleton.named_parameters(remove_duplicate=False))
         for rest, parameter in skeleton.named_parameters():
             name = f"{part}.{rest}"
@@ -167,7 +156,7 @@ def _sizes(model: Any, module: str, optimizer: OptimizerConfig) -> Mapping[str, 
 
 
 def _share(spec: ShardSpec, name: str, place: int) -> float:
-    """Return the share of a parameter that a process holds."""
+    """Return the fraction of a parameter that a process holds."""
     shard, length = spec.shard(name, place), spec.length(name)
     if shard is None or length is None:
         return 1.0

@@ -1,4 +1,4 @@
-"""Say which numbers of a run depend on its layout."""
+"""Notes on the numbers of a run that depend on its layout."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 from raymm.scheduler.plan.plan import Plan
 
-# Attention of transformers whose dropout masks are those of one process on every device.
+# Attention implementations of transformers with the dropout masks of one process on any device.
 _CUT_ATTENTION = ("eager",)
 
 
 def layout_notes(
     model: MultimodalModule | WholeModel, plan: Plan, device: str
 ) -> Iterator[str]:
-    """Yield one line for each module whose training differs from that of one process.
-
-    Args:
-        model: the description.
-        plan: what runs where.
-        device: ``"cpu"`` or ``"cuda"``, whose attention kernels make dropout masks by themselves.
-    """
+    """Yield one line for each module that trains differently than in one process. On ``"cuda"``,
+    attention kernels draw their own dropout masks."""
     for node in plan.graph.nodes:
         stage = plan.module_stages(node.name)[0]
         degrees = {"tp": stage.tp, "cp": stage.cp, "fsdp": max(stage.shards, stage.fsdp)}
@@ -63,7 +58,8 @@ def layout_notes(
 
 
 def _drops_in_kernels(module: nn.Module) -> bool:
-    """Return True if attention drops values in training, in a kernel whose mask cannot be cut."""
+    """Return True if attention drops values in training, in a kernel whose mask cannot be
+    sharded."""
     configs: list[Any] = [
         child.config for child in module.modules()
         if child.training and isinstance(getattr(child, "config", None), PretrainedConfig)

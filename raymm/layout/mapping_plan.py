@@ -1,4 +1,4 @@
-"""Multiplexed mappings as plans of a model."""
+"""Conversion of multiplexed mappings to plans."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from raymm.scheduler.plan.plan import Plan
 def plan_of_mapping(
     model: MultimodalModule | ModuleDag, mapping: StageMapping, microbatches: int = 1
 ) -> Plan:
-    """The plan that runs a mapping: modules in slots that follow one another, on their GPUs and
-    quotas; copies of a module split every microbatch by samples (Mosaic §3).
+    """Return the plan that runs a mapping (Mosaic §3).
 
-    Args:
-        model: the description.
-        mapping: stages, GPUs and quotas of its modules (:func:`raymm.plan_multiplexed`). Losses
-            that it does not name run after its last stage, on the GPUs of what they read last.
-        microbatches: of a step. They run one after another, each whole through whole modules; a
-            mapping is planned for a step of one.
+    Modules run in sequential slots on their GPUs and quotas. Replicas of a module split every
+    microbatch by samples. Losses that the mapping does not name run after its last stage, on the
+    GPUs of their last inputs. The microbatches of a step run sequentially; a mapping is planned for
+    one.
 
     Raises:
-        PlanError: it is of other modules.
-        PlanError: a module does not run after what it reads.
+        PlanError: the mapping is of other modules, or a module does not run after its inputs.
         ModelError: modules share parameters.
     """
     if isinstance(model, ModuleDag):

@@ -1,4 +1,4 @@
-"""Whether a plan's parameters can be updated as asked for."""
+"""Check that the parameters of a plan can be updated by the optimizer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from raymm.scheduler.plan.plan import Plan
 
 
 def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
-    """Look at an optimizer, before anything starts.
-
-    Args:
-        config: of the whole model, and of modules.
-        plan: what runs where.
-        bf16: whether it computes in bf16.
+    """Check an optimizer before anything starts.
 
     Raises:
-        PlanError: a module that is none, one whose parameters are shared out as its optimizer
-            cannot have them, or parameters in another dtype than what is computed with.
+        PlanError: an unknown module, a module whose sharding the optimizer does not support, or
+            parameters in another dtype than the computation.
     """
     check_modules(config, plan.graph, bf16)
     for node in plan.graph.nodes:
@@ -44,15 +39,10 @@ def check_optimizer(config: OptimizerConfig, plan: Plan, bf16: bool) -> None:
 
 
 def check_modules(config: OptimizerConfig, graph: ModuleGraph, bf16: bool) -> None:
-    """Look whether all modules that an optimizer names are a model's.
-
-    Args:
-        config: of the whole model, and of modules.
-        graph: the model's.
-        bf16: whether it computes in bf16.
+    """Check that the model has all modules of an optimizer.
 
     Raises:
-        PlanError: one is not, or its parameters are in another dtype than what is computed with.
+        PlanError: an unknown module, or parameters in another dtype than the computation.
     """
     rules = {"": config} | {f"modules.{name}.": config.rule(name) for name in config.modules}
     for where, rule in rules.items():

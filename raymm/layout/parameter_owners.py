@@ -1,10 +1,10 @@
-"""Who holds which parameters together with whom: what every process is told of it.
+"""Parameter ownership: which processes reduce, count and save each parameter.
 
-Which parameters it sums with whom (replicas, processes that share microbatches, tied embeddings on
-two stages), which it counts in the gradient norm, and which it saves: every parameter once. Under
-ZeRO-1 the owner of a parameter's optimizer state is the one with the least to update. Buffers are
-saved by the stage that has their module's parameters; of replicas, each of which has running
-statistics of its own (batch norm), the first one's are kept.
+Gradients are reduced over replicas, over processes that share microbatches, and between two stages
+with tied embeddings. The gradient norm counts every parameter once, and so does a checkpoint. Under
+ZeRO-1 the optimizer state of a parameter belongs to the process with the least to update. Buffers
+are saved by the stage of their module's parameters; of replicas with separate running statistics
+(batch norm), those of the first are saved.
 """
 
 from __future__ import annotations
@@ -31,16 +31,8 @@ def parameter_ownership(
     shard_specs: Mapping[str, ShardSpec],
     optimizer: OptimizerConfig | None = None,
 ) -> tuple[ParameterOwnership, ...]:
-    """What each process has of parameters that others have too: tied embeddings, and all of a
-    module that has several copies, shares out microbatches, or has fewer shards than processes.
-
-    Args:
-        processes: the plan's.
-        owned: elements to update of the parameters that each stage of the plan owns, by name.
-        shard_specs: per module.
-        optimizer: that updates the parameters. Where processes that share one have to agree on its
-            moments, all of them update it.
-    """
+    """Return the ownership of each process. ``owned`` has the elements to update by stage and
+    parameter. If holders of a parameter must agree on its 8-bit moments, all of them update it."""
     groups = _groups(processes, owned, shard_specs, optimizer or OptimizerConfig())
     shared: list[list[SharedParameter]] = [[] for _ in processes.all]
     in_grad_norm: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
@@ -62,8 +54,9 @@ def parameter_ownership(
 
 
 def reduction_groups(every: Sequence[ParameterOwnership]) -> tuple[ReductionGroup, ...]:
-    """All groups of several processes, in one order: their process groups are made together."""
-    # All holders of a parameter are told of it by the same object: each is looked at once.
+    """Return all groups of several processes in a fixed order, in which they are created
+    together."""
+    # All holders of a parameter refer to the same object, so each is visited once.
     shared = {id(parameter): parameter for holding in every for parameter in holding.shared}
     groups = {parameter.reduction_group for parameter in shared.values()}
     return tuple(
@@ -77,8 +70,8 @@ def _groups(
     shard_specs: Mapping[str, ShardSpec],
     optimizer: OptimizerConfig,
 ) -> list[tuple[SharedParameter, bool]]:
-    """Holders whose gradients add up, in an order that follows from the plan, and whether no
-    group before has the very same shard."""
+    """Return the parameters with their holders, in an order that follows from the plan, and whether
+    each is the first group with its shard."""
     plan = processes.plan
     places: dict[tuple[str, str, tuple[int, ...]], list[ParameterReference]] = {}
     for stage in plan.topological_stages:
@@ -88,7 +81,7 @@ def _groups(
                 place = place_of(processes, number, shard_spec)
                 key = (stage.module, name, shard_spec.sharers(name, place))
                 places.setdefault(key, []).append(ParameterReference(number, stage.id, name))
-    # Of fully sharded modules: what is not sharded.
+    # In fully sharded modules, this concerns the parameters that stay replicated.
     sharded = {stage.module for stage in plan.stages if stage.sharding != "none"}
     loads: dict[int, int] = {}
     groups = []
@@ -106,20 +99,13 @@ def _groups(
 
 
 def place_of(processes: Processes, number: int, shard_spec: ShardSpec) -> int:
-    """A process's place among those that share a module's parameters.
-
-    Args:
-        processes: of the run.
-        number: the process's.
-        shard_spec: how its module is sharded.
-        shard_spec: how its module is sharded.
-    """
+    """Return a process's index among those that share a module's parameters."""
     process = processes.all[number]
     return shard_spec.place(process.tp, processes.data_place(process))
 
 
 def _lightest(group: SharedParameter, loads: dict[int, int], size: int) -> int:
-    """The holder that has least to update so far."""
+    """Return the holder that has the least to update so far."""
     owner = min(
         group.reduction_group.processes, key=lambda process: (loads.get(process, 0), process)
     )

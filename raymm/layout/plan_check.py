@@ -1,4 +1,4 @@
-"""Is a plan one of this model, and does it fit? Asked before anything starts."""
+"""Checks that a plan fits its model and its devices, before anything starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raymm.scheduler.schedule.memory import check_memory
 
 
 def check_fits(plan: Plan) -> None:
-    """
+    """Check that no rank needs more memory than the plan's limit.
+
     Raises:
-        PlanError: if a rank needs more memory than the plan's limit; see
-            :func:`raymm.scheduler.schedule.memory.check_memory`.
+        PlanError: see :func:`raymm.scheduler.schedule.memory.check_memory`.
     """
     if plan.memory_limit is None or plan.profile is None:
         return
@@ -24,10 +24,11 @@ def check_fits(plan: Plan) -> None:
 
 
 def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
-    """
+    """Check that the device can partition its multiprocessors into the quotas of each rank.
+
     Raises:
-        PlanError: if a rank has quotas that the device cannot set apart: smaller than a group of
-            its multiprocessors, or more of them than it has groups.
+        PlanError: a quota is smaller than a group of multiprocessors, or there are more quotas than
+            groups.
     """
     for rank in range(plan.num_ranks):
         try:
@@ -38,7 +39,8 @@ def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
 
 
 def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:
-    """What a plan's graph has other than a model's, in words; empty if they are equal."""
+    """Return the differences between a plan's graph and a model's as texts; empty if they are
+    equal."""
     texts = []
     nodes = {node.name: node for node in planned.nodes}
     own = {node.name: node for node in model.nodes}

@@ -1,4 +1,4 @@
-"""Whether a model can be trained on pairs of answers under a plan."""
+"""Check that a model can be trained on pairs of answers under a plan."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from raymm.scheduler.plan.plan import Plan
 
 
 def check_preference(model: MultimodalModule, plan: Plan | None) -> None:
-    """Look at a model with a :class:`raymm.kernels.preference.PreferenceLoss`, before anything
-    starts; at others, nothing.
-
-    Args:
-        model: the description.
-        plan: what runs where; None if that is not known yet.
+    """Check a model with a :class:`raymm.kernels.preference.PreferenceLoss` before anything starts.
 
     Raises:
-        PlanError: without its adapters it would not be its reference, or a process would have one
-            answer of a pair.
+        PlanError: the model without its adapters is not the reference, or a process would have only
+            one answer of a pair.
     """
     if model.preference is None:
         return

@@ -1,4 +1,4 @@
-"""From a model and a plan to what every process of its ranks must know to build itself."""
+"""Specs that the processes of a plan build themselves from."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ class RankSpecs:
     """The processes of a plan.
 
     Attributes:
-        specs: one per process, by its number.
-        processes: of the plan.
-        builders: what their stages are built from.
-        ownership: per process, what it has of parameters that others have too.
+        specs: one per process, by number.
+        ownership: parameters that each process shares with others.
     """
 
     specs: tuple[RankSpec, ...]
@@ -48,18 +46,16 @@ def rank_specs(
     model: MultimodalModule | ModuleDag | WholeModel, plan: Plan,
     features: Mapping[str, FeatureFolder] | None = None, **options: Any,
 ) -> RankSpecs:
-    """What the processes of a plan build themselves from. Needs neither Ray nor a process group.
+    """Return the specs of a plan's processes. Needs neither Ray nor a process group.
 
     Args:
-        model: the description.
-        plan: what runs where.
-        features: by encoder whose features are kept, where.
-        **options: fields of :class:`raymm.actors.rank.rank_spec.RankSpec` that no plan decides:
-            the optimizer, precision, device, threads.
+        features: folders by encoder whose features are cached.
+        **options: further fields of :class:`raymm.actors.rank.rank_spec.RankSpec`: optimizer,
+            precision, device, threads.
 
     Raises:
-        ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
-        PlanError: if the model's sizes do not fit the plan's degrees.
+        ProbeError: a module cannot be cut or sharded as planned.
+        PlanError: the model's sizes do not fit the plan's degrees.
     """
     if isinstance(model, WholeModel):
         builders = whole_stage_builders(model, plan, features or ())
@@ -107,8 +103,7 @@ def rank_specs(
 def _written(
     plan: Plan, process: Process, features: Mapping[str, FeatureFolder]
 ) -> dict[StageId, FeatureFolder]:
-    """What a process writes of features: the first of a rank does, each with its replica's part of
-    the room."""
+    """Return the feature folders that a process writes; only the first process of a rank does."""
     if process.tp or process.cp or process.fsdp:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""From a model description and a plan to what each rank builds and owns."""
+"""Builders of the stages of a model under a plan, and the parameters that each stage owns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.plan.stage_edges import SAMPLES
 
-# What to do about norms over samples that replicas deal out.
+# Beginnings of messages about batch norms in modules whose samples are split.
 _SPLIT_NORMS = "{!r} has replicas that split samples (use one replica, or freeze it), and it"
 SHARDED_NORMS = (
     "sharding of {!r} is 'fsdp', accepted: 'none', 'zero1' (with dp); fsdp splits samples over "
@@ -66,8 +66,8 @@ AnyStage = TypeVar("AnyStage", bound=EncoderStage | LanguageStage)
 
 
 def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
-    """Modules whose frozen weights can be had again from where they came from, so that no
-    checkpoint need hold them."""
+    """Return the modules whose frozen weights can be loaded from their source instead of a
+    checkpoint."""
     sources = {name: encoder.source() for name, encoder in model.encoders.items()}
     sources[LANGUAGE_MODEL] = model.language_model.source(ModuleKind.LANGUAGE_MODEL)
     return frozenset(
@@ -77,14 +77,14 @@ def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class StageBuilders:
-    """What the ranks of a plan are built from.
+    """Builders of the ranks of a plan.
 
     Attributes:
-        build: per stage, a picklable function that builds it whole: shared by nobody.
-        owned: per stage, elements of the parameters that it owns, by name; 0 for frozen ones.
-        shard_specs: per module, which shard of each parameter a process holds.
-        retries: per encoder that is cut or shared out, whether that also does for other inputs:
-            raises a ``ProbeError`` if not.
+        build: picklable function by stage that builds its full, unsharded module.
+        owned: elements of the parameters that a stage owns, by stage and name; 0 for frozen ones.
+        shard_specs: by module, the shard of each parameter that a process holds.
+        retries: by encoder that is cut or sharded, a function that tries other inputs and raises a
+            ``ProbeError`` if the builders do not suit them.
     """
 
     build: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
@@ -96,20 +96,17 @@ class StageBuilders:
         self, plan: Plan, module: str, spec: AnySpec,
         names: Callable[[Any, int, int], list[str]], build: Callable[..., Any],
     ) -> None:  # fmt: skip
-        """All stages of a module.
+        """Add all stages of a module.
 
         Args:
-            plan: what runs where.
-            module: whose stages.
-            spec: of the whole module.
-            names: of the parameters that layers [lo, hi) of a spec own.
-            build: makes the stage of these layers, with what its blocks do with activations.
+            names: returns the names of the parameters that layers [lo, hi) of a spec own.
+            build: builds the stage of these layers, with the activation option of each block.
         """
         sizes = parameter_sizes(spec)
         parts: dict[tuple, tuple[dict[str, int], Callable[[], Any]]] = {}
         for stage in plan.module_stages(module):
             (lo, hi), options = part = stage.layers, stage.layer_options
-            if part not in parts:  # replicas of the module have it in common
+            if part not in parts:  # replicas of the module share the entry
                 own = {name: sizes[name] for name in names(spec, lo, hi)}
                 parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
             self.owned[stage.id], self.build[stage.id] = parts[part]
@@ -119,15 +116,11 @@ class StageBuilders:
 def stage_builders(
     model: MultimodalModule, plan: Plan, kept: Collection[str] = ()
 ) -> StageBuilders:
-    """
-    Args:
-        model: the description.
-        plan: what runs where.
-        kept: encoders whose features are kept.
+    """Return the builders of a model of parts; ``kept`` are encoders whose features are cached.
 
     Raises:
-        ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
-        PlanError: if the model's sizes do not fit the plan's degrees.
+        ProbeError: a module cannot be cut or sharded as planned.
+        PlanError: the model's sizes do not fit the plan's degrees.
     """
     builders = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
@@ -149,7 +142,7 @@ def stage_builders(
             example = model.encoders[node.name].example_inputs
             cuts = _cuts(plan, node)
             if node.name in kept and not cuts.blocks:
-                cuts = Cuts(False, False)  # what is handed on as features needs nothing else
+                cuts = Cuts(False, False)  # features alone need no further probe
             spec = probe_chain(spec, cuts, example)
             names = encoder_stage_parameters
             build = _build_featured if node.name in kept else _build_encoder
@@ -162,9 +155,10 @@ def stage_builders(
 
 @plain_torch()
 def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
-    """
+    """Return the builders of a graph of modules.
+
     Raises:
-        ProbeError, PlanError: as of :func:`stage_builders`.
+        ProbeError, PlanError: as for :func:`stage_builders`.
     """
     builders = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
@@ -186,14 +180,7 @@ def dag_stage_builders(dag: ModuleDag, plan: Plan) -> StageBuilders:
 def _shared(
     plan: Plan, module: str, spec: AnySpec, example: dict[str, Any] | None
 ) -> ShardSpec:
-    """Which shards of a module's parameters each process of a rank holds.
-
-    Args:
-        example: what the module's chain is called with; guessed if None.
-
-    Raises:
-        ProbeError, PlanError: if samples, tokens or parameters cannot be shared out as planned.
-    """
+    """Return the shards of a module's parameters that each process of a rank holds."""
     first = plan.replicas(module)[0][0]
     if (
         isinstance(spec, EncoderSpec) and example is not None
@@ -217,7 +204,7 @@ def _shared(
         except ProbeError:
             if (first.cp > 1 or first.fsdp > 1) and find_blocks(spec.source.skeleton()) is not None:
                 raise
-            draws = TrainingDraws()  # not every module of a graph can be tried by itself
+            draws = TrainingDraws()  # not every module of a graph can be tried alone
         check_training_draws(spec, first, draws)
     tensors = partial(probe_tensor, spec.source, first.tp, module, example, read_of(spec))
     return shard_spec(spec, first, tensors)
@@ -226,10 +213,8 @@ def _shared(
 def _try_inputs(
     spec: EncoderSpec, cuts: Cuts, stage: Stage, shard_spec: ShardSpec, example: Mapping[str, Any]
 ) -> None:
-    """
-    Raises:
-        ProbeError: if stages and shards that were made for other inputs do not do for these.
-    """
+    """Raise a ``ProbeError`` if stages and shards that were made for other inputs do not suit
+    these."""
     check_chain(spec, cuts, example)
     inputs = module_inputs(spec, example) if max(stage.tp, stage.cp) > 1 else None
     if stage.cp > 1:
@@ -243,13 +228,14 @@ def _try_inputs(
 
 
 def _cuts(plan: Plan, node: ModuleNode) -> Cuts:
-    """Where a plan cuts an encoder's chain."""
+    """Return where a plan cuts an encoder's chain."""
     starts = {stage.layers[0] for stage in plan.module_stages(node.name)}
     return Cuts(any(0 < lo < node.num_blocks for lo in starts), node.num_blocks in starts)
 
 
 def skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
-    """A module's structure and its projector's, by what names of parameters begin with."""
+    """Return the structures of a module and its projector, by the prefix of their parameter
+    names."""
     skeletons = {"module": spec.source.skeleton()}
     if isinstance(spec, EncoderSpec) and spec.projector is not None:
         skeletons["projector"] = spec.projector.skeleton()
@@ -257,7 +243,7 @@ def skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
 
 
 def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
-    """Elements of every parameter of a module and its projector; 0 for frozen ones."""
+    """Return the elements of every parameter of a module and its projector; 0 for frozen ones."""
     return {
         f"{part}.{name}": parameter.numel() if parameter.requires_grad else 0
         for part, skeleton in skeletons(spec).items()
@@ -266,20 +252,17 @@ def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
 
 
 def check_training_draws(spec: AnySpec, stage: Stage, draws: TrainingDraws) -> None:
-    """
-    Args:
-        spec: of the module.
-        stage: one of its.
-        draws: what a training forward of the module decides at random.
+    """Check that processes that share a microbatch make the same random decisions in training.
+
+    A process that skips a layer would not enter the collectives of the others in it. Numbers that
+    are drawn with NumPy or Python for part of the samples differ from those of one process.
 
     Raises:
-        PlanError: if processes that share a microbatch would decide differently. One that leaves a
-            layer out would not enter the collectives of the others in it, and numbers that are
-            drawn with NumPy or Python, in the shape of some samples, are not those of one process.
+        PlanError: the decisions would differ.
     """
     if draws.skips_blocks and max(stage.cp, stage.fsdp) > 1:
         raise PlanError(_LAYER_DROP.format(spec.name))
-    # An encoder's processes have all tokens until its first block.
+    # The processes of an encoder have all tokens until its first block.
     cuts_tokens = stage.cp > 1 and spec.name == LANGUAGE_MODEL
     if stage.fsdp > 1:
         planned = "sharding is 'fsdp'; accepted: 'none', 'zero1' (with dp)"
@@ -297,10 +280,7 @@ def check_training_draws(spec: AnySpec, stage: Stage, draws: TrainingDraws) -> N
 def _check_tokens(
     module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None, cp: int
 ) -> None:
-    """
-    Raises:
-        ProbeError: if a module's tokens cannot be split over processes.
-    """
+    """Raise a ``ProbeError`` if a module's tokens cannot be split over processes."""
     try:
         if isinstance(spec, LanguageSpec):
             probe_shared_tokens(spec.source, spec.mask is not None)
@@ -311,13 +291,10 @@ def _check_tokens(
 
 
 def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
-    """
-    Args:
-        spec: of the module.
-        planned: how samples are dealt out, as an error says it.
+    """Check that a module has no batch norm in training mode, whose statistics need all samples.
 
     Raises:
-        PlanError: if a module's samples cannot be dealt out, as it looks at all of them.
+        PlanError: the module has one; ``planned`` begins the message.
     """
     if any(
         isinstance(child, _BatchNorm) and skeleton.training
@@ -332,10 +309,7 @@ def check_norms(spec: EncoderSpec | LanguageSpec, planned: str) -> None:
 def _check_samples(
     module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
 ) -> None:
-    """
-    Raises:
-        PlanError: if a module's samples cannot be split over processes.
-    """
+    """Raise a ``PlanError`` if a module's samples cannot be split over processes."""
     check_norms(spec, SHARDED_NORMS.format(module))
     if isinstance(spec, EncoderSpec) and example is not None:
         try:
@@ -347,15 +321,10 @@ def _check_samples(
 def shard_spec(
     spec: EncoderSpec | LanguageSpec, stage: Stage, tensors: Callable[[], TensorPlan]
 ) -> ShardSpec:
-    """Which shards of a module's parameters each process of a rank holds.
-
-    Args:
-        spec: of the module.
-        stage: one of its.
-        tensors: its plan of tensor parallelism.
+    """Return the shards of a module's parameters that each process of a rank holds.
 
     Raises:
-        PlanError: if they cannot be shared out as planned.
+        PlanError: the parameters cannot be sharded as planned.
     """
     if stage.shards > 1:
         skeleton = spec.source.skeleton()
@@ -386,7 +355,7 @@ def shard_spec(
 def _slim(
     spec: EncoderSpec | LanguageSpec, own: Iterable[str], lo: int, hi: int
 ) -> EncoderSpec | LanguageSpec:
-    """The spec with only the live tensors that a stage owns."""
+    """Return the spec with only the live tensors that a stage owns."""
     def names(prefix: str) -> list[str]:
         return [n.removeprefix(prefix) for n in own if n.startswith(prefix)]
 
@@ -424,14 +393,8 @@ def _build_language(
 def recomputing(
     stage: AnyStage, spec: EncoderSpec | LanguageSpec, lo: int, layer_options: Sequence[str]
 ) -> AnyStage:
-    """The stage, whose blocks from ``lo`` on do with their activations what the plan says.
-
-    Args:
-        stage: is changed.
-        spec: of its module.
-        lo: its first block.
-        layer_options: of its blocks.
-    """
+    """Apply the plan's options to the activations of a stage's blocks from ``lo`` on, and return
+    it."""
     if layer_options:
         module = stage.module
         assert module is not None  # its layers have options

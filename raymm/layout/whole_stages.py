@@ -1,4 +1,4 @@
-"""From a whole model and a plan to what each rank builds and owns."""
+"""Builders of the stages of a whole model under a plan."""
 
 from __future__ import annotations
 
@@ -49,16 +49,11 @@ AnySpec = TowerSpec | WholeLanguageSpec
 def whole_stage_builders(
     model: WholeModel, plan: Plan, kept: Collection[str] = ()
 ) -> StageBuilders:
-    """
-    Args:
-        model: the description.
-        plan: what runs where.
-        kept: towers whose features are kept.
+    """Return the builders of a whole model; ``kept`` are towers whose features are cached.
 
     Raises:
-        ProbeError: if a module cannot be cut, or its samples, tokens or parameters shared out, as
-            planned.
-        PlanError: if the model's sizes do not fit the plan's degrees.
+        ProbeError: a module cannot be cut or sharded as planned.
+        PlanError: the model's sizes do not fit the plan's degrees.
     """
     builders = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
@@ -77,12 +72,7 @@ def whole_stage_builders(
 
 
 def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, ShardSpec]:
-    """A module's spec with how its items are shared out, and which shards of its parameters each
-    process of a rank holds.
-
-    Raises:
-        ProbeError, PlanError: as of :func:`whole_stage_builders`.
-    """
+    """Return a module's spec for its sharding, and the shards of its parameters by process."""
     first, name = plan.replicas(spec.name)[0][0], spec.name
     towers, inputs = _tried_with(model, name)
     if isinstance(spec, WholeLanguageSpec) and spec.packing:
@@ -109,23 +99,18 @@ def _shared(model: WholeModel, plan: Plan, spec: AnySpec) -> tuple[AnySpec, Shar
 
 
 def _tried_with(model: WholeModel, name: str) -> tuple[tuple[Tower, ...], Mapping[str, Any]]:
-    """Towers that a module reads, and inputs that it is tried with."""
+    """Return the towers that a module reads, and the inputs to try it with."""
     if name == LANGUAGE_MODEL:
         return model.towers, model.example
     return (), model.tower(name).inputs(model.example) or {}
 
 
 def probe_shared_tokens_of(model: WholeModel, spec: AnySpec) -> frozenset[str]:
-    """
-    Args:
-        model: the description.
-        spec: of a module of it, whose tokens processes are to share.
-
-    Returns:
-        Classes of layers that have to be called with all tokens.
+    """Check that processes can split the tokens of a module, and return the classes of layers that
+    must be called with all tokens.
 
     Raises:
-        ProbeError: its code does not allow that.
+        ProbeError: the module's code does not allow it.
     """
     towers, inputs = _tried_with(model, spec.name)
     if isinstance(spec, WholeLanguageSpec):
@@ -135,16 +120,11 @@ def probe_shared_tokens_of(model: WholeModel, spec: AnySpec) -> frozenset[str]:
 
 
 def probe_tensor_of(model: WholeModel, spec: AnySpec, tp: int) -> TensorPlan:
-    """Which shards of its parameters each process has.
-
-    Args:
-        model: the description.
-        spec: of a module of it.
-        tp: processes that share it.
+    """Return the shards of a module's parameters under ``tp`` processes.
 
     Raises:
-        ProbeError: its code does not allow that.
-        PlanError: its sizes do not.
+        ProbeError: the module's code does not allow it.
+        PlanError: the module's sizes do not allow it.
     """
     return probe_whole_tensor(spec, tp, *_tried_with(model, spec.name))
 
@@ -159,10 +139,10 @@ def _refused(what: str) -> Iterator[None]:
 
 @plain_torch()
 def cut_module(model: WholeModel, name: str) -> TowerSpec | WholeLanguageSpec:
-    """A module of several stages as data for the ranks.
+    """Return the spec of a module that is cut into several stages.
 
     Raises:
-        ProbeError: it cannot be cut.
+        ProbeError: the module cannot be cut.
     """
     if name == LANGUAGE_MODEL:
         return model.cut_language_spec()

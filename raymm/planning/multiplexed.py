@@ -114,8 +114,8 @@ class PlannedMultiplexed:
         return rows
 
     def table(self) -> Table:
-        """Return a table of all stages for a rich console: modules, GPUs, quotas, times and memory.
-        """
+        """Return a table of all stages for a rich console: modules, GPUs, quotas, times and
+        memory."""
         rows = self.rows()
         stages, gpus = len(self.mapping.stages), self.mapping.gpus
         return row_table(

@@ -149,8 +149,8 @@ def _advice(model: MultimodalModule | WholeModel) -> str:
 
 
 def cut_modules(plan: Plan) -> list[str]:
-    """Return the modules whose blocks a plan cuts; a separate stage for a projector does not count.
-    """
+    """Return the modules whose blocks a plan cuts; a separate stage for a projector does not
+    count."""
     return [
         node.name for node in plan.graph.nodes
         if plan.replicas(node.name)[0][0].layers[1] < node.num_blocks
