@@ -1,1 +1,1 @@
-"""Steps and microbatches in balance, by sizes or by measured costs."""
+"""Balanced steps and microbatches, from sample sizes or measured costs."""

@@ -1,24 +1,24 @@
-"""Mini-batches that are equally large in every modality, in all groups of every step.
+"""Mini-batches whose groups are equally large in every modality, in every step.
 
-OmniBal's ISF draws groups until they happen to be full and drops what is left. Here the number
-of steps is fixed first and the samples are split to exactly that many groups:
+OmniBal's ISF draws groups until they happen to be full and drops the rest. Here the number of steps
+is fixed first, and the samples are split into exactly that many groups:
 
-1. The samples, sorted by size, are dealt at random to *pools* of some steps each, so that every
-   pool has the same distribution of sizes and, in every epoch, other samples.
-2. A pool's samples are levelled over its groups (:mod:`raymm.scheduler.minibatch.levelling`): equal
-   in every modality, in cost, and in how much comes from every data set. Samples that are larger
-   than the mean group share steps, whose other groups are filled up to them, if ranks wait less
-   then. What fits no group continues to the next pool; the last one gets more steps if it must.
-3. All groups are sorted by size and cut into steps of groups that are nearly the same. Samples
-   of equal size are exchanged between steps so that each has its share of every data set, others
-   within a step for what is left of the difference.
-4. The ranks within each step are shuffled, and steps follow one another in waves, up and down in
-   cost: those that are in flight in a pipeline at a time take about as long.
+1. The samples, sorted by size, are assigned at random to *pools* of a few steps each, so that every
+   pool has the same distribution of sizes, and other samples in every epoch.
+2. The samples of a pool are levelled over its groups (:mod:`raymm.scheduler.minibatch.levelling`):
+   equal in every modality, in cost, and in the mix of data sets. Samples larger than the mean group
+   share steps if that reduces waiting; the other groups of these steps are filled up to them.
+   Samples that fit in no group continue to the next pool; the last pool gets more steps if
+   necessary.
+3. All groups are sorted by size and cut into steps of nearly equal groups. Exchanges of samples
+   between steps equalise the mix of data sets, and exchanges within steps the sizes.
+4. The ranks within each step are shuffled, and steps are ordered in waves of rising and falling
+   cost, so that steps in flight together in a pipeline take about equally long.
 
-With measured costs (:mod:`raymm.scheduler.minibatch.measured_costs`) seconds of every module are
-levelled instead of units, which then only count for budgets; and where replicas of a module differ
-in speed, the samples of every step are dealt anew over its groups in the end. Where replicas share
-every group by samples, each group's are put in an order for that.
+With measured costs (:mod:`raymm.scheduler.minibatch.measured_costs`), the seconds of every module
+are levelled, and units only count for budgets. If replicas of a module differ in speed, the samples
+of every step are finally redistributed over its groups. If replicas split every group by samples,
+the samples of each group are ordered for that.
 """
 
 from __future__ import annotations
@@ -44,21 +44,23 @@ from raymm.scheduler.minibatch.problem import (
 from raymm.scheduler.minibatch.replica_shares import split_over_replicas
 from raymm.scheduler.minibatch.sample_order import order_for_shares
 
-# Weights of cost and of data sets beside the modalities, each of which has 1.
+# Weights of cost and of data sets, relative to 1 for each modality.
 COST_WEIGHT = 0.3
 SOURCE_WEIGHT = 0.3
-# A step whose groups are above their mean by less, relative to the mean group, is left alone.
+# Exchanges in a step end when its groups exceed the mean by less than this fraction of it.
 TOLERANCE = 2e-4
 TRIES = 200
-# Groups of a step that are looked at for an exchange.
+# Number of groups of a step that are considered for an exchange.
 CANDIDATES = 8
-# Scale of units beside measured costs: they count for budgets, and for nearly nothing else.
+# Scale of units next to measured costs, so that they count for budgets and hardly otherwise.
 UNMEASURED = 1e-3
-# What other steps must save to be taken: by cost alone they are less alike in each modality.
+# Steps ordered by cost alone must take at most this fraction of the time, because their groups
+# differ more in each modality.
 WORTH_IT = 0.998
-# Steps between two of the longest.
+# Number of steps from one longest step to the next.
 WAVE_STEPS = 64
-# Size differences below this do not keep groups apart, so that steps mix several data sets.
+# Groups whose sizes differ by less than this are treated as equal, so that steps mix several data
+# sets.
 ALIKE = 0.01
 
 
@@ -75,31 +77,29 @@ def plan_balanced(
     seed: int = 0,
     epoch: int = 0,
 ) -> MiniBatchPlan:
-    """Plan an epoch in which every sample is taken exactly once.
+    """Plan an epoch in which every sample is used exactly once.
 
     Args:
-        sizes: of all samples.
-        ranks: data-parallel ranks.
-        budgets: units per modality that no group may exceed. Default: those of
+        ranks: number of data-parallel ranks.
+        budgets: most units of a group per modality. Default: those of
             :func:`raymm.scheduler.minibatch.budgets.suggest_budgets` for ``samples_per_group``.
-        samples_per_group: about how many samples a group should have, without budgets.
-        model: what samples cost; default: every modality costs the same over the whole data.
-        measured: what units cost, instead of ``model``. Where replicas of a module are not equally
-            fast, group g of a step is for copy g mod n, and those of fast ones may be larger
-            than the others, but not than ``budgets`` that are given.
-        source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for
-            not at all.
-        alike: groups whose sizes differ by less than this, relative to the mean group, are
-            dealt to steps at random: 0 for the best balance; at 1 steps mix groups of all sizes.
-            Default: :data:`ALIKE` for several data sets, 0 for one, which has nothing to mix.
-        seed, epoch: the same numbers make the same plan on every machine; every epoch differs.
+        samples_per_group: approximate number of samples per group, if there are no budgets.
+        model: costs of samples; default: every modality costs the same over the whole data.
+        measured: measured costs, instead of ``model``. If the replicas of a module differ in speed,
+            group g of a step is for replica g mod n, and groups for fast replicas may be larger
+            than the others, but not than given ``budgets``.
+        source_weight: weight of the mix of data sets relative to sizes; 0 to ignore it.
+        alike: groups whose sizes differ by less than this fraction of the mean group are assigned
+            to steps at random: 0 for the best balance; at 1 steps mix groups of all sizes. Default:
+            :data:`ALIKE` for several data sets, 0 for one.
+        seed, epoch: equal numbers give equal plans on every machine; every epoch differs.
 
     Returns:
-        A packed plan without samples left out. If there are fewer samples than groups (tiny
-        data whose samples need a group each) some groups are empty.
+        A packed plan with all samples. Some groups are empty if there are fewer samples than groups
+        (tiny data whose samples need a group each).
 
     Raises:
-        PlanError: fewer samples than ranks, a sample above a budget, options out of range.
+        PlanError: fewer samples than ranks, a sample above a budget, or an option out of range.
     """
     checked(sizes, ranks)
     if source_weight < 0:
@@ -131,13 +131,13 @@ def plan_balanced(
 
 
 class _Columns(NamedTuple):
-    """What is levelled.
+    """Columns to level.
 
     Attributes:
         features: (N, C) of every sample.
-        limits: (C,) sums that no group may exceed.
-        sizes: how many of the columns, the first ones, are sizes; the rest are data sets.
-        levelled: sizes of the samples as far as they are levelled.
+        limits: (C,) largest sums of a group.
+        sizes: number of columns that are sizes, which come first; the rest are data sets.
+        levelled: sizes that are levelled (units or rounded costs).
         cost: (N,) of every sample, in any unit.
     """
 
@@ -165,8 +165,8 @@ def _columns(
 def _features(
     sizes: SampleSizes, budgets: tuple[int, ...], model: CostModel, source_weight: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(N, C) what is levelled, each column with its share of the total times the root of its
-    weight, and (C,) budgets in the same unit. First the modalities, then cost, then sources."""
+    """Return the (N, C) columns to level and their (C,) budgets: modalities, cost, data sets. A
+    column is scaled so that the mean group has the square root of the column's weight."""
     modalities = len(sizes.names)
     totals, weights = [float(total) for total in sizes.totals], [1.0] * modalities
     cost = model.of_units(sizes.values).sum(1)
@@ -175,7 +175,7 @@ def _features(
     counts = np.bincount(sizes.sources)
     if len(counts) > 1 and source_weight:
         totals += counts.tolist()
-        # A data set counts by its share: one that is rare cannot be in every group.
+        # Weights are proportional to shares, because a rare data set cannot be in every group.
         weights += list(source_weight * len(counts) * counts / len(sizes))
     # The mean group is 1 if there are as many groups as the fullest modality needs.
     fullest = max(total / budget for total, budget in zip(sizes.totals, budgets, strict=True))
@@ -188,7 +188,7 @@ def _features(
         columns = modalities + 1 + sizes.sources
         result[np.arange(len(sizes)), columns] = scale[columns]
     limits = np.full(len(totals), np.inf)
-    # Sums of scaled numbers are not exact: half a unit more lets in nothing that is too much.
+    # Half a unit of tolerance for inexact sums of scaled numbers; it admits no further sample.
     limits[:modalities] = (np.array(budgets) + 0.5) * scale[:modalities]
     return result, limits
 
@@ -197,7 +197,7 @@ def _measured_features(
     sizes: SampleSizes, budgets: tuple[int, ...], levelled: SampleSizes, weights: np.ndarray,
     source_weight: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As :func:`_features`: first costs, then units for their budgets alone, then sources."""
+    """Build the columns as in :func:`_features`: costs, units for budgets alone, data sets."""
     modalities = len(sizes.names)
     costs, _ = _features(levelled, tuple(b * PARTS for b in budgets), even_costs(levelled),
                          source_weight)  # fmt: skip
@@ -220,7 +220,7 @@ def _steps(
     sizes: SampleSizes, columns: _Columns, split: Groups, ranks: int, alike: float,
     random: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples group after group, groups of a step after one another, and where groups begin."""
+    """Order the groups in steps; return the samples group by group, and the groups' offsets."""
     group_of, groups, large = split
     sums = [
         np.bincount(group_of, column, groups).astype(np.int64)[large:]
@@ -237,7 +237,7 @@ def _steps(
     best: tuple[float, np.ndarray, np.ndarray] | None = None
     for order in (similar, by_cost):
         order = np.concatenate([np.arange(large), large + order])
-        # Exchanges within steps take time, and do not make the largest group of any smaller.
+        # Exchanges within steps are slow and do not lower the largest group, so skip them here.
         if best is not None and _slowest(cost[order], ranks).sum() > best[0] * WORTH_IT:
             break
         samples, offsets = _by_group(group_of, order)
@@ -258,25 +258,22 @@ def _steps(
 
 
 def _slowest(cost: np.ndarray, ranks: int) -> np.ndarray:
-    """(steps,) the largest cost of a group, of (groups,) costs step after step."""
     return cost.reshape(-1, ranks).max(1)
 
 
 def _step_costs(cost: np.ndarray, samples: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """(groups,) of samples group after group."""
     before = np.concatenate([[0.0], np.cumsum(cost[samples])])
     return before[offsets[1:]] - before[offsets[:-1]]
 
 
 def _waves(slowest: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """(steps,) an order in which steps that follow one another take about as long, as those in
-    flight in a pipeline wait for the slowest: waves up and down, each with steps of all lengths
-    drawn at random, from anywhere in a wave on."""
+    """Return a (steps,) order of waves that rise and fall in cost, since steps in flight in a
+    pipeline wait for the slowest. Each wave has steps of all lengths, drawn at random."""
     steps = len(slowest)
     waves = max(1, steps // WAVE_STEPS)
     ascending = np.lexsort([random.random(steps), slowest])
     rounds = -(-steps // waves)
-    # Of every so many steps alike each wave gets one.
+    # Each wave gets one of every group of steps with similar cost.
     padded = np.concatenate([ascending, np.full(rounds * waves - steps, -1)])
     of_waves = random.permuted(padded.reshape(rounds, waves), axis=1).T
     parts = []
@@ -289,7 +286,7 @@ def _waves(slowest: np.ndarray, random: np.random.Generator) -> np.ndarray:
 def _of_similar_cost(
     cost: np.ndarray, alike: float, random: np.random.Generator
 ) -> np.ndarray:
-    """(groups,) an order by what groups cost, to within ``alike`` of the mean."""
+    """Return a (groups,) order by rounded cost."""
     width = max(alike * cost.mean(), 1e-9)
     return np.lexsort([random.random(len(cost)), np.floor(cost / width + random.random())])
 
@@ -298,12 +295,9 @@ def _similar_together(
     sums: np.ndarray, totals: Sequence[int], ranks: int, alike: float,
     random: np.random.Generator,
 ) -> np.ndarray:
-    """(groups,) an order in which neighbours are similar in every modality.
-
-    Sorted by the modality with the fewest units first. One with more different values than
-    there are steps to tell them apart is cut into classes, so that the next one counts as well.
-    Within a class groups are sorted by the last one, to within ``alike`` of the mean group.
-    """
+    """Return a (groups,) order in which neighbours are similar in every modality. Keys start with
+    the modality with the fewest units. Keys with many values are cut into classes, so that the next
+    key matters too; the last key is rounded."""
     groups = len(sums)
     columns = sorted(range(sums.shape[1]), key=lambda column: totals[column])
     classes = max(1, round((groups // ranks) ** (1 / len(columns))))
@@ -322,7 +316,7 @@ def _similar_together(
 
 
 def _by_group(group_of: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Samples group after group, groups in the given order, and where groups begin."""
+    """Return the samples group by group, in the given order of groups, and the groups' offsets."""
     place_of = np.empty(len(order), np.int64)
     place_of[order] = np.arange(len(order))
     of_sample = place_of[group_of]
@@ -340,7 +334,7 @@ def _spread_sources(
     key = np.zeros(len(sizes), np.int64)
     for column in sizes.values.T:
         key = key * (int(column.max()) + 1) + column
-        # Numbered anew where needed, so that keys stay small however many modalities there are.
+        # Renumber keys where needed, so that they stay small for any number of modalities.
         if int(key.max()) >= 1 << 31:
             key = np.unique(key, return_inverse=True)[1]
     step_of = np.repeat(np.arange(len(offsets) - 1) // ranks, np.diff(offsets))
@@ -355,7 +349,6 @@ def _spread_sources(
 def _reordered(
     samples: np.ndarray, offsets: np.ndarray, order: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and offsets with the groups in another order."""
     counts = np.diff(offsets)[order]
     stops = np.cumsum(counts)
     starts = np.repeat(offsets[:-1][order] - (stops - counts), counts)

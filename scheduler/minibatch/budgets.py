@@ -1,4 +1,4 @@
-"""Budgets of a group per modality, and how many groups they need at least."""
+"""Budgets per group and modality, and lower bounds of the number of groups."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raymm.errors import PlanError
 from raymm.scheduler.minibatch.levelling import level
 from raymm.scheduler.minibatch.problem import SampleSizes, checked_budgets
 
-# Room above the mean group in the modalities that are not counted in a few large units.
+# Room above the mean group, in the modalities other than the one with the fewest units.
 SLACK = Fraction(104, 100)
-# A budget of more units than this is not searched for: its groups differ by a percent or two.
+# Larger budgets are not searched for, as their groups fill up to a percent or two anyway.
 COARSE = 64
-# How far from the wanted one the search looks, relative to it; on how many samples; and how
-# many groups more than the bound, relative to it, end a trial.
+# Range of the search relative to the wanted budget, size of the trial, sampling factor of the
+# trial, and excess of groups over the bound that ends a trial.
 REACH = (0.9, 1.15)
 TRIAL_SAMPLES = 1024
 TRIAL_EVERY = 32
@@ -25,11 +25,11 @@ TRIAL_EXCESS = 0.15
 
 
 def least_groups(sizes: SampleSizes, budgets: Sequence[int]) -> int:
-    """No partition within the budgets has fewer groups.
+    """Return a lower bound of the number of groups within the budgets.
 
-    Per modality the larger of volume over budget and, for every threshold t up to half the
-    budget, Martello and Toth's bound (L2, 1990): samples above ``budget - t`` share with none of
-    at least t, those above half the budget not with each other.
+    Per modality this is the larger of volume over budget and Martello and Toth's bound (L2, 1990)
+    for every threshold t up to half the budget: samples above ``budget - t`` share a group with no
+    sample of at least t, and samples above half the budget not with each other.
 
     Raises:
         PlanError: see :func:`raymm.scheduler.minibatch.problem.checked_budgets`.
@@ -47,7 +47,7 @@ def _martello_toth(values: np.ndarray, budget: int) -> int:
     above = np.searchsorted(values, budget - thresholds, side="right")
     half = np.searchsorted(values, budget // 2, side="right")
     start = np.searchsorted(values, thresholds, side="left")
-    # Of samples in (budget / 2, budget - t] each has its own group, with room for smaller ones.
+    # Each sample in (budget / 2, budget - t] has a separate group, with room for smaller ones.
     between = np.maximum(above - half, 0)
     room = between * budget - np.maximum(before[above] - before[half], 0)
     small = np.maximum(before[np.minimum(half, above)] - before[start], 0)
@@ -56,12 +56,13 @@ def _martello_toth(values: np.ndarray, budget: int) -> int:
 
 
 def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple[int, ...]:
-    """Budgets for groups of about so many samples that all modalities fill up together.
+    """Return budgets for groups of about ``samples_per_group`` samples that all modalities fill up
+    together.
 
-    As OmniBal §5.1, one modality is given and the others follow from the ratios of the totals.
-    Given is the one with the fewest units per group, and of the budgets near the wanted one that
-    which samples fill best: images of 5 tiles fill 10 or 15, but not 12. The others get
-    :data:`SLACK`, without which hardly any group would fill up in all.
+    As in OmniBal §5.1, one modality is given and the others follow from the ratios of the totals.
+    The given modality has the fewest units per group. Its budget is the one near the wanted one
+    that samples fill best: images of 5 tiles fill 10 or 15, but not 12. The others get
+    :data:`SLACK`, without which hardly any group would be full.
 
     Raises:
         PlanError: fewer than one sample per group, or no sample.
@@ -78,7 +79,7 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     target = sizes.totals[modality] * samples_per_group / len(sizes)
     if target > COARSE:
         return _budgets(sizes, modality, math.ceil(target))
-    # Every so many-th of many samples in order of size stands for all of them.
+    # Evenly spaced samples, in the order of sizes, represent all of them.
     many = np.random.default_rng(0).integers(0, len(sizes), TRIAL_EVERY * TRIAL_SAMPLES)
     drawn = sizes.values[many] if len(sizes) > len(many) else sizes.values
     places = np.linspace(0, len(drawn) - 1, TRIAL_SAMPLES).astype(int)
@@ -90,7 +91,7 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     return min(
         candidates,
         key=lambda budgets: (
-            # In steps of 2%: what fills a little better is not worth going further.
+            # Rounded to 2%, because filling slightly better is not worth a larger distance.
             50 * _groups_needed(trial, budgets) * budgets[modality] // trial[:, modality].sum(),
             abs(budgets[modality] - target), budgets,
         ),
@@ -98,7 +99,7 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
 
 
 def _budgets(sizes: SampleSizes, modality: int, units: int) -> tuple[int, ...]:
-    """The budgets that go with so many units of one modality, at least the largest sample."""
+    """Return the budgets for ``units`` of one modality, at least the largest sample."""
     largest = sizes.values.max(0)
     units = max(units, int(largest[modality]))
     result = []
@@ -110,7 +111,7 @@ def _budgets(sizes: SampleSizes, modality: int, units: int) -> tuple[int, ...]:
 
 
 def _groups_needed(values: np.ndarray, budgets: tuple[int, ...]) -> int:
-    """In how many groups levelling fits the samples; if too many, a number that is too large."""
+    """Return the number of groups into which levelling fits the samples, or an upper limit."""
     limits = np.array(budgets, np.float64)
     scaled = values / limits
     order = np.argsort(-scaled.sum(1), kind="stable")

@@ -1,7 +1,7 @@
-"""Learning what modules cost from measured steps, with the older ones forgotten little by little.
+"""Fit of module costs to measured steps, with exponential forgetting.
 
-Per module seconds are fitted as ``fixed + linear * units + square * squares`` with coefficients
-that are not negative, and per replica of a module a factor where some take longer than others.
+The seconds of each module are fitted as ``fixed + linear * units + square * squares`` with
+non-negative coefficients, and a factor per replica if some replicas are slower than others.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from scipy.optimize import nnls
 
 from raymm.scheduler.minibatch.measured_costs import Column, MeasuredCosts, ModuleCost
 
-# Microbatches of a module that must be known before its costs are said.
+# Microbatches of a module to observe before its costs are reported.
 LEAST_MICROBATCHES = 8
-# What speaks for plain units where microbatches are too much alike to tell coefficients apart:
-# relative to what is known of a coefficient, of the fixed part and of the squares.
+# Weight, relative to the known information, that favours the linear coefficient over the fixed and
+# the square one where microbatches are too similar to separate them.
 PREFERENCE = 1e-4
-# A microbatch that took this many times what was expected counts as so many times: a process
-# that stood still for a moment says nothing of costs, while what is slower for good soon shows.
+# A microbatch counts as at most this many times its expected seconds: a process that stalls for a
+# moment says nothing about costs, and permanent slowness still shows up soon.
 SURPRISE = 3.0
-# Rounds of coefficients for given factors of replicas, and factors for given coefficients.
+# Iterations that alternate between coefficients and factors of replicas.
 ROUNDS = 20
 
 
 class CostFit:
-    """Costs of the modules of a run, step after step.
+    """Costs of the modules of a run, updated step by step.
 
     Args:
-        names: the modalities, as of :func:`raymm.scheduler.minibatch.measured_costs.group_units`.
-        replicas: of modules, by modality; one where not given.
-        half_life: steps after which what was measured counts half.
-        columns: of what is observed; by default one for each of ``names``.
+        names: the modalities, as in :func:`raymm.scheduler.minibatch.measured_costs.group_units`.
+        replicas: number of replicas of a module, by modality; 1 if missing.
+        half_life: steps after which the weight of a measurement is halved.
+        columns: columns of observations; by default one for each of ``names``.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class CostFit:
 
         Args:
             units, squares: (n, C) of its microbatches, by column.
-            seconds: (n, C), what every module took for each on all its stages.
+            seconds: (n, C) of every module on all its stages.
 
         Returns:
-            How far off what was known before predicts the step: the sum of the errors of all
-            microbatches and modules over the sum of seconds. None if too little was known.
+            Relative error of the prediction for this step: the sum of the errors over the sum of
+            seconds. None if too little was known before.
         """
         off, total = 0.0, 0.0
         complete = True
@@ -79,7 +79,6 @@ class CostFit:
         return off / total if complete and total > 0 else None
 
     def costs(self) -> MeasuredCosts | None:
-        """What is known by now; None if that is nothing."""
         fits = {name: fit for name, fit in self._modules.items() if fit.ready}
         if not fits:
             return None
@@ -91,8 +90,8 @@ class CostFit:
 
 
 class _ModuleFit:
-    """Least squares of one module, kept as sums: over copies ``k``, of products of a
-    microbatch's (1, units, squares) with each other and with its seconds."""
+    """Least squares of one module, kept as sums per replica: products of (1, units, squares) of
+    microbatches with each other and with their seconds."""
 
     def __init__(self, replicas: int, keep: float) -> None:
         self._keep = keep
@@ -105,13 +104,12 @@ class _ModuleFit:
 
     @property
     def ready(self) -> bool:
-        """Whether it has seen enough to say anything."""
         return self._seen >= LEAST_MICROBATCHES
 
     def observe(
         self, units: np.ndarray, squares: np.ndarray, seconds: np.ndarray, slots: np.ndarray
     ) -> np.ndarray | None:
-        """Add microbatches; returns what was expected of them, None if nothing was."""
+        """Add microbatches, and return the seconds that were expected of them, or None."""
         replicas = slots % len(self.factors)
         rows = np.stack([np.ones(len(units)), units, squares], 1)
         expected = None
@@ -153,14 +151,14 @@ class _ModuleFit:
 
 
 def non_negative(products: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """(3,) coefficients, none negative, of the least squares with these sums.
+    """Return the (3,) non-negative coefficients of the least squares with these sums.
 
-    Minimises ``x @ products @ x - 2 * moments @ x`` and, by :data:`PREFERENCE`, the square of
-    the first and the last coefficient.
+    Minimises ``x @ products @ x - 2 * moments @ x`` plus a small square of the first and the last
+    coefficient (:data:`PREFERENCE`).
 
     Args:
-        products: (3, 3), sums of products of (1, units, squares).
-        moments: (3,), sums of their products with seconds.
+        products: (3, 3) sums of products of (1, units, squares).
+        moments: (3,) sums of their products with seconds.
     """
     diagonal = np.diag(products)
     scale = np.where(diagonal > 0, np.sqrt(np.maximum(diagonal, 1e-300)), 1.0)

@@ -1,4 +1,4 @@
-"""What a sample costs: linear in its units, and quadratic where its units attend to each other."""
+"""Cost of a sample: linear in its units, and quadratic where its units attend to each other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from raymm.scheduler.minibatch.problem import SampleSizes
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Cost of x units of one sample: ``linear * x + quadratic * x**2``, in any one unit.
-
-    Packed samples do not attend to each other, so a group costs what its samples cost.
-    """
+    """Cost of x units of one sample: ``linear * x + quadratic * x**2``, in any unit. Packed samples
+    do not attend to each other, so the cost of a group is the sum over its samples."""
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -23,16 +21,12 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Cost of every modality's module, in one unit, so that they can be added.
-
-    Attributes:
-        modalities: a cost per modality, in the order of the sizes.
-    """
+    """Costs of all modalities, in a common unit. ``modalities`` is in the order of the sizes."""
 
     modalities: tuple[UnitCost, ...]
 
     def of_units(self, values: np.ndarray) -> np.ndarray:
-        """(..., M) units to (..., M) float64 cost, each row as one sample."""
+        """Return the (..., M) float64 costs of (..., M) units, each row as one sample."""
         if values.shape[-1] != len(self.modalities):
             raise PlanError(
                 f"the cost model has {len(self.modalities)} modalities, the sizes have "
@@ -45,5 +39,5 @@ class CostModel:
 
 
 def even_costs(sizes: SampleSizes) -> CostModel:
-    """All modalities cost the same over the whole data: for when nothing else is known."""
+    """Return costs with which all modalities cost the same over the whole data."""
     return CostModel(tuple(UnitCost(1.0 / total if total else 0.0) for total in sizes.totals))

@@ -1,4 +1,4 @@
-"""Mini-batches of as many samples in every group, padded: random, or of similar length."""
+"""Mini-batches with a fixed number of padded samples per group: random, or of similar length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes, checked, generator
 
-# Of transformers' LengthGroupedSampler: samples sorted together, in batches of all ranks.
+# As in transformers' LengthGroupedSampler: number of steps whose samples are sorted together.
 MEGABATCHES = 50
 
 
@@ -15,15 +15,12 @@ def plan_random(
     sizes: SampleSizes, ranks: int, batch: int = 4, *,
     sharded: bool = False, seed: int = 0, epoch: int = 0,
 ) -> MiniBatchPlan:
-    """A random permutation, cut into groups of ``batch`` samples; the last step is dropped
-    unless it is whole, as ``drop_last`` of samplers does.
+    """Plan a random permutation, cut into groups of ``batch`` samples. An incomplete last step is
+    dropped, as with ``drop_last`` of samplers.
 
     Args:
-        sizes, ranks: as everywhere.
-        batch: samples per group.
-        sharded: every rank shuffles a contiguous part of the data of its own, as Megatron-LM's
+        sharded: True to let every rank shuffle a contiguous part of the data, as Megatron-LM's
             ``MegatronPretrainingRandomSampler`` does.
-        seed, epoch: as everywhere.
 
     Raises:
         PlanError: fewer samples than one step needs, or a batch below 1.
@@ -43,18 +40,16 @@ def plan_length_grouped(
     sizes: SampleSizes, ranks: int, batch: int = 4, *,
     modality: str | None = None, seed: int = 0, epoch: int = 0,
 ) -> MiniBatchPlan:
-    """Samples of similar length together, as transformers' ``LengthGroupedSampler``: a random
-    permutation, sorted within megabatches of 50 steps (fewer if there are not 4 of them), the
-    longest sample of all in the first step.
+    """Group samples of similar length, as transformers' ``LengthGroupedSampler``: a random
+    permutation, sorted within megabatches of 50 steps (fewer if there are not 4 of them), with the
+    longest sample in the first step.
 
     Args:
-        sizes, ranks: as everywhere.
         batch: samples per group.
-        modality: whose length. Default: the last one.
-        seed, epoch: as everywhere.
+        modality: modality whose length counts. Default: the last one.
 
     Raises:
-        PlanError: fewer samples than one step needs, a batch below 1, unknown modality.
+        PlanError: fewer samples than one step needs, a batch below 1, or an unknown modality.
     """
     length = sizes.values[:, sizes.column(modality or sizes.names[-1])]
     step = max(ranks, 1) * max(batch, 1)

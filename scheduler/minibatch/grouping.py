@@ -1,4 +1,5 @@
-"""Samples into as few groups as hold them within budgets, equally large in all that is levelled."""
+"""Assignment of samples to as few groups as the budgets allow, with equal sums in all levelled
+columns."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ import numpy as np
 from raymm.errors import InternalError
 from raymm.scheduler.minibatch.levelling import fill, level, make_room
 
-# Groups that compete for a sample; more level better, and take longer.
+# Number of groups that compete for a sample; more groups level better but take longer.
 POOL_GROUPS = 128
 LARGE_POOL_GROUPS = 256
-# From so many on, to plan fast counts for more, and groups are more alike to begin with.
+# Above this number of groups, planning speed has priority; groups are more equal then anyway.
 MANY_GROUPS = 20_000
-# A sample makes its group larger than others if it is above the mean group by this factor; the mean
-# group of the other steps keeps at least this share.
+# A sample is large if it exceeds the mean group by the factor LARGE. The mean group of the other
+# steps must keep at least LEAST_REST of its size.
 LARGE = 1.02
 LEAST_REST = 0.3
-# Groups are filled up to large samples if ranks would wait for these so long, relative to a step.
+# Groups are filled up to large samples if ranks would otherwise wait this long, relative to the
+# work of all steps.
 WORTH_FILLING = 0.002
-# Samples that find no group in a trial pool, relative to all of it, with which the last pool
-# is trusted to cope.
+# Accepted fraction of samples without a group in a trial pool; the last pool copes with them.
 SPILL = 0.002
-# Above this, there is no use in looking for room.
+# Above this fraction of samples without a group, making room is not tried.
 HOPELESS = 0.03
 
 
@@ -33,8 +34,8 @@ class Groups(NamedTuple):
     Attributes:
         group_of: (N,) group of every sample.
         count: number of groups, a multiple of the ranks.
-        large: number of groups, a multiple of the ranks, that are larger than the others because a
-            single sample makes them so. They come first, and those of one step are together.
+        large: number of groups, a multiple of the ranks, that exceed the others because of one
+            large sample. They come first, and those of one step are together.
     """
 
     group_of: np.ndarray
@@ -43,11 +44,11 @@ class Groups(NamedTuple):
 
 
 class _LargeSamples(NamedTuple):
-    """Samples that make a group larger than the others, step by step.
+    """Samples that make their group larger than the others, step by step.
 
     Attributes:
         samples: (H,) one for each group of the first steps.
-        extra: (H, C) what their groups have more than the others, equal within a step.
+        extra: (H, C) excess of their groups over the others, equal within a step.
     """
 
     samples: np.ndarray
@@ -62,29 +63,26 @@ def split_into_groups(
     features: np.ndarray, limits: np.ndarray, modalities: int, cost: np.ndarray, ranks: int,
     least: int, random: np.random.Generator,
 ) -> Groups:
-    """Split samples into groups.
-
-    A step takes as long as its largest group. So the samples that are larger than the mean group
-    share steps, whose other groups are filled up to the largest sample.
+    """Split samples into groups. A step takes as long as its largest group, so samples larger than
+    the mean group share steps, whose other groups are filled up to the largest sample.
 
     Args:
-        features: (N, C) what is levelled, of every sample.
-        limits: (C,) sums that no group may exceed.
-        modalities: how many of the columns, the first ones, say how large a sample is.
+        features: (N, C) columns to level, of every sample.
+        limits: (C,) largest sums of a group.
+        modalities: number of the first columns, which are sizes.
         cost: (N,) of every sample.
-        ranks: groups come in multiples of this.
-        least: steps that the samples need at least.
-        random: the generator.
+        ranks: the number of groups is a multiple of this.
+        least: lower bound of the number of steps.
     """
     n = len(features)
     size = features[:, :modalities].sum(1)
     order = random.permutation(n)
     order = order[np.argsort(-size[order], kind="stable")]
     steps = _enough_steps(features, limits, order, ranks, least, np.empty(n, np.int64), random)
-    # A trial pool may need more than the others, which also take from one another.
+    # The trial pool may need more steps than others, which can pass samples on to the next pool.
     many = steps * ranks > MANY_GROUPS
     tried = {steps} if many else {least, (least + steps) // 2, steps}
-    splits: dict[int, Groups] = {}  # by whether there are large samples
+    splits: dict[int, Groups] = {}  # index into `ways` -> split
     for count in sorted(tried):
         ways = [_LargeSamples.none(features.shape[1])]
         if not many:
@@ -102,7 +100,7 @@ def split_into_groups(
 
 
 def _seconds(split: Groups, cost: np.ndarray, ranks: int) -> float:
-    """The sum over steps of their largest group's cost, with groups of similar cost together."""
+    """Return the sum over steps of their largest group's cost, with groups sorted by cost."""
     costs = np.bincount(split.group_of, cost, split.count)
     costs[split.large :].sort()
     return float(costs.reshape(-1, ranks).max(1).sum())
@@ -111,16 +109,15 @@ def _seconds(split: Groups, cost: np.ndarray, ranks: int) -> float:
 def _large_samples(
     features: np.ndarray, modalities: int, order: np.ndarray, ranks: int, steps: int
 ) -> list[_LargeSamples]:
-    """Find the samples that are larger than the mean group: modality by modality, largest first, in
-    whole steps, which leave smaller groups for the other steps. Empty if ranks would hardly wait
-    for them."""
+    """Find the samples that are larger than the mean group, in whole steps; none if ranks would
+    hardly wait for them."""
     sizes = features[:, :modalities]
     remaining = totals = sizes.sum(0) / ranks  # of a group, summed over steps
     least = LEAST_REST * remaining / steps
     free = np.ones(len(features), np.bool_)
     chunks: list[np.ndarray] = []
     levels: list[np.ndarray] = []
-    idle = 0.0  # of ranks that wait for the large samples, relative to the work of all steps
+    idle = 0.0  # waiting time of ranks for large samples, relative to the work of all steps
     for column in range(modalities):
         largest = order[np.argsort(-sizes[order, column], kind="stable")]
         place = 0
@@ -148,7 +145,7 @@ def _large_samples(
     if features.shape[1] > modalities:
         slopes = _slopes(sizes, features[:, modalities:])
         others = extra @ slopes
-        # A large sample may cost more than small ones of as many units.
+        # A large sample may cost more than small ones with the same total of units.
         costs = features[large, modalities] - sizes[large] @ slopes[:, 0]
         others[:, 0] += np.maximum(costs.reshape(-1, ranks).max(1), 0.0)
         extra = np.concatenate([extra, others], axis=1)
@@ -156,8 +153,8 @@ def _large_samples(
 
 
 def _slopes(sizes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(M, columns) of others by sizes, by least squares; rounded, so that every machine finds the
-    same."""
+    """Return the (M, columns) least-squares slopes of others by sizes, rounded to be
+    reproducible."""
     moments = [[float((a * b).sum()) for b in sizes.T] for a in sizes.T]
     products = [[float((a * b).sum()) for b in others.T] for a in sizes.T]
     slopes = np.linalg.lstsq(np.array(moments), np.array(products), rcond=1e-9)[0]
@@ -168,8 +165,8 @@ def _split_in_steps(
     features: np.ndarray, limits: np.ndarray, order: np.ndarray, size: np.ndarray, ranks: int,
     steps: int, large: _LargeSamples, exact: bool, random: np.random.Generator,
 ) -> Groups | None:
-    """:func:`split_into_groups` in so many steps, or more; None if it takes more, where the
-    number is to be ``exact``."""
+    """Do :func:`split_into_groups` in ``steps`` steps or more; return None if ``exact`` and they do
+    not suffice."""
     n, count_large = len(order), len(large.samples)
     group_of = np.empty(n, np.int64)
     large_place = np.full(n, -1)
@@ -209,15 +206,15 @@ def _split_in_steps(
 
 
 def _pools(steps: int, ranks: int) -> tuple[int, int]:
-    """How many pools, and steps in each; the last one has the rest as well."""
+    """Return the number of pools and of steps in each; the last pool also has the remaining
+    steps."""
     few = steps * ranks <= MANY_GROUPS
     pool_steps = max(2, LARGE_POOL_GROUPS // ranks) if few else max(1, POOL_GROUPS // ranks)
     return max(1, steps // pool_steps), pool_steps
 
 
 def _split_groups(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
-    """(n,) a slot for every place, such that every run of ``slots`` places from a multiple of it
-    has every slot once."""
+    """Return an (n,) slot for every place; every block of ``slots`` places has every slot once."""
     rounds = -(-n // slots)
     split_groups = np.broadcast_to(np.arange(slots), (rounds, slots))
     return random.permuted(split_groups, axis=1).ravel()[:n]
@@ -227,12 +224,12 @@ def _enough_steps(
     features: np.ndarray, limits: np.ndarray, order: np.ndarray, ranks: int, least: int,
     group_of: np.ndarray, random: np.random.Generator,
 ) -> int:
-    """Steps with which nearly all samples of a trial pool find a group."""
+    """Return a number of steps with which nearly all samples of a trial pool find a group."""
     steps, n = least, len(order)
     while steps * ranks < n:
         pools, pool_steps = _pools(steps, ranks)
         if pools == 1:
-            return steps  # the only pool looks for itself
+            return steps  # the only pool adds steps itself
         trial = order[_split_groups(n, steps, random) < pool_steps]
         extra = _LargeSamples.none(features.shape[1]).extra
         spilled = _level(features, trial, limits, pool_steps * ranks, group_of, extra)
@@ -246,7 +243,7 @@ def _level(
     features: np.ndarray, order: np.ndarray, limits: np.ndarray, groups: int,
     group_of: np.ndarray, extra: np.ndarray,
 ) -> int:
-    """:func:`level`; where samples find no group that way, :func:`make_room` for them, or else
+    """Run :func:`level`. If samples find no group, :func:`make_room` for them, or else
     :func:`fill`."""
     spilled, first = level(features, order, limits, groups, group_of, extra), len(extra)
     if not 0 < spilled <= HOPELESS * len(order):
@@ -265,7 +262,7 @@ def _level(
 
 
 def _fill_empty(group_of: np.ndarray, samples: np.ndarray, groups: int) -> None:
-    """Give every empty group a sample of a group that has several, as far as there are."""
+    """Give empty groups a sample from groups that have several."""
     counts = np.bincount(group_of[samples], minlength=groups)
     for empty in np.flatnonzero(counts == 0):
         giver = int(counts.argmax())

@@ -1,10 +1,10 @@
-"""Samples into groups of equal size in every modality at once, compiled.
+"""Compiled assignment of samples to groups of equal size in every modality at once.
 
-Sizes are vectors: one column per modality, scaled so that the mean group is 1 in each. A sample
-goes where the sum of squares over groups and columns grows least, the largest samples first
-(LPT, Graham 1969, for vectors); then samples are exchanged between the groups of one step.
-Everything counts comparisons instead of seconds, so that every process that plans for itself
-plans the same.
+Sizes are vectors with one column per modality, scaled so that the mean group is 1 in each. Samples
+are assigned in descending order of size to the group where the sum of squares over groups and
+columns grows least (LPT, Graham 1969, for vectors). Then samples are exchanged between the groups
+of a step. Limits count comparisons instead of seconds, so that processes that plan independently
+get the same plan.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ def level(sizes, order, budgets, groups, group_of, extra):
     """Assign samples to groups so that all groups become equally large in every column.
 
     Args:
-        sizes: (N, C) float64, none negative.
-        order: (n,) int64, the samples to assign, largest first.
-        budgets: (C,) float64, what no group may exceed in each column; infinite for no budget.
-        groups: number of groups.
-        group_of: (N,) int64, written for the samples in ``order``: their group, or -1 for a
-            sample that no group has room for.
+        sizes: (N, C) float64, not negative.
+        order: (n,) int64, samples to assign, largest first.
+        budgets: (C,) float64, largest sum of a group in each column; infinite for no budget.
+        group_of: (N,) int64, written for the samples in ``order``: their group, or -1 for a sample
+            that no group has room for.
         extra: (H, C) float64. The first H samples of ``order`` go to the first H groups, one to
             each, and these groups become larger than the others by ``extra``.
 
     Returns:
-        How many samples found no group.
+        Number of samples without a group.
     """
     columns = sizes.shape[1]
     loads = np.zeros((columns, groups))
-    above = np.zeros((columns, groups))  # loads without what a group is to have more
+    above = np.zeros((columns, groups))  # loads minus the intended excess of a group
     for g in range(extra.shape[0]):
         for c in range(columns):
             above[c, g] = -extra[g, c]
@@ -75,15 +74,13 @@ def level(sizes, order, budgets, groups, group_of, extra):
 
 @njit(cache=True)
 def fill(sizes, order, budgets, groups, group_of, first):
-    """Assign samples to the fullest groups that have room (best fit decreasing): fewer groups do
-    than for :func:`level`, but they are less equal.
+    """Assign samples to the fullest groups that have room (best fit decreasing), and return the
+    number of samples without a group. This needs fewer groups than :func:`level`, but they are less
+    equal.
 
     Args:
-        sizes, order, budgets, groups, group_of: as of :func:`level`.
+        sizes, order, budgets, groups, group_of: as in :func:`level`.
         first: number of samples that go to the first groups, one to each.
-
-    Returns:
-        How many samples found no group.
     """
     columns = sizes.shape[1]
     room = np.empty((groups, columns))
@@ -104,15 +101,12 @@ def fill(sizes, order, budgets, groups, group_of, first):
 
 @njit(cache=True)
 def make_room(sizes, order, budgets, groups, group_of, first):
-    """Find groups for samples that :func:`level` left without one: where another sample leaves for
-    a third group, which it fills up most.
+    """Find groups for samples that :func:`level` left without one, by moving another sample to a
+    third group, which it fills up most. Return the number of samples that still have none.
 
     Args:
-        sizes, order, budgets, groups, group_of: as of :func:`level`, after it.
+        sizes, order, budgets, groups, group_of: as in :func:`level`, after it.
         first: number of samples at the beginning of ``order`` that stay in their groups.
-
-    Returns:
-        How many samples still have no group.
     """
     columns = sizes.shape[1]
     room = np.empty((groups, columns))
@@ -123,7 +117,8 @@ def make_room(sizes, order, budgets, groups, group_of, first):
             for c in range(columns):
                 room[group_of[sample], c] -= sizes[sample, c]
     spilled = 0
-    # Samples that no other group has room for, until the room of one grows.
+    # Samples that no other group has room for. The flag is reset when a group with enough room
+    # appears.
     stays = np.zeros(len(order), np.bool_)
     for sample in order:
         if group_of[sample] >= 0:
@@ -173,7 +168,7 @@ def _has_room(room, size, leaves):
 
 @njit(cache=True)
 def _fullest_with_room(room, size, budgets, but):
-    """The group with the least room that a sample fits in, or -1."""
+    """Return the group with the least room that a sample fits in, or -1."""
     chosen, least = -1, np.inf
     for group in range(len(room)):
         if group == but:
@@ -192,24 +187,24 @@ def _fullest_with_room(room, size, budgets, but):
 
 @njit(cache=True)
 def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, candidates, capped):
-    """Level the groups of every step among themselves, in place.
+    """Level the groups of every step by exchanges, in place.
 
-    Groups ``step * ranks`` to ``(step + 1) * ranks`` are one step. The group that is furthest
-    above the step's mean in some column exchanges a sample for one of a group that has less,
-    where this lowers the sum of squared deviations most. One for which nothing does is left
-    alone until it takes part in another's exchange. Numbers of samples per group stay.
+    Groups ``step * ranks`` to ``(step + 1) * ranks`` are one step. The group that is furthest above
+    the step's mean in some column exchanges a sample with a group that has less, where this lowers
+    the sum of squared deviations most. A group without such an exchange is skipped until it takes
+    part in another one. Numbers of samples per group do not change.
 
     Args:
         sizes: (N, C) float64.
-        samples: (n,) int64, samples of all groups, one group after the other; changed.
-        offsets: (groups + 1,) int64, where groups begin.
+        samples: (n,) int64, samples of all groups, group by group; changed in place.
+        offsets: (groups + 1,) int64, offsets of groups.
         ranks: groups per step.
         budgets: (C,) float64.
-        tolerance: a group this far above the mean is level enough; above 0.
-        tries: at most this many per step.
-        candidates: groups to look at for an exchange, those that have least in the column; where
-            none of them will do, :data:`MOST_CANDIDATES` times as many.
-        capped: True where no step's largest group in the last column may become larger.
+        tolerance: distance above the mean that is accepted; above 0.
+        tries: most exchanges per step.
+        candidates: number of groups considered for an exchange, those with least in the column. If
+            none of them helps, :data:`MOST_CANDIDATES` times as many are considered.
+        capped: True if the largest group of a step may not grow in the last column.
     """
     columns = sizes.shape[1]
     groups = offsets.shape[0] - 1
@@ -256,8 +251,8 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
 
 @njit(cache=True)
 def _furthest_above(loads, tolerance, stuck):
-    """The group that is furthest above the mean in one column, of those that are not stuck;
-    and the column. -1 if none is above by more than the tolerance."""
+    """Return the unstuck group that is furthest above the mean in a column, and the column; -1 if
+    all are within the tolerance."""
     chosen, column, largest = -1, 0, tolerance
     for c in range(loads.shape[1]):
         mean = loads[:, c].mean()
@@ -269,11 +264,8 @@ def _furthest_above(loads, tolerance, stuck):
 
 @njit(cache=True)
 def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
-    """The exchange of one sample of ``heavy`` that lowers the sum of squares most.
-
-    Returns:
-        The other group and the places of both samples; -1 for the group if nothing helps.
-    """
+    """Return the exchange of one sample of ``heavy`` that lowers the sum of squares most: the other
+    group (-1 for none) and the places of both samples."""
     columns = mine.shape[1]
     chosen, best_i, best_j, best = -1, 0, 0, -1e-12
     asked = 0
@@ -300,21 +292,20 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
 
 @njit(cache=True)
 def spread_sources(samples, step_of, places, cells, sources, kinds):
-    """Exchange samples of equal size so that every step has its share of every data set, in
-    place.
+    """Exchange samples of equal size so that every step has its share of every data set, in place.
 
     Args:
-        samples: (n,) int64, samples of all groups, one group after the other; changed.
-        step_of: (n,) int64, the step of every place in ``samples``.
-        places: (n,) int64, places in ``samples``, those that hold samples of equal size together.
-        cells: (cells + 1,) int64, where in ``places`` another size begins.
-        sources: (N,) int64.
-        kinds: how many data sets.
+        samples: (n,) int64, samples of all groups, group by group; changed in place.
+        step_of: (n,) int64, step of every place in ``samples``.
+        places: (n,) int64, places in ``samples``, grouped by the size of their samples.
+        cells: (cells + 1,) int64, offsets in ``places`` where another size begins.
+        sources: (N,) int64, data set of every sample.
+        kinds: number of data sets.
     """
     n = samples.shape[0]
     steps = step_of.max() + 1
     share = np.zeros(kinds)
-    lacks = np.zeros((steps, kinds))  # how many samples of a data set a step is short of
+    lacks = np.zeros((steps, kinds))  # number of samples of a data set that a step is short of
     for i in range(n):
         kind = sources[samples[i]]
         share[kind] += 1.0 / n
@@ -332,7 +323,7 @@ def spread_sources(samples, step_of, places, cells, sources, kinds):
             counts[sources[samples[places[i]]] + 1] += 1
         if counts[1:].max() == high - low:
             continue
-        # The cell's samples by data set; heads are the next ones to be given away.
+        # Sort the samples of the cell by data set; heads are the next ones to assign.
         for k in range(kinds):
             counts[k + 1] += counts[k]
             heads[k] = counts[k]
@@ -348,7 +339,7 @@ def spread_sources(samples, step_of, places, cells, sources, kinds):
             best, chosen = -np.inf, 0
             for k in range(kinds):
                 left = counts[k + 1] - heads[k]
-                # What this step lacks, against the average place that is still to fill.
+                # Compare what the step lacks with the average place that is still to fill.
                 if left and lacks[step, k] - share[k] > best:
                     best, chosen = lacks[step, k] - share[k], k
             samples[places[i]] = ordered[heads[chosen]]

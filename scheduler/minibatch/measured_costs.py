@@ -1,4 +1,4 @@
-"""What modules really cost: seconds by the units of a microbatch, as measured while training.
+"""Measured costs of modules: seconds by the units of a microbatch.
 
 Legend: ``n`` microbatches, ``M`` modalities, ``N`` samples.
 """
@@ -15,15 +15,15 @@ import numpy as np
 from raymm.errors import PlanError
 from raymm.scheduler.minibatch.problem import SampleSizes
 
-# Parts of a unit that measured costs are rounded to where they take the place of units.
+# Measured costs that replace units are rounded to this fraction (1/PARTS) of a unit.
 PARTS = 64
-# A module whose share of all seconds is less counts for this much of the costliest one.
+# Least weight of a module, relative to the one with the most seconds.
 LEAST_WEIGHT = 0.02
 
 
 class ModuleCost(NamedTuple):
-    """Seconds of a module, all its stages together, on a microbatch of ``u`` units in samples of
-    ``l`` each: ``fixed + linear * u + square * sum(l**2)``; none if it has no unit."""
+    """Seconds of a module over all its stages, for a microbatch of ``u`` units in samples of ``l``
+    units each: ``fixed + linear * u + square * sum(l**2)``, or 0 without units."""
 
     fixed: float = 0.0
     linear: float = 0.0
@@ -31,13 +31,12 @@ class ModuleCost(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Of a step's microbatches, what one module takes of each: all samples, or, where copies of it
-    share every microbatch by samples, the consecutive share of one of them.
+    """Column of observations: the part of each microbatch that one module replica processes.
 
     Attributes:
-        name: its modality.
-        share: which of the shares.
-        of: how many there are; 1 where microbatches are not shared.
+        name: modality of the module.
+        share: index of the replica's consecutive share of the samples.
+        of: number of shares; 1 if microbatches are not split.
     """
 
     name: str
@@ -47,14 +46,14 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Costs of the modules of a run, by modality as :class:`SampleSizes` names them.
+    """Costs of the modules of a run, by modality as in :class:`SampleSizes`.
 
     Attributes:
-        modules: of the modalities whose module was measured.
-        replicas: by modality, for a module with several: seconds of each relative to their
-            mean, above 1 for a slow one.
-        shared: those of ``replicas`` that share every microbatch by samples; of all others each
-            microbatch goes to one.
+        modules: costs of the measured modules.
+        replicas: for modules with several replicas, seconds of each relative to their mean; above 1
+            for a slow one.
+        shared: modules of ``replicas`` that split every microbatch by samples. For all others, each
+            microbatch goes to one replica.
     """
 
     modules: Mapping[str, ModuleCost]
@@ -79,7 +78,7 @@ class MeasuredCosts:
 
     @property
     def even(self) -> MeasuredCosts:
-        """The same with copies that are equally fast."""
+        """The same costs with equally fast replicas."""
         return MeasuredCosts(
             self.modules, {n: (1.0,) * len(self.replicas[n]) for n in self.shared}, self.shared
         )
@@ -87,7 +86,7 @@ class MeasuredCosts:
     def seconds(
         self, names: Sequence[str], units: np.ndarray, squares: np.ndarray
     ) -> np.ndarray:
-        """(n, M) seconds of the microbatches of one step, each on the copies it goes to.
+        """Return the (n, M) seconds of the microbatches of a step, on the replicas that they go to.
 
         Args:
             names: the M modalities.
@@ -104,12 +103,7 @@ class MeasuredCosts:
     def column_seconds(
         self, columns: Sequence[Column], units: np.ndarray, squares: np.ndarray
     ) -> np.ndarray:
-        """As :meth:`seconds`, of columns.
-
-        Args:
-            columns: C of them.
-            units, squares: (n, C), see :func:`group_units`.
-        """
+        """Do the same as :meth:`seconds` for columns; ``units`` and ``squares`` are (n, C)."""
         factors = [
             self.replicas[name][share] if of > 1 and name in self.shared else 1.0
             for name, share, of in columns
@@ -117,8 +111,8 @@ class MeasuredCosts:
         return self.seconds([column.name for column in columns], units, squares) * factors
 
     def factors(self, names: Sequence[str], slots: int) -> np.ndarray:
-        """(M, slots) relative seconds of the copies that the microbatches of a step go to; 1 where
-        they go to all."""
+        """Return the (M, slots) relative seconds of the replicas that the microbatches of a step go
+        to; 1 for modules that split microbatches."""
         result = np.ones((len(names), slots))
         for row, name in enumerate(names):
             if name in self.replicas and name not in self.shared:
@@ -126,7 +120,7 @@ class MeasuredCosts:
         return result
 
     def of_samples(self, names: Sequence[str], values: np.ndarray) -> np.ndarray:
-        """(N, M) units of samples to what each adds to its microbatch's seconds."""
+        """Return the (N, M) seconds that samples of (N, M) units add to their microbatch."""
         of = [self.modules.get(name, ModuleCost()) for name in names]
         linear = np.array([cost.linear for cost in of])
         square = np.array([cost.square for cost in of])
@@ -134,13 +128,9 @@ class MeasuredCosts:
         return x * (linear + x * square)
 
     def in_units(self, sizes: SampleSizes) -> tuple[SampleSizes, np.ndarray]:
-        """Samples with costs in the place of units, and how much each modality weighs.
-
-        Returns:
-            Sizes whose columns have :data:`PARTS` times the totals they had, shared out by
-            seconds (by units, where nothing was measured); and (M,) weights, 1 for the
-            modality that takes the most seconds.
-        """
+        """Replace units by rounded costs. Return sizes whose columns have :data:`PARTS` times the
+        previous totals, distributed by seconds (by units if nothing was measured), and (M,) weights
+        of modalities, 1 for the one with the most seconds."""
         cost = self.of_samples(sizes.names, sizes.values)
         seconds = cost.sum(0)
         measured = seconds > 0
@@ -156,13 +146,8 @@ class MeasuredCosts:
     def for_replicas(
         self, replicas: Mapping[str, int], shared: Collection[str] = ()
     ) -> MeasuredCosts:
-        """Without what is known of copies of modules that now have another number of them, or
-        share microbatches in another way.
-
-        Args:
-            replicas: by modality.
-            shared: whose copies share every microbatch by samples.
-        """
+        """Return the costs without the factors of modules whose number of replicas or kind of split
+        (``shared``) differs from the given ones."""
         kept = {
             name: factors for name, factors in self.replicas.items()
             if replicas.get(name, 1) == len(factors) and (name in shared) == (name in self.shared)
@@ -172,7 +157,6 @@ class MeasuredCosts:
         return MeasuredCosts(self.modules, kept, self.shared & kept.keys())
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
         shared = {"shared": sorted(self.shared)} if self.shared else {}
         return {
             "modules": {name: list(cost) for name, cost in self.modules.items()},
@@ -182,11 +166,8 @@ class MeasuredCosts:
 
     @classmethod
     def from_dict(cls, data: Any) -> MeasuredCosts:
-        """Inverse of :meth:`to_dict`.
-
-        Raises:
-            PlanError: if it is none.
-        """
+        """Return the costs of a dict made by :meth:`to_dict`; raise ``PlanError`` if it is
+        invalid."""
         try:
             return cls(
                 {str(n): ModuleCost(*map(float, c)) for n, c in data["modules"].items()},
@@ -201,13 +182,12 @@ def group_units(
     sizes: SampleSizes, groups: Sequence[Sequence[int]], packed: bool,
     columns: Sequence[Column] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What microbatches, or copies' shares of them, are to modules.
+    """Return the units of microbatches, or of replicas' shares of them.
 
     Args:
-        sizes: of all samples.
-        groups: samples of each microbatch, at least one.
-        packed: if not, samples are padded to the longest in ``sizes.padded``.
-        columns: C of them; by default one for each modality.
+        groups: samples of each microbatch; at least one microbatch.
+        packed: False if samples are padded to the longest in ``sizes.padded``.
+        columns: C columns; by default one for each modality.
 
     Returns:
         (n, C) float64 units, and the sums of the squares of every sample's units.
@@ -221,7 +201,7 @@ def group_units(
         values = sizes.values[samples, sizes.column(name)].astype(np.float64)
         if not packed and name in sizes.padded:
             values = np.repeat(np.maximum.reduceat(values, starts), counts)
-        # Sums of whole numbers, so differences of them are exact.
+        # The sums are whole numbers, so their differences are exact.
         of_name[name] = [np.concatenate([[0.0], np.cumsum(v)]) for v in (values, values**2)]
     result = np.zeros((2, len(groups), len(columns)))
     for column, (name, share, of) in enumerate(columns):
@@ -232,8 +212,7 @@ def group_units(
 
 
 def of_modules(columns: Sequence[Column], values: np.ndarray) -> dict[str, np.ndarray]:
-    """By modality, of a step's microbatches or the shares of them: those of (n, C) ``values`` that
-    are of its module, in one row."""
+    """Return, by modality, one row with the (n, C) ``values`` of its columns."""
     names = dict.fromkeys(column.name for column in columns)
     return {
         name: values[:, [c.name == name for c in columns]].ravel() for name in names
@@ -241,9 +220,8 @@ def of_modules(columns: Sequence[Column], values: np.ndarray) -> dict[str, np.nd
 
 
 def efficiency(seconds: Iterable[np.ndarray]) -> float:
-    """Of seconds of every module, each of its microbatches (or shares of them): their mean over
-    the largest, of every module by itself, together: 1 if each module takes equally long on all
-    of them."""
+    """Return the mean over the largest seconds of each module's microbatches (or shares), both
+    summed over modules; 1 is perfect balance."""
     rows = [row for row in seconds if row.size]
     slowest = sum(float(row.max()) for row in rows)
     return sum(float(row.mean()) for row in rows) / slowest if slowest > 0 else 1.0

@@ -1,4 +1,4 @@
-"""All ways to plan mini-batches, by name."""
+"""Methods that plan mini-batches, by name."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ METHODS: dict[str, Callable[..., MiniBatchPlan]] = {
     "length_grouped": plan_length_grouped,
     "random": plan_random,
 }
-"""Per name: from (sizes, ranks) and the method's own options to a plan."""
+"""Functions of (sizes, ranks) and further options that return a plan, by name."""
 
 
 def plan_minibatches(
     sizes: SampleSizes, ranks: int, method: str = "balanced", *, seed: int = 0, epoch: int = 0,
     **options: Any,
 ) -> MiniBatchPlan:
-    """Plan one epoch.
+    """Plan one epoch with one of :data:`METHODS`; equal ``seed`` and ``epoch`` give equal plans on
+    every machine.
 
     Args:
-        sizes: of all samples.
-        ranks: data-parallel ranks.
-        method: one of :data:`METHODS`.
-        seed, epoch: the same numbers make the same plan on every machine.
-        options: of the method.
+        ranks: number of data-parallel ranks.
+        options: further options of the method.
 
     Raises:
-        PlanError: an unknown method, or what the method raises.
+        PlanError: an unknown method, or invalid arguments of the method.
     """
     if method not in METHODS:
         raise PlanError(f"method must be one of {sorted(METHODS)}, got {method!r}")

@@ -1,4 +1,4 @@
-"""How balanced a plan of mini-batches is: OmniBal's ratios, efficiency, mixing of data sets."""
+"""Metrics of a plan of mini-batches: OmniBal's ratios, efficiency, mixing of data sets."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 
 @dataclass(frozen=True)
 class Balance:
-    """Figures of one plan; 0 is best for ratios, 1 for efficiencies.
+    """Metrics of one plan; 0 is best for ratios, 1 for efficiencies.
 
     Attributes:
-        pad: per padded modality, padding over padded size, of all groups together (OmniBal
-            eq. 1); 0 for packed plans.
-        dist: per modality, mean over steps of eq. 2: what ranks lack of the largest.
+        pad: padding over padded size of all groups together, per padded modality (OmniBal eq. 1); 0
+            for packed plans.
+        dist: per modality, mean over steps of eq. 2: distance of the mean rank from the largest.
         efficiency: mean over steps of mean rank cost over largest rank cost.
-        step_efficiency: mean cost of a group over mean slot cost, where a pipeline of ``depth``
-            microbatches in flight takes as long per slot as the costliest of these, over all
-            ranks: lower if costs vary from step to step.
+        step_efficiency: mean group cost over mean slot cost. A slot of a pipeline with ``depth``
+            microbatches in flight takes as long as the costliest of them over all ranks, so this is
+            lower if costs vary from step to step.
         average_batch: samples per group.
-        groups, left_out: how many.
-        mixing: mean over steps of the total-variation distance between the step's mix of data
-            sets and that of all samples.
-        random_mixing: the same if the samples were shuffled over the same groups.
+        groups, left_out: number of groups, and of unused samples.
+        mixing: mean over steps of the total-variation distance between the step's mix of data sets
+            and that of all samples.
+        random_mixing: ``mixing`` if the samples were shuffled over the same groups.
     """
 
     pad: dict[str, float]
@@ -41,7 +41,7 @@ class Balance:
 
 
 def group_sums(plan: MiniBatchPlan, per_sample: np.ndarray) -> np.ndarray:
-    """(N, C) numbers per sample to their (steps, ranks, C) sums per group."""
+    """Return the (steps, ranks, C) sums per group of (N, C) numbers per sample."""
     chosen = per_sample[plan.samples]
     before = np.zeros((len(chosen) + 1, per_sample.shape[1]), per_sample.dtype)
     np.cumsum(chosen, axis=0, out=before[1:])
@@ -50,7 +50,7 @@ def group_sums(plan: MiniBatchPlan, per_sample: np.ndarray) -> np.ndarray:
 
 
 def _largest(plan: MiniBatchPlan, values: np.ndarray) -> np.ndarray:
-    """(steps, ranks) largest of every group, 0 for an empty one."""
+    """Return the (steps, ranks) largest value of every group, 0 for an empty one."""
     counts = np.diff(plan.offsets)
     result = np.zeros(plan.groups, values.dtype)
     full = counts > 0
@@ -60,7 +60,7 @@ def _largest(plan: MiniBatchPlan, values: np.ndarray) -> np.ndarray:
 
 
 def loads(plan: MiniBatchPlan, sizes: SampleSizes) -> np.ndarray:
-    """(steps, ranks, M) int64, units every rank computes, padding included."""
+    """Return the (steps, ranks, M) int64 units that every rank computes, including padding."""
     result = group_sums(plan, sizes.values)
     if not plan.packed:
         counts = np.diff(plan.offsets).reshape(plan.steps, plan.ranks)
@@ -71,13 +71,7 @@ def loads(plan: MiniBatchPlan, sizes: SampleSizes) -> np.ndarray:
 
 
 def costs(plan: MiniBatchPlan, sizes: SampleSizes, model: CostModel) -> np.ndarray:
-    """(steps, ranks, M) float64, cost of every rank and modality, padding included.
-
-    Args:
-        plan: the groups of an epoch.
-        sizes: of all samples.
-        model: of costs.
-    """
+    """Return the (steps, ranks, M) float64 cost of every rank and modality, including padding."""
     result = group_sums(plan, model.of_units(sizes.values))
     if not plan.packed:
         counts = np.diff(plan.offsets).reshape(plan.steps, plan.ranks)
@@ -90,7 +84,7 @@ def costs(plan: MiniBatchPlan, sizes: SampleSizes, model: CostModel) -> np.ndarr
 
 
 def pad_ratio(plan: MiniBatchPlan, sizes: SampleSizes) -> dict[str, float]:
-    """Padding over padded size per padded modality (OmniBal eq. 1, summed over groups)."""
+    """Return padding over padded size per padded modality (OmniBal eq. 1, summed over groups)."""
     used, paid = group_sums(plan, sizes.values), loads(plan, sizes)
     result = {}
     for name in sizes.padded:
@@ -101,8 +95,8 @@ def pad_ratio(plan: MiniBatchPlan, sizes: SampleSizes) -> dict[str, float]:
 
 
 def dist_ratio(rank_loads: np.ndarray) -> float:
-    """(steps, ranks) loads to the mean over steps of what ranks lack of the largest, relative
-    to it (OmniBal eq. 2). A step without load counts as balanced."""
+    """Return the mean over steps of the relative distance between mean and largest of (steps,
+    ranks) loads (OmniBal eq. 2); 0 for a step without load."""
     if not rank_loads.size:
         return 0.0
     largest = rank_loads.max(1)
@@ -111,23 +105,20 @@ def dist_ratio(rank_loads: np.ndarray) -> float:
 
 
 def step_efficiency(rank_costs: np.ndarray, depth: int) -> float:
-    """(steps, ranks) costs to the mean over the mean slot, of ``depth`` steps in flight."""
+    """Return the mean of (steps, ranks) costs over the mean slot, with ``depth`` steps in
+    flight."""
     if not rank_costs.size or not rank_costs.any():
         return 1.0
     slowest = rank_costs.max(1)
-    # The pipeline fills and drains with fewer than depth in flight.
+    # While the pipeline fills and drains, fewer than `depth` steps are in flight.
     padded = np.concatenate([slowest, np.zeros(depth - 1)])
     slots = np.lib.stride_tricks.sliding_window_view(padded, min(depth, len(padded))).max(1)
     return float(rank_costs.mean() / slots.mean())
 
 
 def mixing(plan: MiniBatchPlan, sources: np.ndarray) -> float:
-    """Mean over steps of the total-variation distance to the mix of all planned samples.
-
-    Args:
-        plan: the plan.
-        sources: (N,) int64, data set of every sample.
-    """
+    """Return the mean over steps of the total-variation distance to the mix of all planned samples.
+    ``sources`` is the (N,) int64 data set of every sample."""
     mine = sources[plan.samples]
     kinds = int(mine.max(initial=0)) + 1
     step = np.repeat(np.arange(plan.groups) // plan.ranks, np.diff(plan.offsets))
@@ -139,13 +130,7 @@ def mixing(plan: MiniBatchPlan, sources: np.ndarray) -> float:
 
 
 def random_mixing(plan: MiniBatchPlan, sources: np.ndarray, seed: int = 0) -> float:
-    """:func:`mixing` if the planned samples were shuffled over the same groups.
-
-    Args:
-        plan: the groups of an epoch.
-        sources: (N,) data set of every sample.
-        seed: of what is random.
-    """
+    """Return :func:`mixing` if the planned samples were shuffled over the same groups."""
     shuffled = sources.copy()
     shuffled[plan.samples] = np.random.default_rng(seed).permutation(sources[plan.samples])
     return mixing(plan, shuffled)
@@ -154,14 +139,8 @@ def random_mixing(plan: MiniBatchPlan, sources: np.ndarray, seed: int = 0) -> fl
 def balance(
     plan: MiniBatchPlan, sizes: SampleSizes, model: CostModel | None = None, *, depth: int = 4
 ) -> Balance:
-    """All figures of a plan.
-
-    Args:
-        plan: the plan.
-        sizes: of all samples.
-        model: costs; default: every modality costs the same over the whole data.
-        depth: microbatches in flight in the pipeline, for ``step_efficiency``.
-    """
+    """Return all metrics of a plan. ``model`` makes every modality cost the same by default;
+    ``depth`` is the number of microbatches in flight, for ``step_efficiency``."""
     rank_loads = loads(plan, sizes)
     rank_costs = costs(plan, sizes, model or even_costs(sizes)).sum(2)
     return Balance(

@@ -1,8 +1,8 @@
-"""Mini-batches of a whole epoch, planned from sample sizes alone.
+"""Types for mini-batches of a whole epoch, planned from sample sizes alone.
 
-A *group* is what one data-parallel rank takes at once, a *step* is one group per rank. Which
-samples form a group and which groups a step is decided from how large samples are in every
-modality (image tiles, text tokens, audio frames...), before anything is decoded (OmniBal §4.1).
+A *group* is the microbatch of one data-parallel rank, a *step* is one group per rank. Groups and
+steps are formed from the sizes of samples in every modality (image tiles, text tokens, audio
+frames...), before anything is decoded (OmniBal §4.1).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from raymm.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class SampleSizes:
-    """How large every sample is in every modality.
+    """Sizes of samples in every modality.
 
     Attributes:
         names: the modalities, e.g. ``("vision", "text")``.
         values: (N, M) int64, units of every sample: tiles, tokens, frames; 0 for none.
-        sources: (N,) int64, data set of every sample, numbered from 0. Default: all of one.
-        padded: the modalities that a mini-batch which is not packed pads to its longest
-            sample. Default: the last one.
+        sources: (N,) int64, data set of every sample, numbered from 0. Default: one data set.
+        padded: modalities that mini-batches pad to their longest sample if they are not packed.
+            Default: the last one.
 
     Raises:
         PlanError: shapes or names that do not match, negative or fractional sizes.
@@ -33,7 +33,7 @@ class SampleSizes:
 
     names: tuple[str, ...]
     values: np.ndarray
-    sources: np.ndarray = cast(np.ndarray, None)  # always there once it is made
+    sources: np.ndarray = cast(np.ndarray, None)  # set by __post_init__
     padded: tuple[str, ...] = cast("tuple[str, ...]", None)
     _totals: tuple[int, ...] = field(init=False, repr=False)
 
@@ -80,11 +80,7 @@ class SampleSizes:
         return self._totals
 
     def column(self, modality: str) -> int:
-        """Which column a modality has.
-
-        Raises:
-            PlanError: there is no such modality.
-        """
+        """Return the column of a modality; raise ``PlanError`` if it is unknown."""
         if modality not in self.names:
             raise PlanError(f"modality must be one of {self.names}, got {modality!r}")
         return self.names.index(modality)
@@ -92,18 +88,18 @@ class SampleSizes:
 
 @dataclass(frozen=True, eq=False)
 class MiniBatchPlan:
-    """Which samples every rank takes in every step of an epoch.
+    """Samples of every rank in every step of an epoch.
 
     Attributes:
-        method: what made it.
-        ranks: data-parallel ranks (of the LLM).
-        samples: (n,) int64, the samples of all groups, one group after the other.
+        method: name of the method that made the plan.
+        ranks: number of data-parallel ranks (of the LLM).
+        samples: (n,) int64, samples of all groups, group by group.
         offsets: (steps * ranks + 1,) int64; group ``step * ranks + rank`` has
             ``samples[offsets[group]:offsets[group + 1]]``.
-        left_out: (m,) int64, samples that no group has, ascending. Empty for ``balanced``.
-        packed: whether a group is one packed sequence, or samples padded to the longest.
-        budgets: units no group exceeds, per modality; None where nothing limits them.
-        seed, epoch: what the random parts were drawn from.
+        left_out: (m,) int64, unused samples, ascending. Empty for ``balanced``.
+        packed: True if a group is one packed sequence, False if samples are padded to the longest.
+        budgets: most units of a group, per modality; None for no limit.
+        seed, epoch: source of random numbers.
     """
 
     method: str
@@ -118,23 +114,22 @@ class MiniBatchPlan:
 
     @property
     def groups(self) -> int:
-        """How many groups there are, a multiple of the ranks."""
+        """Number of groups, a multiple of the ranks."""
         return len(self.offsets) - 1
 
     @property
     def steps(self) -> int:
-        """Steps of the epoch."""
         return self.groups // self.ranks
 
     def group(self, step: int, rank: int) -> np.ndarray:
-        """(k,) int64, samples of one rank in one step. Empty only if there are fewer samples
-        than groups."""
+        """Return the (k,) int64 samples of one rank in one step. They are empty only if there are
+        fewer samples than groups."""
         at = step * self.ranks + rank
         return self.samples[self.offsets[at] : self.offsets[at + 1]]
 
 
 def checked(sizes: SampleSizes, ranks: int) -> None:
-    """Raise PlanError unless there is something to plan for at least one rank."""
+    """Raise ``PlanError`` unless there is at least one rank, and a sample for each."""
     if ranks < 1:
         raise PlanError(f"ranks must be at least 1, got {ranks}")
     if len(sizes) < ranks:
@@ -144,12 +139,8 @@ def checked(sizes: SampleSizes, ranks: int) -> None:
 
 
 def checked_budgets(sizes: SampleSizes, budgets: Sequence[int]) -> tuple[int, ...]:
-    """The budgets as integers, if every sample fits them.
-
-    Raises:
-        PlanError: not one per modality, not above 0, or a sample is larger than its
-            budget: it would have to be cut or left out, which is for the caller to decide.
-    """
+    """Return the budgets as integers; raise ``PlanError`` if they are not one per modality, below
+    1, or below a sample's size."""
     if len(budgets) != len(sizes.names):
         raise PlanError(
             f"budgets must be {len(sizes.names)}, one for each of {sizes.names}, got {budgets}"
@@ -168,7 +159,7 @@ def checked_budgets(sizes: SampleSizes, budgets: Sequence[int]) -> tuple[int, ..
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """Random numbers of one epoch."""
+    """Return the random generator of one epoch."""
     if seed < 0 or epoch < 0:
         raise PlanError(f"seed and epoch must not be negative, got {seed} and {epoch}")
     return np.random.default_rng([seed, epoch])

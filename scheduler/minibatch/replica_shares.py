@@ -1,8 +1,8 @@
-"""Less work for replicas of a module that are slower, more for those that are faster.
+"""Distribution of samples over replicas of a module that differ in speed.
 
-Microbatch i of a step goes to replica i mod n of a module with n. So the samples of every step
-are split anew over its microbatches, to take equally long on the replicas they go to; which samples
-are in a step stays.
+Microbatch i of a step goes to replica i mod n of a module with n replicas. The samples of every
+step are redistributed over its microbatches, so that these take equally long on their replicas.
+Steps keep their samples.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numba import njit
 from raymm.scheduler.minibatch.measured_costs import MeasuredCosts
 from raymm.scheduler.minibatch.problem import SampleSizes
 
-# Relative seconds of a replica beyond these are not made up for in full: one that is much faster
-# than the others would get microbatches that no memory was planned for.
+# Relative seconds of a replica are clipped to this range: a much faster replica would otherwise get
+# microbatches that exceed the planned memory.
 LEAST_FACTOR, MOST_FACTOR = 0.4, 3.0
-# What unevenness of a module whose replicas are equally fast counts beside that of others:
-# they have their share of the step all the same, it is only that microbatches differ.
+# Weight of uneven loads of modules with equally fast replicas: they have their share of the step
+# anyway, and only microbatches differ.
 EVEN_WEIGHT = 0.1
-# Rounds of looking for a better place for every sample of a step.
+# Rounds in which every sample of a step may move to a better place.
 ROUNDS = 8
 
 
@@ -29,19 +29,19 @@ def split_over_replicas(
     samples: np.ndarray, offsets: np.ndarray, ranks: int, sizes: SampleSizes,
     measured: MeasuredCosts, limits: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and offsets of groups that are alike in seconds on the replicas they go to.
+    """Return samples and offsets of groups that take equally long on their replicas.
 
-    Per step the sum over modules and microbatches of squared seconds (on a replica of mean speed)
-    times the relative seconds of their replica is lowered, by placing samples one by one and then
-    moving and exchanging them. For one module it is least where all take equally long.
+    Per step, this lowers the sum over modules and microbatches of squared seconds (on a replica of
+    mean speed) times the relative seconds of the replica, by placing samples one by one and then
+    moving and exchanging them. For a single module the sum is least if all microbatches take
+    equally long.
 
     Args:
-        samples, offsets: groups of a plan, ``ranks`` to a step.
+        samples, offsets: groups of a plan, ``ranks`` per step.
         ranks: microbatches per step.
-        sizes: of all samples, in units.
-        measured: what units cost, and how replicas differ.
-        limits: (M,) units that no group may exceed; infinite for no limit. A step in which
-            a sample finds no place within them keeps its groups.
+        measured: costs of units, and relative seconds of replicas.
+        limits: (M,) most units of a group; infinite for no limit. A step whose samples do not fit
+            keeps its groups.
     """
     seconds = measured.of_samples(sizes.names, sizes.values)
     if not seconds.any():
@@ -61,12 +61,12 @@ def split_over_replicas(
 
 
 class _Rules(NamedTuple):
-    """What a split of a step is measured by.
+    """Criteria for the split of a step.
 
     Attributes:
-        factors: (M, ranks) relative seconds of the replica that a microbatch goes to.
-        fixed: (M,) seconds of a microbatch whatever is in it.
-        limits: (M,) units that no microbatch may exceed.
+        factors: (M, ranks) relative seconds of the replica of each microbatch.
+        fixed: (M,) seconds of a microbatch independent of its contents.
+        limits: (M,) most units of a microbatch.
     """
 
     factors: np.ndarray
@@ -75,7 +75,7 @@ class _Rules(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step's n samples and which microbatch each is in.
+    """The n samples of a step, and the microbatch of each.
 
     Attributes:
         seconds, units: (n, M) of the samples.
@@ -94,7 +94,7 @@ class _Step(NamedTuple):
 
 @njit(cache=True)
 def _split(seconds, units, samples, offsets, ranks, rules):
-    """(len(samples),) group of every sample."""
+    """Return the (len(samples),) group of every sample."""
     groups = offsets.shape[0] - 1
     result = np.empty(samples.shape[0], np.int64)
     for first in range(0, groups, ranks):
@@ -121,13 +121,13 @@ def _split(seconds, units, samples, offsets, ranks, rules):
 
 @njit(cache=True)
 def _split_one_by_one(step, rules):
-    """Largest first, each where the sum grows least; False if one has no place."""
+    """Place samples, largest first, where the sum grows least; return False if one does not fit."""
     n, columns = step.seconds.shape
     ranks = step.counts.shape[0]
     total = np.zeros(n)
     for i in range(n):
         total[i] = -step.seconds[i].sum()
-    empty = min(ranks, n)  # groups that must still get their first sample
+    empty = min(ranks, n)  # groups without a sample
     left = n
     for i in np.argsort(total, kind="mergesort"):
         to, best = -1, np.inf
@@ -160,8 +160,7 @@ def _add(step, sample, slot, sign):
 
 @njit(cache=True)
 def _improve(step, rules):
-    """Give every sample the best of all other places, alone or in exchange for another sample;
-    False if all stay."""
+    """Move every sample to its best place, alone or in exchange; return False if all stay."""
     n, columns = step.seconds.shape
     ranks = step.counts.shape[0]
     loads, used, slot_of = step.loads, step.used, step.slot_of
@@ -169,7 +168,7 @@ def _improve(step, rules):
     for i in range(n):
         a = slot_of[i]
         best, to, other = -1e-9 * _sum(rules.factors, loads), -1, -1
-        for j in range(-ranks, n):  # below 0: alone, to that group
+        for j in range(-ranks, n):  # negative: move alone to group -1 - j
             b = -1 - j if j < 0 else slot_of[j]
             if b == a or (j < 0 and step.counts[a] < 2):
                 continue

@@ -1,8 +1,7 @@
-"""The order of a microbatch's samples, where copies of modules have consecutive shares of it.
+"""Order of the samples in a microbatch, for modules whose replicas have consecutive shares of it.
 
-Shares are equally many samples, so a slow copy cannot get fewer of them, but lighter ones; where
-all copies are equally fast, each gets its part of the heavy ones. Which samples are in a
-microbatch stays.
+Shares have equally many samples, so a slow replica gets lighter samples instead of fewer. If all
+replicas are equally fast, each gets its part of the heavy samples. Microbatches keep their samples.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from numba import njit
 from raymm.scheduler.minibatch.measured_costs import MeasuredCosts
 from raymm.scheduler.minibatch.problem import SampleSizes
 
-# Rounds of looking for a better place for every sample of a microbatch.
+# Rounds in which every sample of a microbatch may be exchanged for a better one.
 ROUNDS = 8
 
 
 def order_for_shares(
     samples: np.ndarray, offsets: np.ndarray, sizes: SampleSizes, measured: MeasuredCosts
 ) -> np.ndarray:
-    """The same samples group after group, in each in an order in which the shares of copies take
-    about equally long.
+    """Return the samples of each group in an order in which replicas' shares take about equally
+    long.
 
-    Per group the sum over modules and copies of squared seconds (on a copy of mean speed) times
-    the relative seconds of the copy is lowered, by placing samples one by one, largest first,
-    and then exchanging them. For one module it is least where all copies take equally long.
+    Per group, this lowers the sum over modules and replicas of squared seconds (on a replica of
+    mean speed) times the relative seconds of the replica, by placing samples one by one, largest
+    first, and then exchanging them. For a single module the sum is least if all replicas take
+    equally long.
 
     Args:
         samples, offsets: groups of a plan.
-        sizes: of all samples, in units.
-        measured: what units cost, and how copies that share microbatches differ.
+        measured: costs of units, and relative seconds of replicas that split microbatches.
     """
     names = sorted(measured.shared & set(sizes.names))
     counts = np.array([len(measured.replicas[name]) for name in names], np.int64)
@@ -46,12 +45,12 @@ def order_for_shares(
 
 @njit(cache=True)
 def _ordered(samples, offsets, seconds, counts, factors):
-    """(len(samples),) samples in their new order.
+    """Return the (len(samples),) samples in their new order.
 
     Args:
-        seconds: (N, C) of every sample in every module whose copies share microbatches.
-        counts: (C,) copies.
-        factors: (C, most copies) their relative seconds.
+        seconds: (N, C) of every sample in every module whose replicas split microbatches.
+        counts: (C,) number of replicas.
+        factors: (C, most replicas) their relative seconds.
     """
     result = samples.copy()
     columns = counts.shape[0]
@@ -74,7 +73,7 @@ def _ordered(samples, offsets, seconds, counts, factors):
 
 @njit(cache=True)
 def _placed(seconds, copy_of, loads, factors):
-    """(n,) sample at every place: largest first, each where the sum grows least."""
+    """Return the (n,) sample at every place: largest first, each where the sum grows least."""
     n, columns = seconds.shape
     sample_at = np.full(n, -1, np.int64)
     total = np.zeros(n)
@@ -99,7 +98,7 @@ def _placed(seconds, copy_of, loads, factors):
 
 @njit(cache=True)
 def _exchanged(seconds, copy_of, loads, factors, sample_at):
-    """Exchange the sample of every place for the best of all others; False if all stay."""
+    """Exchange the sample of every place for the best other one; return False if all stay."""
     n, columns = seconds.shape
     least = -1e-9 * (factors * loads**2).sum()
     changed = False

@@ -1,7 +1,7 @@
-"""How long steps will take, from what modules were measured to cost: the simulator's answer.
+"""Prediction of step times from measured module costs, by the simulator.
 
-Costs of modules come from :class:`raymm.scheduler.minibatch.cost_fit.CostFit`; how a module's
-seconds are spread over its stages and operations is averaged here.
+Costs of modules come from :class:`raymm.scheduler.minibatch.cost_fit.CostFit`. This module averages
+how the seconds of a module are spread over its stages and operations.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 
-# Programs kept, one per pattern of which microbatches have which modality.
+# Number of cached programs, one per pattern of modalities over microbatches.
 PROGRAMS = 64
 
 
 class StepForecast:
-    """Predicts timelines of steps under a plan.
+    """Predictor of the timelines of steps under a plan.
 
     Args:
-        plan: what runs where.
-        modules: modality, as of ``SampleSizes``, -> module of the plan.
-        text: the modality that every microbatch has.
-        half_life: steps after which what was measured counts half.
+        modules: modality, as in ``SampleSizes``, -> module of the plan.
+        text: modality that every microbatch has.
+        half_life: steps after which the weight of a measurement is halved.
 
     Attributes:
-        columns: of seconds: a module's, or, where copies of it share every microbatch by samples,
-            each copy's.
+        columns: columns of seconds: one per module, or one per replica if they split microbatches.
     """
 
     def __init__(
@@ -58,11 +56,11 @@ class StepForecast:
 
     @property
     def replicas(self) -> dict[str, int]:
-        """By modality, in how many copies its module is."""
+        """Number of replicas of each module, by modality."""
         return {name: len(self.plan.replicas(m)) for name, m in self.modules.items()}
 
     def observe(self, timeline: Timeline, microbatches: int) -> np.ndarray:
-        """Note a measured step; (microbatches, C) seconds of every column."""
+        """Record a measured step, and return the (microbatches, C) seconds of every column."""
         number = {(self.modules[name], share): c for c, (name, share, _) in enumerate(self.columns)}
         result = np.zeros((microbatches, len(number)))
         for key in self._spent:
@@ -80,13 +78,8 @@ class StepForecast:
     def samples(
         self, sizes: SampleSizes, groups: Sequence[Sequence[int]]
     ) -> tuple[Samples, ...]:
-        """Of a plan whose copies share microbatches, which shares of each have items of which
-        modality; nothing of other plans.
-
-        Args:
-            sizes: of all samples.
-            groups: samples of each microbatch.
-        """
+        """Return the parts of each microbatch that have data, by modality, for plans that split
+        samples; empty for other plans. ``groups`` has the samples of each microbatch."""
         if not self.plan.splits_samples:
             return ()
         parts = lcm(*(column.of for column in self.columns))
@@ -102,12 +95,8 @@ class StepForecast:
         )
 
     def timeline(self, seconds: np.ndarray, samples: Sequence[Samples] = ()) -> Timeline:
-        """A step whose microbatches take so long.
-
-        Args:
-            seconds: (microbatches, C), 0 where a microbatch lacks a modality.
-            samples: of them (:meth:`samples`).
-        """
+        """Return the predicted timeline of a step. ``seconds`` is (microbatches, C), 0 where a
+        microbatch lacks a modality; ``samples`` are those of :meth:`samples`."""
         totals: dict[str, float] = defaultdict(float)
         for (module, *_), spent in self._spent.items():
             totals[module] += spent
@@ -144,6 +133,6 @@ class StepForecast:
 
 
 def _shares(plan: Plan, module: str) -> int:
-    """How many copies of a module share every microbatch by samples; 1 if none do."""
+    """Return the number of replicas that split every microbatch by samples; 1 if none do."""
     replicas = plan.replicas(module)
     return len(replicas) if replicas[0][0].split == SAMPLES else 1
