@@ -96,7 +96,7 @@ def check_tensor(name: str, value: Any, accepted: str, to_send: bool = True) -> 
     if to_send and value.device.type != "cpu":
         raise DataError(
             f"{name} is on the device {str(value.device)!r}; accepted: tensors on the CPU "
-            "(.cpu()), from which raymm sends them to ranks"
+            "(.cpu()); raymm sends them to ranks"
         )
     if to_send and value.requires_grad:
         raise DataError(
