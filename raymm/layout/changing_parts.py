@@ -17,11 +17,8 @@ class ChangingParts(Protocol):
     """The parts of a model that can be frozen and unfrozen."""
 
     def mode(self, name: str) -> str:
-        """Return the current mode of a part, ``"full"`` or ``"frozen"``.
-
-        Raises:
-            ModelError: the model has no such part, or the part is partly frozen.
-        """
+        """Return the current mode of a part, ``"full"`` or ``"frozen"``. Raises ModelError if the
+        model has no such part, or the part is partly frozen."""
         ...
 
     def change(self, names: Collection[str]) -> None:

@@ -24,12 +24,9 @@ def check_fits(plan: Plan) -> None:
 
 
 def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
-    """Check that the device can partition its multiprocessors into the quotas of each rank.
-
-    Raises:
-        PlanError: a quota is smaller than a group of multiprocessors, or there are more quotas than
-            groups.
-    """
+    """Check that the device can partition its multiprocessors into the quotas of each rank. Raises
+    PlanError if a quota is smaller than a group of multiprocessors, or there are more quotas than
+    groups."""
     for rank in range(plan.num_ranks):
         try:
             for quotas in plan.quota_sets(rank):

@@ -321,11 +321,8 @@ def _check_samples(
 def shard_spec(
     spec: EncoderSpec | LanguageSpec, stage: Stage, tensors: Callable[[], TensorPlan]
 ) -> ShardSpec:
-    """Return the shards of a module's parameters that each process of a rank holds.
-
-    Raises:
-        PlanError: the parameters cannot be sharded as planned.
-    """
+    """Return the shards of a module's parameters that each process of a rank holds. Raises
+    PlanError if the parameters cannot be sharded as planned."""
     if stage.shards > 1:
         skeleton = spec.source.skeleton()
         blocks = spec.cut.blocks if spec.cut else find_blocks(skeleton)

@@ -107,11 +107,7 @@ def _tried_with(model: WholeModel, name: str) -> tuple[tuple[Tower, ...], Mappin
 
 def probe_shared_tokens_of(model: WholeModel, spec: AnySpec) -> frozenset[str]:
     """Check that processes can split the tokens of a module, and return the classes of layers that
-    must be called with all tokens.
-
-    Raises:
-        ProbeError: the module's code does not allow it.
-    """
+    must be called with all tokens. Raises ProbeError if the module's code does not allow it."""
     towers, inputs = _tried_with(model, spec.name)
     if isinstance(spec, WholeLanguageSpec):
         return probe_tokens(spec, towers, inputs)
@@ -139,11 +135,8 @@ def _refused(what: str) -> Iterator[None]:
 
 @plain_torch()
 def cut_module(model: WholeModel, name: str) -> TowerSpec | WholeLanguageSpec:
-    """Return the spec of a module that is cut into several stages.
-
-    Raises:
-        ProbeError: the module cannot be cut.
-    """
+    """Return the spec of a module that is cut into several stages. Raises ProbeError if the module
+    cannot be cut."""
     if name == LANGUAGE_MODEL:
         return model.cut_language_spec()
     return cut_tower(model.tower_spec(name), model.tower(name).inputs(model.example) or {})

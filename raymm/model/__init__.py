@@ -1,1 +1,1 @@
-"""Descriptions of models, their losses, and what a batch must be."""
+"""Descriptions of models, their losses, and rules for batches."""

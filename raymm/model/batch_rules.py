@@ -1,9 +1,6 @@
-"""What a microbatch has to be, for both styles and for the reference in one process.
+"""Rules for a microbatch, for all execution styles and for the reference in one process.
 
-Nothing is converted but what means the same: a mask of bools, and padding on the left, which is
-moved to the right.
-
-Legend: ``B`` rows, ``T`` tokens of the longest, ``N`` items.
+Only equivalent input is converted: boolean masks, and padding on the left, which is moved right.
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 class Vocabulary(NamedTuple):
-    """How many ids a language model reads, and how many it predicts."""
+    """Numbers of ids that a language model reads and predicts."""
 
     ids: int
     labels: int
 
     @classmethod
     def of(cls, module: nn.Module) -> Vocabulary:
-        """Of a language model, or its skeleton."""
+        """Return the vocabulary of a language model or its skeleton."""
         ids = len(input_embeddings(module).weight)
         head = method_of(module, "get_output_embeddings")()
         return cls(ids, ids if head is None else len(head.weight))
@@ -42,17 +39,16 @@ def complete_microbatch(
     vocabulary: Vocabulary | None = None,
     to_send: bool = False,
 ) -> dict[str, Any]:
-    """A microbatch with attention mask and sample indices, padded on the right; without modalities
-    that are None.
+    """Return a microbatch with attention mask and sample indices, padded on the right and without
+    modalities that are None.
 
     Args:
-        microbatch: as of :meth:`raymm.MultimodalModule.forward`.
-        encoders: the model's.
-        vocabulary: of its language model; None if nobody asks.
-        to_send: it goes to other processes: tensors are on the CPU and need no gradient.
+        microbatch: see :meth:`raymm.MultimodalModule.forward`.
+        vocabulary: None to skip the check of ids.
+        to_send: True to require tensors on the CPU that do not require a gradient.
 
     Raises:
-        DataError: it does not fit; see :meth:`raymm.MultimodalModule.forward` for what does.
+        DataError: the microbatch is not accepted.
     """
     if not isinstance(microbatch, Mapping):
         raise DataError(
@@ -76,17 +72,9 @@ def complete_microbatch(
 
 
 def check_tensor(name: str, value: Any, accepted: str, to_send: bool = True) -> torch.Tensor:
-    """A tensor that can be worked with.
-
-    Args:
-        name: of it, for errors.
-        value: perhaps one.
-        accepted: what errors say.
-        to_send: see :func:`complete_microbatch`.
-
-    Raises:
-        DataError: no tensor, one of another layout than dense, or one that cannot be sent.
-    """
+    """Return a value that must be a dense tensor of real numbers, and fit to be sent if
+    ``to_send``. Raises DataError, which says what is ``accepted``, if the value is something
+    else."""
     if not isinstance(value, torch.Tensor):
         raise DataError(f"{name} is {said(value)}; accepted: {accepted}")
     if value.is_nested or value.is_quantized or value.layout is not torch.strided:
@@ -142,18 +130,8 @@ def _text(
 def check_range(
     name: str, values: torch.Tensor, stop: int, accepted: str, also: int | None = None
 ) -> None:
-    """Look whether integers are from 0 to below ``stop``, or ``also``.
-
-    Args:
-        name: of the tensor, for the error.
-        values: int64, at least one.
-        stop: the first number that is too large.
-        accepted: what the error says is.
-        also: a number outside the range that is accepted too.
-
-    Raises:
-        DataError: one is not; says which, and what is accepted.
-    """
+    """Check that int64 values are in ``[0, stop)``, or equal to ``also``. Raises DataError, which
+    says what is ``accepted``, at the first value that is not."""
     low, high = (int(value) for value in values.aminmax())
     if low >= 0 and high < stop:
         return
@@ -168,7 +146,7 @@ def check_range(
 def _padded_right(
     ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The rows' tokens from the left on: where there is padding says nothing about a row."""
+    """Return the rows with their padding on the right."""
     if not mask.all():
         rises = (mask[:, 1:] > mask[:, :-1]).sum(dim=1)
         runs = mask[:, 0] + rises
@@ -239,7 +217,7 @@ def _sample_index(
 
 
 def said(value: Any) -> str:
-    """What an error calls a value."""
+    """Describe a value for an error message."""
     if value is None:
         return "missing"
     if isinstance(value, torch.Tensor):
@@ -262,7 +240,8 @@ def _short(value: torch.dtype | torch.layout) -> str:
 
 
 def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first language stage reads: text tensors and every modality's rows."""
+    """Return the input of the first language stage: text tensors, and the row of each item by
+    modality."""
     text = {k: v for k, v in microbatch.items() if not isinstance(v, Mapping)}
     index = {k: v["sample_index"] for k, v in microbatch.items() if isinstance(v, Mapping)}
     return {**text, "sample_index": index}

@@ -22,12 +22,11 @@ from raymm.model.module_dag import ModuleDag
 
 
 class ContrastiveLoss(nn.Module):
-    """InfoNCE in both directions, as CLIP has it: every sample of one tower against all samples
-    of the other.
+    """Symmetric InfoNCE as in CLIP: each sample of one tower against all samples of the other.
 
     Args:
-        logit_scale: the logarithm that logits are first scaled with.
-        learnable: train it.
+        logit_scale: initial logarithm of the factor of the logits.
+        learnable: True to train the factor.
     """
 
     def __init__(self, logit_scale: float = math.log(1 / 0.07), learnable: bool = True) -> None:
@@ -37,14 +36,11 @@ class ContrastiveLoss(nn.Module):
     def forward(
         self, first: torch.Tensor, second: torch.Tensor, own: slice | None = None
     ) -> torch.Tensor:
-        """Losses of some samples.
+        """Return the losses of some samples, (b,): the mean of both directions per sample.
 
         Args:
             first, second: (B, D) embeddings of all samples of the batch.
-            own: which samples' losses to return; by default all.
-
-        Returns:
-            (b,), the mean of both directions per sample.
+            own: samples whose losses to return; all by default.
 
         Raises:
             ModelError: the towers have different numbers of samples.
@@ -64,9 +60,10 @@ class ContrastiveLoss(nn.Module):
 
 
 def clip_dag(model: CLIPModel) -> ModuleDag:
-    """A CLIP model as nodes ``image``, ``text`` and ``contrastive``, with its own weights.
+    """Return a CLIP model as nodes ``image``, ``text`` and ``contrastive``, which share its
+    weights.
 
-    The batch has ``pixel_values``, ``input_ids`` and ``attention_mask``; the loss is that of
+    The batch has ``pixel_values``, ``input_ids`` and ``attention_mask``. The loss equals that of
     ``model(..., return_loss=True)``.
     """
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Describing a module of a graph, or a loss: what it is, what it reads, what it hands on."""
+"""Nodes of a graph of modules: a module or a loss, with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ from raymm.model.trainable_layers import any_trainable, trainable_blocks
 
 
 class Every(NamedTuple):
-    """An input of all samples of the batch; see :func:`every`."""
+    """An input with all samples of the batch; see :func:`every`."""
 
     producer: str
 
 
 def every(producer: str) -> Every:
-    """As an input: what a module hands on for all samples of the batch, not only for those that
-    the reader works on. Its module is also called with ``own``, the slice of those that are.
-    Gradients of all samples count: those that several processes have are summed."""
+    """Return an input that has a module's output for all samples of the batch.
+
+    The reader also receives ``own``, the slice of the samples that it works on. Gradients of all
+    samples count; those of several processes are summed.
+    """
     return Every(producer)
 
 
 class DagModule:
-    """A module of the graph. It must leave what it reads of others as it is: not change it in
-    place, as others may read the same memory at the same time.
+    """A module of a graph. It must not change its inputs in place, since other modules may read the
+    same memory at the same time.
 
     Args:
-        module: whatever :class:`raymm.ModalityModule` accepts, or one of those (with a live
-            projector or none): it then hands on its features (samples, tokens, width).
-        reads: entries of the batch that are its keyword arguments of the same names, or a
-            mapping of keywords to entries.
-        inputs: its keyword arguments that other modules make: a module's name, the name and one
-            of its outputs as ``"name.output"``, or :func:`every` of either.
-        outputs: what it hands on of the named values that it returns; by default all of them, or
-            those that readers name if they all do. One output is handed on as a tensor, several
-            as a dictionary.
-        noise: its keyword arguments that are drawn, each of :func:`raymm.normal_noise` or
-            :func:`raymm.uniform_noise`. Every sample's follows from the run's seed, the step and
-            its number in the step, whatever the layout.
-        frozen: as of :class:`raymm.ModalityModule`.
+        module: anything that :class:`raymm.ModalityModule` accepts, or a ``ModalityModule`` with a
+            live projector or none, whose output are its features (samples, tokens, width).
+        reads: entries of the batch that are keyword arguments of the same names, or a mapping of
+            keywords to entries.
+        inputs: keyword arguments that other modules compute: a module's name, ``"name.output"`` for
+            one of its outputs, or :func:`every` of either.
+        outputs: named outputs that readers receive, as a tensor if there is one, else as a
+            dictionary. By default all outputs, or those that readers name if all of them name one.
+        noise: keyword arguments with random values, each :func:`raymm.normal_noise` or
+            :func:`raymm.uniform_noise`. The noise of a sample depends only on the run's seed, the
+            step and its number in the step, not on the layout.
+        frozen: see :class:`raymm.ModalityModule`.
         postprocess: ``f(arguments, output) -> output`` after the module.
-        draws: whether it draws random numbers; by default if it has something trainable, and
-            so is in training mode. Modules that do are issued one after another, not at the
-            same time. One that draws in evaluation too (as of a variational encoder) must say so.
-        model_class, seed: as of :class:`raymm.ModalityModule`.
-        example_inputs: what its forward takes, by keyword, to try how it can be cut; guessed if
-            None.
+        draws: True if the module draws random numbers; such modules are launched one after another.
+            By default True if the module is trainable and hence in training mode. Set it for
+            modules that also draw in evaluation (such as a variational encoder).
+        model_class, seed: see :class:`raymm.ModalityModule`.
+        example_inputs: keyword arguments of the forward, for the probe of cuts; guessed if None.
 
     Raises:
-        ModelError: naming the argument and what is accepted.
+        ModelError: names the argument and what is accepted.
     """
 
     loss = False
@@ -120,7 +120,7 @@ class DagModule:
         check_weights("a module of the graph", self.modality.source())
 
     def parsed_inputs(self) -> tuple[Input, ...]:
-        """Inputs with producer and output apart."""
+        """Return the inputs with producer and output separated."""
         parsed = []
         for keyword, value in self.inputs.items():
             whole = isinstance(value, Every)
@@ -129,12 +129,7 @@ class DagModule:
         return tuple(parsed)
 
     def stage_spec(self, name: str, node: NodeSpec | None = None) -> NodeStageSpec:
-        """What stages of it are built from.
-
-        Args:
-            name: of it.
-            node: what it reads and hands on.
-        """
+        """Return the spec that stages of the module are built from."""
         modality, source = self.modality, self.modality.source()
         blocks = num_blocks(source.skeleton())
         if not self.chain:
@@ -149,24 +144,24 @@ class DagModule:
         )
 
     def parameter_name(self, name: str) -> str:
-        """What :class:`raymm.ModuleDag` calls a parameter of it that stages call ``name``."""
+        """Return the name in :class:`raymm.ModuleDag` of a parameter that stages call ``name``."""
         return f"chain.{name}" if self.chain else name.removeprefix("module.")
 
     def skeleton(self, name: str) -> nn.Module:
-        """The module on the meta device, with projector and callbacks."""
+        """Return the module on the meta device, with projector and callbacks."""
         if not self.chain:
             return on_meta(self.modality.source().skeleton()).to("meta")
         return _Chain(skeleton_chain(self.stage_spec(name)))
 
     def layers(self) -> tuple[bool, ...]:
-        """Of every layer whether anything in it is trainable: its blocks, or all of it, if it has
-        none; then its projector."""
+        """Return for every layer whether it has a trainable parameter: blocks (or the whole module,
+        if there are none), then the projector."""
         skeleton, projector = self.modality.source().skeleton(), self.modality.projector
         flags = trainable_blocks(skeleton, num_blocks(skeleton))
         return flags if projector is None else (*flags, any_trainable(projector))
 
     def materialize(self, name: str) -> nn.Module:
-        """The module in this process."""
+        """Return the module with its weights in this process."""
         modality = self.modality
         module = modality.materialize()
         if not self.chain:
@@ -213,17 +208,15 @@ def _check_noise(noise: Mapping[str, Any], arguments: Collection[str]) -> None:
 
 
 class DagLoss(DagModule):
-    """A loss, or a decoder with a loss of its own: it returns (b,), the losses of its samples; one
-    that others read, by naming its outputs, a dictionary of those and of its losses, ``"loss"``.
+    """A loss, or a decoder that computes a loss. It returns (b,), the losses of its samples, or, if
+    other modules read named outputs of it, a dictionary of these and ``"loss"``.
 
-    The model's loss is the sum over all of them of ``weight`` times the mean over the batch.
+    The model's loss is the sum over all losses of ``weight`` times the mean over the batch.
 
     Args:
-        module: as of :class:`DagModule`, like all other arguments.
-        weight: of this loss.
-        divide_by: entry of the batch whose sum the samples' losses are divided by (such as
-            their numbers of label tokens); by default the number of samples.
-        **options: as of :class:`DagModule`.
+        module, **options: see :class:`DagModule`.
+        divide_by: entry of the batch whose sum divides the samples' losses, such as their numbers
+            of label tokens; by default the number of samples.
     """
 
     loss = True
@@ -241,7 +234,7 @@ class DagLoss(DagModule):
 
 
 class _Chain(nn.Module):
-    """An encoder with its projector and callbacks: keyword arguments to features."""
+    """An encoder with its projector and callbacks, from keyword arguments to features."""
 
     def __init__(self, chain: EncoderStage) -> None:
         super().__init__()

@@ -1,11 +1,9 @@
-"""Trying items on an encoder in this process, before they are sent to a rank.
+"""Trial of items on an encoder in this process, before they are sent to a rank.
 
-What an encoder takes, nobody but its forward knows. So the first items of every new signature
-(keyword arguments, dtypes, shapes) run through its skeleton on the meta device: without weights,
-memory or values. Where that fails, perhaps because the forward looks at values, a shallow copy with
-random weights runs on the items themselves, and is right.
-
-Legend: ``N`` items, ``H`` width of the language model's embeddings.
+Only its forward knows what an encoder accepts. So the first items of every new signature (keyword
+arguments, dtypes, shapes) run through its skeleton on the meta device, without weights, memory or
+values. If that fails, perhaps because the forward reads values, a shallow replica with random
+weights runs on the items themselves and decides.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from raymm.model.batch_rules import INDEX, check_range, said
 
 Items = Mapping[str, torch.Tensor]
 
-# Signatures that are remembered; images of their natural sizes have no end of them.
+# Number of cached signatures; images of natural sizes have many.
 MAX_SIGNATURES = 4096
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a trial found out of items of a signature.
+    """Result of a trial for items of one signature.
 
     Attributes:
-        tokens: that the encoder hands on per item; None if it could not be tried.
-        ids: keyword -> how many ids the table has that the argument is looked up in.
+        tokens: tokens of the features of an item; None if the encoder could not be tried.
+        ids: size of the embedding table that indexes with a keyword argument, by keyword.
     """
 
     tokens: int | None = None
@@ -53,13 +51,12 @@ class Taken:
 
 
 class EncoderTrial:
-    """Tries items on one encoder, once per signature.
+    """Tries items on one encoder with its projector and callbacks, once per signature.
 
     Args:
-        spec: the encoder with its projector and callbacks.
-        width: H; None if the language model does not say.
-        autocast: dtype that ranks run in under autocast; None without.
-        example: keyword arguments that it takes, for errors, where its config does not say.
+        width: width of the language model's embeddings; None if unknown.
+        autocast: dtype of the ranks' autocast; None without.
+        example: example keyword arguments for errors, where the config does not provide them.
     """
 
     def __init__(
@@ -74,36 +71,33 @@ class EncoderTrial:
         )
         self._skeleton: EncoderStage | None = None
         self._small: EncoderStage | None = None
-        self._ran = False  # the module of the last trial, to its end
+        self._ran = False  # True if the module of the last trial ran to its end
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes: what was found out, without modules and their weights."""
+        """Return the state for other processes: results, without modules and their weights."""
         spec = replace(self._spec, source=self._spec.source.for_names(()))
         return {**vars(self), "_spec": spec, "_skeleton": None, "_small": None}
 
     def try_example(self) -> None:
-        """Remember what becomes of the example, which is of one item or more."""
+        """Try the example and cache the result."""
         example = {k: v for k, v in (self._example or {}).items() if isinstance(v, torch.Tensor)}
         if example and len({len(value) for value in example.values() if value.dim()}) == 1:
             count = len(next(iter(example.values())))
-            with suppress(DataError):  # whoever has such items will be told
+            with suppress(DataError):  # items like these are refused when a batch has them
                 self.taken({**example, INDEX: torch.arange(count)})
 
     def taken(self, items: Items) -> Taken:
-        """What becomes of items.
-
-        Args:
-            items: the encoder's tensors and ``sample_index``, as
-                :func:`raymm.model.batch_rules.complete_microbatch` gives them.
+        """Try an encoder's tensors and ``sample_index`` (see
+        :func:`raymm.model.batch_rules.complete_microbatch`), or return the cached result.
 
         Raises:
-            DataError: the encoder, its callbacks or its projector do not take them, do not read
-                one of them, or make something else of them than (N, tokens, H).
+            DataError: the encoder, its callbacks or its projector do not accept the items, do not
+                read one of them, or do not return (items, tokens, width).
         """
         tensors = {key: value for key, value in items.items() if key != INDEX}
         count = len(items[INDEX])
         key = signature(tensors, count)
-        if self._has_callbacks:  # they may want another number of items
+        if self._has_callbacks:  # callbacks may change the number of items
             key = (count, *key)
         taken = self._by_signature.get(key)
         if taken is None:
@@ -126,7 +120,7 @@ class EncoderTrial:
             try:
                 if self._small is None:
                     self._small = _small_chain(self._spec)
-            except USER_CODE_RAISES:  # nothing to try it on: the ranks will see
+            except USER_CODE_RAISES:  # there is nothing to try the items on; ranks check them
                 return Taken()
             try:
                 autocast = self._autocast and getattr(torch, self._autocast)
@@ -134,7 +128,7 @@ class EncoderTrial:
                     outcome = self._run(self._small, {k: v.clone() for k, v in tensors.items()})
             except USER_CODE_RAISES as error:
                 if self._ran and self._spec.postprocess_module is not None:
-                    return Taken()  # a callback may want a block that the copy does not have
+                    return Taken()  # a callback may need a block that the replica does not have
                 raise DataError(self._refusal(tensors, error)) from error
         features, unread, ids = outcome
         if unread:
@@ -153,7 +147,7 @@ class EncoderTrial:
         return Taken(shape[1], ids)
 
     def _of_features(self, features: Items) -> Taken:
-        """Of what the encoder, or its first blocks, made of such items before."""
+        """Return the result for cached features of the encoder or its first blocks."""
         if self._skeleton is None:
             self._skeleton = skeleton_chain(self._spec)
         with torch.no_grad():
@@ -165,7 +159,7 @@ class EncoderTrial:
     def _run(
         self, chain: EncoderStage, tensors: Items
     ) -> tuple[torch.Tensor, list[str], dict[str, int]]:
-        """Features, what was not read, and what was looked up in tables of how many ids."""
+        """Return the features, the unread inputs, and the table sizes of inputs that are ids."""
         reads = _Reads(tensors)
         self._ran = False
         module = _whole(chain)
@@ -184,7 +178,7 @@ class EncoderTrial:
         example = self._example
         if example is None:
             try:
-                assert self._small is not None  # which refused
+                assert self._small is not None  # which raised the error
                 example = example_inputs(_whole(self._small))
             except ModelError:
                 pass
@@ -195,8 +189,10 @@ class EncoderTrial:
 
 
 def signature(tensors: Items, count: int) -> tuple:
-    """What decides whether an encoder takes items, besides their values: the same for any number
-    of them where they are all along the first dimension."""
+    """Return what decides, apart from values, whether an encoder accepts items.
+
+    The number of items does not count if all tensors have them along the first dimension.
+    """
     return tuple(
         (key, value.dtype, len(value) == count, tuple(value.shape)[len(value) == count :])
         for key, value in sorted(tensors.items())
@@ -204,14 +200,14 @@ def signature(tensors: Items, count: int) -> tuple:
 
 
 def skeleton_chain(spec: EncoderSpec) -> EncoderStage:
-    """The whole encoder with projector and callbacks on the meta device."""
+    """Return the whole encoder with projector and callbacks on the meta device."""
     module = on_meta(spec.source.skeleton()).to("meta")
     projector = spec.projector and on_meta(spec.projector.skeleton()).to("meta")
     return EncoderStage(spec, 0, spec.num_layers, module, projector)
 
 
 def _small_chain(spec: EncoderSpec) -> EncoderStage:
-    """The same on the CPU, with few blocks, random weights, and all ids."""
+    """Return the encoder on the CPU, with few blocks, random weights and all ids."""
     skeleton = spec.source.skeleton()
     if isinstance(skeleton, PreTrainedModel):
         config = shrink_config(skeleton.config)
@@ -228,7 +224,7 @@ def _small_chain(spec: EncoderSpec) -> EncoderStage:
 
 
 class _Reads(TorchFunctionMode):
-    """Sees which of some tensors are read by a chain's module and callbacks."""
+    """Records which tensors a chain's module and callbacks read."""
 
     def __init__(self, tensors: Items) -> None:
         super().__init__()
@@ -251,7 +247,8 @@ class _Reads(TorchFunctionMode):
 
     @contextmanager
     def followed(self, chain: EncoderStage) -> Iterator[None]:
-        """While a chain runs. Its own code, which sorts its inputs, counts for nothing."""
+        """Record reads while a chain runs, except those of the chain's code, which only sorts its
+        inputs."""
         spec, handles = chain.spec, []
         chain.spec = replace(
             spec, preprocess=self._within(spec.preprocess),
@@ -291,8 +288,8 @@ class _Reads(TorchFunctionMode):
 
 @contextmanager
 def lookups(module: nn.Module, tensors: Items) -> Iterator[dict[str, int]]:
-    """While a module runs: which of its tensors are looked up in a table, and how many ids the
-    smallest has."""
+    """Record which tensors a module looks up in embedding tables, with the size of the smallest
+    table."""
     keys = {_storage(value): key for key, value in tensors.items()}
     sizes: dict[str, int] = {}
 
@@ -313,11 +310,11 @@ def lookups(module: nn.Module, tensors: Items) -> Iterator[dict[str, int]]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What views of a tensor have in common with it, on the meta device too."""
+    """Return a key that a tensor shares with its views, on the meta device too."""
     return tensor.untyped_storage()._cdata
 
 
 def _whole(chain: EncoderStage) -> nn.Module:
-    """The module of a whole chain."""
+    """Return the module of a whole chain."""
     assert chain.module is not None
     return chain.module

@@ -1,7 +1,6 @@
-"""One module of a multimodal model: an encoder with its projector, or the language model.
+"""A module of a multimodal model: an encoder with its projector, or the language model.
 
-It says where ranks get the module's weights from, and which widths go in and out; nothing is
-loaded for that.
+The description records the source of the weights and the widths; nothing is loaded for it.
 """
 
 from __future__ import annotations
@@ -31,42 +30,42 @@ from raymm.model.module_kind import ModuleKind
 
 
 class WeightsWarning(UserWarning):
-    """Of a model folder: weights that are drawn anew, as was asked for, or are of no use."""
+    """Weights of a model folder are unused, or are drawn at random as requested."""
 
 
 class ModalityModule(nn.Module):
-    """One encoder with its projector, or the language model.
+    """An encoder with its projector, or the language model.
 
     Args:
-        module: a live ``nn.Module``; a Hugging Face config (random weights, drawn from
-            ``seed``); the path of a local checkpoint folder (its weights are read by the
-            ranks that need them, never by the driver); or a
-            :class:`raymm.actors.weights.source.ModuleSource` such as ``FactorySource``.
-        projector: ``"linear"``, ``"mlp"``, a live ``nn.Module``, or None for no projector
-            (the encoder's output then must be as wide as the language model).
-        frozen: True or False sets ``requires_grad`` of the whole module; None leaves a live
-            module as it is and makes any other trainable. A module with nothing trainable
-            runs in eval mode.
+        module: a live ``nn.Module``; a Hugging Face config (random weights from ``seed``); the path
+            of a local checkpoint folder (only the ranks that need the weights read them, never the
+            driver); or a :class:`raymm.actors.weights.source.ModuleSource` such as
+            ``FactorySource``.
+        projector: ``"linear"``, ``"mlp"``, a live ``nn.Module``, or None if the encoder's output is
+            as wide as the language model.
+        frozen: True or False sets ``requires_grad`` of the whole module. None leaves a live module
+            unchanged and makes any other trainable. A module without trainable parameters runs in
+            eval mode.
         projector_frozen: the same for the projector.
-        lora: adapters of the module's linear layers; all else in it stays as it is. In place in a
-            live module.
+        lora: adapters of the module's linear layers, added in place to a live module. All other
+            weights stay frozen.
         projector_lora: the same for the projector.
-        hidden_size: width of the encoder's output features, where the config does not say.
+        hidden_size: width of the encoder's output, where the config does not have it.
         model_class: transformers class name, or its path within transformers, where config or
-            folder do not say which.
+            folder do not have it.
         preprocess_callback: ``f(inputs) -> inputs`` before the encoder.
         postprocess_module_callback: ``f(inputs, output) -> output`` after the encoder.
         postprocess_projector_callback: ``f(inputs, output) -> output`` after the projector.
-        example_inputs: what a batch has for the encoder, before its preprocess callback, where
-            that cannot be guessed from its config: what it is tried with before it is cut.
-        seed: of random weights.
-        trust_remote_code: run Python files that a checkpoint folder brings, here and on every
-            rank; otherwise such a folder is refused where transformers does not know its classes.
-        missing_weights: ``"fresh"`` draws weights that a checkpoint folder lacks, or has in other
-            shapes, from ``seed``, as for the head of a new task; otherwise it is refused.
+        example_inputs: inputs of the encoder in a batch, before its preprocess callback, for the
+            probe of cuts; guessed from the config by default.
+        seed: seed of random weights.
+        trust_remote_code: True to run Python files of the checkpoint folder, here and on every
+            rank. Otherwise a folder whose classes transformers does not know is refused.
+        missing_weights: ``"fresh"`` draws weights that the checkpoint folder lacks, or has in other
+            shapes, from ``seed``, as for the head of a new task. Otherwise the folder is refused.
 
     Raises:
-        ModelError: naming the argument and what is accepted.
+        ModelError: names the argument and what is accepted.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class ModalityModule(nn.Module):
             raise ModelError("projector_lora is given, but projector is None; leave it out")
 
     def source(self, kind: ModuleKind = ModuleKind.ENCODER) -> ModuleSource:
-        """Where ranks get this module from."""
+        """Return the source that ranks build this module from."""
         if self.module is not None:
             return LiveSource.of(self.module)
         source = self._described(kind)
@@ -154,7 +153,7 @@ class ModalityModule(nn.Module):
         return dataclasses.replace(adapted, frozen=self._frozen)
 
     def _described(self, kind: ModuleKind) -> ModuleSource:
-        """Where its weights are from that are not adapters'."""
+        """Return the source of the weights without adapters."""
         description, frozen = self._description, self._frozen
         if isinstance(description, ModuleSource):
             return description if frozen is None else _with_frozen(description, frozen)
@@ -188,19 +187,13 @@ class ModalityModule(nn.Module):
 
     @property
     def folder(self) -> str | None:
-        """The checkpoint folder that the module is from, if it is."""
+        """Checkpoint folder of the module; None if it has another source."""
         described = self._description
         return os.fspath(described) if isinstance(described, str | os.PathLike) else None
 
     def output_size(self, source: ModuleSource) -> int:
-        """Width of the module's output features.
-
-        Args:
-            source: the module's, whose config is asked besides.
-
-        Raises:
-            ModelError: if neither ``hidden_size`` nor the module says, or they contradict.
-        """
+        """Return the width of the module's output features. Raises ModelError if the width is
+        unknown, or ``hidden_size`` contradicts the module."""
         hidden_size, config = self._hidden_size, source.config
         stated = [
             value
@@ -213,7 +206,7 @@ class ModalityModule(nn.Module):
         if hidden_size is None:
             return stated[0]
         if stated and self.postprocess_module_callback is None:
-            # Some models add a layer of another width at the end, whose config names it too.
+            # Some models add a last layer of another width, which their config has as well.
             accepted = config.to_dict().values() if isinstance(config, PretrainedConfig) else stated
             if hidden_size not in accepted:
                 raise ModelError(
@@ -223,16 +216,8 @@ class ModalityModule(nn.Module):
         return hidden_size
 
     def build_projector(self, name: str, in_features: int, out_features: int) -> None:
-        """Make the projector that was asked for by kind; check the one that is there already.
-
-        Args:
-            name: of the encoder; the projector's random weights follow from it and the seed.
-            in_features: width of the encoder's output.
-            out_features: width of the language model's input embeddings.
-
-        Raises:
-            ModelError: if widths do not match.
-        """
+        """Build the projector if it was given by kind, and check its widths. Its random weights
+        depend on the encoder's name. Raises ModelError if the widths do not match."""
         if self._projector_kind is not None and self.projector is None:
             config = ProjectorConfig(self._projector_kind, in_features, out_features)
             source = ConfigSource(
@@ -249,11 +234,8 @@ class ModalityModule(nn.Module):
         _check_projector(name, self.projector, in_features, out_features)
 
     def freeze(self, module: bool = True, projector: bool = False) -> ModalityModule:
-        """Set what is frozen: the module, the projector.
-
-        Raises:
-            ModelError: one of them has adapters.
-        """
+        """Freeze or unfreeze the module and the projector. Raises ModelError if one of them has
+        adapters."""
         if self.lora is not None or self.projector_lora is not None:
             raise ModelError("freeze is not supported for a module with adapters (lora)")
         self.set_frozen(module, False)
@@ -261,12 +243,8 @@ class ModalityModule(nn.Module):
         return self
 
     def set_frozen(self, frozen: bool, projector: bool) -> None:
-        """Freeze or train all of the module, or of its projector; of one with adapters these.
-
-        Args:
-            frozen: which of both.
-            projector: of which.
-        """
+        """Freeze or unfreeze the module, or its projector; with adapters, only the adapters
+        change."""
         if projector:
             self._projector_frozen, module = frozen, self.projector
         else:
@@ -276,14 +254,14 @@ class ModalityModule(nn.Module):
             set_mode(module)
 
     def materialize(self, kind: ModuleKind = ModuleKind.ENCODER) -> nn.Module:
-        """The whole module with weights, in this process."""
+        """Return the whole module with weights in this process."""
         if self.module is None:
             self.module = self.source(kind).build()
         return self.module
 
 
 def _adapted(module: nn.Module, lora: LoraConfig | None, seed: int) -> nn.Module:
-    """A live module, which gets its adapters if it is to have some."""
+    """Return a live module, with adapters if ``lora`` is given."""
     return module if lora is None else adapt(module, find_targets(module, lora), lora, seed)
 
 
@@ -292,21 +270,14 @@ def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
 
 
 def check_weights(module: str, source: ModuleSource) -> None:
-    """Compare the weights on disk with what the module has, and warn of what is of no use or drawn.
-
-    Args:
-        module: what to call it in the warning.
-        source: of its weights.
-
-    Raises:
-        ModelError: weights on disk are not those of the module.
-    """
+    """Compare the weights on disk with the module, and warn about unused or random weights. Raises
+    ModelError if the weights do not fit the module."""
     for note in source.check():
         warnings.warn(f"{module}: {note}", WeightsWarning, stacklevel=3)
 
 
 def _check_projector(name: str, projector: nn.Module, in_features: int, out_features: int) -> None:
-    """That the first and last linear layer, if there are any, are as wide as what they join."""
+    """Check that the first and last linear layer, if there are any, have the given widths."""
     linears = [m for m in projector.modules() if isinstance(m, nn.Linear)]
     if not linears:
         return

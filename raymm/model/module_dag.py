@@ -1,7 +1,7 @@
-"""Describing a model of several light modules as a graph: towers, backbones, decoders, losses.
+"""A model as a graph of light modules: towers, backbones, decoders, losses.
 
-For models that :class:`raymm.DagParallelModule` runs: CLIP, ImageBind, OFASys and the like. Samples
-are in dimension 0 of everything that modules hand to each other::
+The graph describes models for :class:`raymm.DagParallelModule`, such as CLIP, ImageBind and OFASys.
+Samples are in dimension 0 of all tensors that modules pass to each other::
 
     dag = ModuleDag({
         "image": DagModule(vision, reads="pixel_values", outputs="image_embeds"),
@@ -36,21 +36,21 @@ from raymm.scheduler.graph.sample_ranges import Range
 
 @dataclass(frozen=True)
 class DagOutput:
-    """What a forward gives: the loss (scalar) and what it is the sum of."""
+    """Result of a forward: the loss (scalar) and its summands by name."""
 
     loss: torch.Tensor
     losses: dict[str, torch.Tensor]
 
 
 class ModuleDag(nn.Module):
-    """A model as a graph of modules and losses. ``forward`` runs it in this process.
+    """A model as a graph of modules and losses. ``forward`` runs the graph in this process.
 
     Args:
         nodes: by name; names are identifiers.
 
     Raises:
-        ModelError, PlanError: names that are unknown or no identifiers, a cycle, modules
-            that no loss depends on, modules that share parameters.
+        ModelError, PlanError: names that are unknown or not identifiers, a cycle, modules that no
+            loss depends on, or modules that share parameters.
     """
 
     def __init__(self, nodes: Mapping[str, DagModule]) -> None:
@@ -69,7 +69,7 @@ class ModuleDag(nn.Module):
             check_no_shared_parameters({n: entry for n, entry in live.items() if entry is not None})
         except ValueError as error:
             raise ModelError(str(error)) from error
-        for name in nodes:  # last: they must not be among the attributes that are set here
+        for name in nodes:  # last, so that names are compared with all attributes
             if not name.isidentifier() or hasattr(self, name):
                 raise ModelError(
                     f"a node is named {name!r}; accepted: an identifier that is not an attribute "
@@ -77,8 +77,10 @@ class ModuleDag(nn.Module):
                 )
 
     def _outputs(self, name: str) -> tuple[str, ...]:
-        """What a module hands on. What nobody reads stays where it is: it would be sent for
-        nothing, and be in a backward that one process does not have."""
+        """Return the outputs of a module that others read.
+
+        Other outputs are not sent: they would cost time, and add a backward that one process lacks.
+        """
         read = [
             (reader, entry.output) for reader, other in self.nodes.items()
             for entry in other.parsed_inputs() if entry.producer == name
@@ -100,14 +102,8 @@ class ModuleDag(nn.Module):
         return tuple(dict.fromkeys(output for _, output in read if output is not None))
 
     def graph_with_ports(self, cut: Collection[str]) -> ModuleGraph:
-        """The graph with what layers of some modules read of others.
-
-        Args:
-            cut: modules that are to be several stages.
-
-        Raises:
-            ProbeError: one does not run on its example inputs.
-        """
+        """Return the graph with ports: inputs from other modules that inner layers of the ``cut``
+        modules read. Raises ProbeError if a module does not run on its example inputs."""
         ports = [
             port for name in cut
             for port in node_ports(
@@ -118,18 +114,15 @@ class ModuleDag(nn.Module):
         return replace(self.graph, ports=tuple(ports))
 
     def materialize(self) -> ModuleDag:
-        """Load all weights into this process (``forward`` does it when needed)."""
+        """Load all weights into this process. ``forward`` does so when needed."""
         for name in self.graph.topological:
             if name not in self._modules:
                 self.add_module(name, self.nodes[name].materialize(name))
         return self
 
     def batch_size(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Samples of a batch.
-
-        Raises:
-            ModelError: an entry that a module reads is missing, or entries differ in samples.
-        """
+        """Return the number of samples of a batch. Raises ModelError if an entry is missing, or
+        entries have different numbers of samples."""
         readers = {e: n for n, node in self.nodes.items() for e in node.reads.values()}
         for name, node in self.nodes.items():
             if isinstance(node, DagLoss) and node.divide_by is not None:
@@ -151,11 +144,8 @@ class ModuleDag(nn.Module):
         return next(iter(sizes.values()))
 
     def scales(self, *batches: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """What the sum of each loss over the samples of all batches is multiplied with.
-
-        Raises:
-            ModelError: a batch that does not fit, or whose ``divide_by`` sums to 0.
-        """
+        """Return the factor of each loss's sum over the samples of all batches. Raises ModelError
+        if a batch is not accepted, or its ``divide_by`` sums to 0."""
         size = sum(self.batch_size(batch) for batch in batches)
         scales = {}
         for name, node in self.nodes.items():
@@ -174,15 +164,13 @@ class ModuleDag(nn.Module):
     def forward(
         self, batch: Mapping[str, torch.Tensor], seeds: SampleSeeds | None = None
     ) -> DagOutput:
-        """The loss of a batch, in this process.
+        """Return the loss of a batch with entries (samples, ...), computed in this process.
 
         Args:
-            batch: entries (samples, ...).
-            seeds: of noise; None for those of evaluation.
+            seeds: seeds of noise; None for those of evaluation.
 
         Raises:
-            ModelError: a batch that does not fit.
-            ModelError: what modules return does not.
+            ModelError: the batch or the output of a module is not accepted.
         """
         self.materialize()
         samples = Range(0, self.batch_size(batch))
@@ -198,22 +186,18 @@ class ModuleDag(nn.Module):
         return DagOutput(cast(torch.Tensor, sum(losses.values())), losses)
 
     def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights can be had again from where they came from."""
+        """Return the modules whose frozen weights can be loaded from their source again."""
         return frozenset(
             name for name, node in self.nodes.items()
             if not isinstance(node.modality.source(), LiveSource)
         )
 
     def stage_spec(self, name: str) -> NodeStageSpec:
-        """What stages of a module are built from.
-
-        Args:
-            name: of the module.
-        """
+        """Return the spec that stages of a module are built from."""
         return self.nodes[name].stage_spec(name, self.specs()[name])
 
     def specs(self) -> dict[str, NodeSpec]:
-        """What nodes read and hand on, in the graph's order."""
+        """Return the inputs and outputs of nodes, in the graph's order."""
         return {
             name: NodeSpec(
                 name, tuple(node.reads.items()), node.parsed_inputs(), self._handed_on[name],
@@ -224,7 +208,7 @@ class ModuleDag(nn.Module):
 
 
 def _graph(nodes: Mapping[str, DagModule]) -> ModuleGraph:
-    """Every module with its blocks."""
+    """Return the graph of all modules with their blocks."""
     reads = {
         (entry.producer, name): False
         for name, node in nodes.items() for entry in node.parsed_inputs()

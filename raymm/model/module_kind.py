@@ -1,4 +1,4 @@
-"""The kinds of modules that a multimodal model has."""
+"""Kinds of modules of a multimodal model."""
 
 from enum import StrEnum
 
@@ -7,12 +7,12 @@ LANGUAGE_MODEL = "llm"
 
 
 class ModuleKind(StrEnum):
-    """What a module reads, and so what its layers are counted and cut as."""
+    """Kind of a module, which determines how its layers are counted and cut."""
 
-    ENCODER = "encoder"  # items of a modality, each by itself
-    LANGUAGE_MODEL = "language_model"  # text with what encoders made of it; computes the loss
+    ENCODER = "encoder"  # reads items of a modality independently
+    LANGUAGE_MODEL = "language_model"  # reads text and features; computes the loss
 
 
 def module_kind(name: str) -> ModuleKind:
-    """Of a module of a :class:`raymm.model.multimodal.MultimodalModule`, by its name."""
+    """Return the kind of a module of a :class:`MultimodalModule`, by its name."""
     return ModuleKind.LANGUAGE_MODEL if name == LANGUAGE_MODEL else ModuleKind.ENCODER

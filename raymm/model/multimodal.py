@@ -1,4 +1,4 @@
-"""Describing a multimodal model: encoders with projectors that feed a language model.
+"""A multimodal model of parts: encoders with projectors that feed a language model.
 
 Names follow Cornstarch v1, Listings 1 and 2.
 """
@@ -38,14 +38,16 @@ from raymm.model.ports import language_ports
 from raymm.model.trainable_layers import any_trainable, counted, trainable_blocks
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
-# Policies that always use all features; others may leave an encoder's alone.
+# Policies that always read the features of all encoders; others may ignore some.
 _READ_ALL = (CrossAttend, Prepend, ReplaceTokens)
 _RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "labels"})
 
 
 def _embedding_width(source: ModuleSource) -> int | None:
-    """Width of the language model's input embeddings; None if it does not say. Not the
-    config's hidden size: some models (OPT-350m) project their embeddings up to it."""
+    """Return the width of the language model's input embeddings; None if unknown.
+
+    The config's hidden size may differ: some models (OPT-350m) project their embeddings up to it.
+    """
     skeleton = source.skeleton()
     find = getattr(skeleton, "get_input_embeddings", None)
     weight = getattr(find() if find else None, "weight", None)
@@ -55,35 +57,35 @@ def _embedding_width(source: ModuleSource) -> int | None:
 class MultimodalModule(nn.Module):
     """Encoders that feed a language model.
 
-    ``forward`` runs everything in this process: it is the reference that parallel training
-    is compared with. Encoders become attributes ``{name}_encoder``.
+    ``forward`` runs everything in this process and is the reference of parallel training. Encoders
+    become attributes ``{name}_encoder``.
 
     Args:
         encoders: by modality name, as in the data.
-        language_model: a :class:`ModalityModule` or anything it accepts as ``module``.
+        language_model: a :class:`ModalityModule`, or anything that it accepts as ``module``.
         preprocess_callback: the merge policy, ``f(encoder_outputs, inputs) -> inputs``
-            (:mod:`raymm.actors.modules.merge`); default: put modality tokens before the text.
-        mask: which tokens of the merged sequence see which: a name of
+            (:mod:`raymm.actors.modules.merge`). The default puts modality tokens before the text.
+        mask: visibility between tokens of the merged sequence: a mask policy, or a name of
             :data:`raymm.actors.modules.token_layout.MASKS` (``"causal"``, ``"multimodal"``,
-            ``"multimodal_isolated"``, ``"causal_with_own_image"``) or a mask policy. Default:
-            the language model's own mask.
-        packing: run a microbatch's rows as one sequence without padding, each row a document by
-            itself; the loss is the same. The language model must obey masks and position ids.
-        router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
-            routers if its config says so (``output_router_logits``). Default: it is added, as
-            transformers does for one batch, over all tokens of a step.
-        preference: the loss of pairs of answers, which are rows one after another, chosen and
-            rejected; each answer's tokens are its labels. What trains must be adapters: without
-            them the model is the reference. None for cross entropy.
+            ``"multimodal_isolated"``, ``"causal_with_own_image"``). The default is the language
+            model's own mask.
+        packing: True to run a microbatch's rows as one sequence without padding, each row a
+            separate document, with the same loss. The language model must obey masks and position
+            ids.
+        router_loss: ``"ignore"`` omits the auxiliary router loss of a mixture of experts that its
+            config requests (``output_router_logits``). By default the loss is added as in
+            transformers, over all tokens of a step.
+        preference: the loss for pairs of answers, in consecutive rows, chosen and rejected; the
+            labels are the tokens of the answer. Only adapters may train: without them the model is
+            the reference. None for cross entropy.
 
     Attributes:
-        changing: modules that a run freezes or unfreezes as it goes: their weights, frozen or not,
-            are in its checkpoints.
+        changing: modules that a run freezes or unfreezes while it trains; their weights are in all
+            checkpoints, frozen or not.
 
     Raises:
-        ModelError: if names are reserved or widths do not match.
-        ModelError: a folder or a file lacks weights; what else is to be said of them, a
-            :class:`raymm.model.modality_module.WeightsWarning` says.
+        ModelError: reserved names, widths that do not match, or a folder that lacks weights. Other
+            findings about weights are a :class:`raymm.model.modality_module.WeightsWarning`.
     """
 
     def __init__(
@@ -148,29 +150,22 @@ class MultimodalModule(nn.Module):
 
     @property
     def graph(self) -> ModuleGraph:
-        """Every encoder feeds the language model."""
+        """Graph in which every encoder feeds the language model."""
         return module_graph(self)
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """The encoders', then the language model's."""
+        """Names of the encoders, then of the language model."""
         return (*self.encoder_names, LANGUAGE_MODEL)
 
     def freeze(self, encoders: bool = True, projectors: bool = False, llm: bool = True) -> None:
-        """Set what is frozen everywhere at once; the defaults are alignment training.
-
-        Args:
-            encoders: all of them.
-            projectors: those of all encoders.
-            llm: the language model.
-        """
+        """Freeze or unfreeze all parts at once; the defaults are those of alignment training."""
         for encoder in self.encoders.values():
             encoder.freeze(encoders, projectors)
         self.language_model.freeze(llm)
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
-        """Return, by module and projector, how many elements of its parameters are trained, and
-        how many it has."""
+        """Return (trained elements, all elements) of the parameters, by module and projector."""
         parts: dict[str, nn.Module] = {}
         for name, encoder in self.encoders.items():
             parts[name] = encoder.source().skeleton()
@@ -181,13 +176,13 @@ class MultimodalModule(nn.Module):
         return {name: counted(part.parameters()) for name, part in parts.items()}
 
     def spec(self, name: str) -> EncoderSpec | LanguageSpec:
-        """A module as data for the ranks."""
+        """Return the spec of a module for the ranks."""
         if module_kind(name) is ModuleKind.LANGUAGE_MODEL:
             return self.language_spec()
         return self.encoder_spec(name)
 
     def encoder_spec(self, name: str) -> EncoderSpec:
-        """The encoder as data for the ranks."""
+        """Return the spec of an encoder for the ranks."""
         encoder = self.encoders[name]
         source = encoder.source()
         projector = None if encoder.projector is None else LiveSource.of(encoder.projector)
@@ -208,7 +203,7 @@ class MultimodalModule(nn.Module):
         return self.preference is not None and self.preference.disable_dropout
 
     def language_spec(self) -> LanguageSpec:
-        """The language model as data for the ranks."""
+        """Return the spec of the language model for the ranks."""
         source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
         return self._language_spec(source, num_blocks(source.skeleton()))
 
@@ -221,16 +216,13 @@ class MultimodalModule(nn.Module):
 
     @cached_property
     def mixture(self) -> Mixture | None:
-        """What the language model is as a mixture of experts; None if it is none.
-
-        Raises:
-            ProbeError: it adds something to its loss that stages of it cannot add up.
-        """
+        """Mixture of experts of the language model; None if it has none. Raises ProbeError if the
+        model adds a term to its loss that stages cannot add up."""
         source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
         return mixture_of(source, ignore=self.router_loss == "ignore")
 
     def materialize(self) -> MultimodalModule:
-        """Load every part's weights into this process (``forward`` does it when needed)."""
+        """Load all weights into this process. ``forward`` does so when needed."""
         for encoder in self.encoders.values():
             encoder.materialize()
         self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
@@ -245,25 +237,25 @@ class MultimodalModule(nn.Module):
         reference: torch.Tensor | None = None,
         **modalities: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Loss of a microbatch, in this process.
+        """Return the loss of a microbatch, computed in this process.
 
         Args:
-            input_ids: (B, T) int64, at least one of each; ids of the vocabulary, padding too.
-            labels: (B, T) int64, -100 where there is none, as for padding; the first of a row
-                never counts.
-            attention_mask: (B, T) bools or integers, 1 for real tokens, of which every row has
-                one; None for all. Padding is before or after a row's tokens.
-            label_tokens: what to divide by; by default the microbatch's own label count, or number
-                of pairs.
-            reference: (B,), of pairs of answers what the reference says of each row; by default
-                the model without its adapters is asked.
+            input_ids: (B, T) int64, B and T at least 1; ids of the vocabulary, padding too.
+            labels: (B, T) int64, -100 for tokens without a label, such as padding. The first label
+                of a row never counts.
+            attention_mask: (B, T) bools or integers, 1 for real tokens, at least one per row; None
+                if all tokens are real. Padding precedes or follows a row's tokens.
+            label_tokens: divisor of the loss; by default the microbatch's number of labels, or of
+                pairs.
+            reference: (B,) log-probabilities of the reference for pairs of answers; by default
+                computed by the model without its adapters.
             **modalities: per encoder, a dict of its keyword arguments, tensors with at least one
-                item, and ``sample_index`` (n_items,) int64: the row each item belongs to
-                (default: item i to row i, where there are as many items as rows). None for none.
+                item, and ``sample_index`` (n_items,) int64, the row of each item (by default item i
+                is in row i, if there are as many items as rows). None if there are no items.
 
         Returns:
-            Scalar: sum of token cross entropies over label tokens / ``label_tokens``; of a mixture
-            of experts, with its routers' loss of this microbatch, if its config asks for it.
+            Scalar: sum of token cross entropies over label tokens / ``label_tokens``, plus the
+            router loss of this microbatch if the config of a mixture of experts requests it.
 
         Raises:
             DataError: a key, dtype, shape or value that is not accepted.
@@ -290,20 +282,16 @@ class MultimodalModule(nn.Module):
         return self._outcome(microbatch, text, label_tokens)
 
     def scores(self, microbatch: dict[str, Any], label_tokens: int = 1) -> torch.Tensor:
-        """(B,), log-probabilities of the labels of each row of a complete microbatch of pairs of
-        answers, without adapters and without gradients.
-
-        Args:
-            microbatch: with all that :meth:`forward` fills in.
-            label_tokens: of no matter.
-        """
+        """Return the log-probabilities of each row's labels in a complete microbatch of pairs of
+        answers, (B,), without adapters and gradients. ``label_tokens`` has no effect on the
+        result."""
         with torch.no_grad(), without_adapters(self):
             return self._outcome(microbatch, text_inputs(microbatch), label_tokens)
 
     def _outcome(
         self, microbatch: dict[str, Any], text: dict[str, Any], label_tokens: int
     ) -> torch.Tensor:
-        """The loss; of pairs whose reference is not known, the rows' log-probabilities."""
+        """Return the loss, or the rows' log-probabilities for pairs without a known reference."""
         language_model = self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
         received: dict[str, Message] = {}
         for name in self.encoder_names:
@@ -319,7 +307,7 @@ class MultimodalModule(nn.Module):
                     )
                 finally:
                     stage.detach()
-        spec = self._language_spec(cast(ModuleSource, None), 1)  # what is here is not built
+        spec = self._language_spec(cast(ModuleSource, None), 1)  # no source is needed
         stage = LanguageStage(spec, 0, 1, language_model)
         context = self._context(LANGUAGE_MODEL, label_tokens)
         if self.preference is not None:
@@ -329,23 +317,23 @@ class MultimodalModule(nn.Module):
         finally:
             stage.detach()
         outcome = message.scores if message.loss is None else message.loss
-        assert outcome is not None  # of a whole language model
+        assert outcome is not None  # a whole language model returns one of both
         return outcome
 
     @contextlib.contextmanager
     def drawing(self, seed: int, step: int, microbatch: int, batch: int = 0) -> Iterator[None]:
-        """Within it, :meth:`forward` draws the random numbers (dropout, blocks to skip) that ranks
-        draw in this microbatch of this step of a run, however the modules are cut; the generators
-        are left as they were.
+        """Context manager in which :meth:`forward` draws the random numbers (dropout, skipped
+        blocks) of a run's ranks for one microbatch, independently of the cuts. The generators are
+        restored afterwards.
 
         Args:
-            seed: of the run, as of :class:`raymm.runtime.pipelined.MultimodalParallelModule`.
-            step: its steps are counted from 0.
-            microbatch: its number within the batch, from 0.
+            seed: seed of the run, see :class:`raymm.runtime.pipelined.MultimodalParallelModule`.
+            step: number of the step, from 0.
+            microbatch: number within the batch, from 0.
             batch: number of the ``execute`` before the optimizer's step, from 0.
 
         Raises:
-            ModelError: a module with gradient checkpointing of its own, whose backward would draw
+            ModelError: a module uses its own gradient checkpointing, whose backward would draw
                 other numbers.
         """
         for name, part in self.materialize().named_children():
@@ -368,8 +356,8 @@ class MultimodalModule(nn.Module):
 
 
 def light_encoder_spec(name: str, encoder: ModalityModule) -> EncoderSpec:
-    """Of an encoder that is in this process already: a stage of it calls what it has, and builds
-    nothing, so that there are no sources."""
+    """Return the spec of an encoder in this process, without sources: a stage calls the existing
+    modules."""
     return EncoderSpec(
         name, cast(ModuleSource, None), 1, cast(ModuleSource | None, encoder.projector),
         encoder.preprocess_callback, encoder.postprocess_module_callback,
@@ -386,7 +374,7 @@ def _mask_policy(mask: str | MaskPolicy | None) -> MaskPolicy | None:
 
 
 def module_graph(model: MultimodalModule) -> ModuleGraph:
-    """The graph of a model of parts: every encoder feeds the language model, nothing else."""
+    """Return the graph of a model of parts, in which every encoder feeds the language model."""
     nodes = []
     for name in model.encoder_names:
         spec = model.encoder_spec(name)

@@ -1,5 +1,5 @@
-"""Ports of a model's graph: what layers read of other modules beside their hidden state, found by
-trying the module on the meta device."""
+"""Ports of a model's graph: inputs from other modules that layers read in addition to their hidden
+state. They are found by running the module on the meta device."""
 
 from __future__ import annotations
 
@@ -27,15 +27,8 @@ _NOT_FOR_MODEL = ("labels", "input_ids", "sample_index", "encoder_kinds", "token
 
 
 def language_ports(spec: LanguageSpec) -> tuple[Port, ...]:
-    """Of what a merge policy may hand to layers, which read it.
-
-    Args:
-        spec: the language model, with its merge policy and encoders.
-
-    Raises:
-        ProbeError: the policy fails on a small example, or the model does not run with what it
-            returns; or no layer reads it.
-    """
+    """Return the ports of what a merge policy passes to layers. Raises ProbeError if the policy or
+    the model fails on a small example, or no layer reads the input."""
     names: tuple[str, ...] = getattr(spec.merge, "ports", ())
     if not names or not spec.encoders:
         return ()
@@ -65,15 +58,8 @@ def _on(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def merged_arguments(spec: LanguageSpec, model: nn.Module) -> dict[str, Any]:
-    """What a model is called with for a small batch in which every row has an item of each encoder.
-
-    Args:
-        spec: the language model, with its merge policy and encoders.
-        model: a copy of it, whose widths count.
-
-    Raises:
-        ProbeError: the policy fails on it.
-    """
+    """Return a model's arguments for a small batch in which every row has an item of each encoder.
+    Raises ProbeError if the merge policy fails on the batch."""
     width = input_embeddings(model).weight.shape[1]
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(_ROWS)
@@ -90,7 +76,7 @@ def merged_arguments(spec: LanguageSpec, model: nn.Module) -> dict[str, Any]:
     }
     try:
         merged = dict(getattr(spec.merge, "tried", spec.merge)(features, inputs))
-    except USER_CODE_RAISES as error:  # whatever a policy may raise
+    except USER_CODE_RAISES as error:  # a policy may raise anything
         raise ProbeError(
             f"the merge policy fails on {_ROWS} rows of {_TOKENS} tokens, with one item of "
             f"{_ITEM_TOKENS} tokens each{because(error)}"
@@ -105,16 +91,14 @@ def node_ports(
     spec: NodeStageSpec, outputs: Mapping[str, tuple[str, ...]], with_gradient: Collection[str],
     example: Mapping[str, Any] | None,
 ) -> tuple[Port, ...]:
-    """Of what a module of a graph reads of others, what layers after its first one read.
+    """Return the ports of a graph's module: inputs from other modules that later layers read.
 
     Args:
-        spec: of the module.
-        outputs: by module, the names of what it hands on; none if it is all that it returns.
+        outputs: names of the outputs by module; empty if a module's whole output is read.
         with_gradient: modules whose outputs have a gradient.
-        example: its keyword arguments; guessed if None.
 
     Raises:
-        ProbeError: it does not run on them.
+        ProbeError: the module does not run on the example inputs.
     """
     node = spec.node
     uses = [

@@ -1,8 +1,5 @@
-"""Items of different sizes in one flat tensor: rows of all items, one after another, and for each
-item how many are its own.
-
-Legend: ``B`` rows of text, ``N`` items, ``R`` rows of items (patches, frames).
-"""
+"""Items of different sizes in a flat tensor, which has the rows of all items and a size per
+item."""
 
 from __future__ import annotations
 
@@ -19,14 +16,8 @@ Entries = Mapping[str, torch.Tensor]
 
 
 def check_rows(name: str, entries: Entries) -> None:
-    """
-    Args:
-        name: of whose items, for errors.
-        entries: tensors (N, ...) or (R, ...).
-
-    Raises:
-        DataError: rows of items that do not add up to what their sizes say.
-    """
+    """Check that rows of items, tensors (N, ...) or (R, ...), add up to the sizes of the N items.
+    Raises DataError if they do not."""
     with _of_batches():
         rows_per_item(name, entries, min(map(len, entries.values())))
 
@@ -43,16 +34,15 @@ def split_rows(
     batch: Mapping[str, Any], towers: Mapping[str, tuple[str, ...]],
     index: Mapping[str, torch.Tensor], count: int,
 ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
-    """A batch in microbatches of equally many rows of text, each with the items of its rows.
+    """Split a batch into ``count`` microbatches of as many text rows, each with the items of its
+    rows.
 
     Args:
-        batch: what a model's forward takes, and labels.
-        towers: by tower, names of the entries that are its.
-        index: by tower, (N,) int64, the row of each item; without, an item per row.
-        count: of microbatches.
+        towers: names of the entries of each tower.
+        index: (N,) int64 by tower, the row of each item; without it, one item per row.
 
     Raises:
-        DataError: rows that do not divide, or do not add up.
+        DataError: ``count`` does not divide the rows, or the rows of items do not add up.
     """
     total = len(batch["input_ids"])
     if total % count:
@@ -60,7 +50,7 @@ def split_rows(
     size, taken = total // count, {entry for entries in towers.values() for entry in entries}
     parts: list[dict[str, torch.Tensor]] = []
     for lo in range(0, total, size):
-        # Copies: views would bring the whole batch along.
+        # Copies, since views would keep the whole batch in memory.
         part = {n: v[lo : lo + size].clone() for n, v in batch.items() if n not in taken}
         for name, entries in towers.items():
             own = {entry: batch[entry] for entry in entries if entry in batch}

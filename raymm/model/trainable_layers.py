@@ -1,4 +1,4 @@
-"""Which layers of a module have something trainable, and how much of a model is."""
+"""Trainable layers of a module, and counts of trained parameters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from raymm.actors.modules.blocks import block_list, find_blocks
 
 
 def any_trainable(module: nn.Module) -> bool:
-    """Whether anything in it is."""
+    """Return True if a parameter of the module is trainable."""
     return any(p.requires_grad for p in module.parameters())
 
 
 def trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
-    """Per block: is anything trainable in it? What is outside the blocks counts with the
-    first and the last block (one of them owns it, or both if it is tied).
+    """Return for each of ``count`` blocks whether a parameter is trainable.
 
-    Args:
-        module: or its skeleton.
-        count: of its blocks.
+    Parameters outside the blocks count with the first and the last block, since either may own
+    them, and both do if they are tied.
     """
     path = find_blocks(module)
     if path is None or count == 1:
@@ -32,19 +30,14 @@ def trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
 
 
 def counted(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Return how many elements are trained, and how many there are; one that is tied counts once.
-    """
+    """Return (trained elements, all elements); a tied parameter counts once."""
     sizes = {id(p): (p.numel() * p.requires_grad, p.numel()) for p in parameters}
     return sum(trained for trained, _ in sizes.values()), sum(all for _, all in sizes.values())
 
 
 def counts_text(counts: dict[str, tuple[int, int]]) -> str:
-    """Return one line on what is trained, such as ``"parameters: vision 86.0M frozen, llm 1.2M of
-    1.24B trained"``.
-
-    Args:
-        counts: of :func:`counted`, by name.
-    """
+    """Return a line such as ``"parameters: vision 86.0M frozen, llm 1.2M of 1.24B trained"`` from
+    the results of :func:`counted` by name."""
     parts = []
     for name, (trained, size) in counts.items():
         how = "trained" if trained else "frozen"

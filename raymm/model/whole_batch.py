@@ -1,4 +1,4 @@
-"""A microbatch of a whole model: what it must be, and which of its modules gets what of it."""
+"""Microbatches of a whole model: their checks, and their split by module."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.ragged import check_rows
 
 Batch = Mapping[str, torch.Tensor]
-# By tower, for each argument of its call which entry of a batch it is.
+# Entry of a batch by tower and argument of its call.
 TowerInputs = Mapping[str, Mapping[str, str]]
-# What data workers call the language model's part of a microbatch.
+# Name that data workers use for the language model's part of a microbatch.
 TEXT = "text"
 
 
 def whole_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
-    """What the first stage of each module is given, of those that have anything to do.
-
-    Args:
-        towers: of the model.
-        microbatch: what its forward takes, and labels.
-    """
+    """Return the inputs of the first stage of each module, without modules that have no items."""
     inputs_of = {
         tower: {name: microbatch[entry] for name, entry in own.items() if entry in microbatch}
         for tower, own in towers.items()
@@ -45,19 +40,19 @@ def whole_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, t
 
 
 def text_parts(towers: TowerInputs, microbatch: Batch) -> dict[str, dict[str, torch.Tensor]]:
-    """:func:`whole_parts` under the names that data workers have for them."""
+    """Return :func:`whole_parts` under the names that data workers use."""
     parts = whole_parts(towers, microbatch)
     return {TEXT if name == LANGUAGE_MODEL else name: own for name, own in parts.items()}
 
 
 @dataclass(frozen=True)
 class TextShares:
-    """How processes share the text of a microbatch.
+    """Numbers of processes that split the text of a microbatch.
 
     Attributes:
-        tokens: processes that share the tokens of every row, ``cp``.
-        rows: processes that share rows, ``fsdp``.
-        packing: whether a process's rows are put together as one.
+        tokens: processes that split the tokens of every row, ``cp``.
+        rows: processes that split rows, ``fsdp``.
+        packing: True if a process packs its rows into one.
     """
 
     tokens: int = 1
@@ -65,10 +60,7 @@ class TextShares:
     packing: bool = False
 
     def check(self, microbatch: Batch) -> None:
-        """
-        Raises:
-            DataError: a process would have no token.
-        """
+        """Raise a DataError if a process would get no token."""
         shape, real = tuple(microbatch[IDS].shape), microbatch.get("attention_mask")
         for own in shares(shape[0], self.rows) if self.tokens > 1 else ():
             tokens = shape[1]
@@ -83,13 +75,11 @@ class TextShares:
 
 @dataclass(frozen=True)
 class WholeBatchCheck:
-    """Looks whether a model can take a microbatch, without it.
+    """Check that a whole model accepts a microbatch, without the model.
 
     Attributes:
-        towers: of the model.
-        kinds: of every entry of its example, dtype and dimensions.
-        sized: towers the sizes of whose items say how many rows they have, in the example.
-        shares: how processes share the text.
+        kinds: dtype and number of dimensions by entry of the example.
+        sized: towers whose item sizes add up to the rows of items in the example.
     """
 
     towers: TowerInputs
@@ -99,20 +89,13 @@ class WholeBatchCheck:
 
     @classmethod
     def of(cls, towers: TowerInputs, example: Batch) -> WholeBatchCheck:
-        """
-        Args:
-            towers: of the model.
-            example: that it was tried with.
-        """
+        """Return the check for a model that was probed with ``example``."""
         kinds = {name: (value.dtype, value.dim()) for name, value in example.items()}
         sized = frozenset(name for name in towers if _adds_up(name, towers, example))
         return cls(towers, kinds, sized)
 
     def __call__(self, microbatch: Any) -> None:
-        """
-        Raises:
-            DataError: it is not what the model's forward takes.
-        """
+        """Raise a DataError if the model's forward does not accept a microbatch."""
         if not isinstance(microbatch, Mapping):
             raise DataError("a microbatch is not a dict; accepted: the processor's output")
         accepted = "an int64 tensor (rows, tokens)"
@@ -147,10 +130,10 @@ def _entries(tower: str, towers: TowerInputs, batch: Batch) -> dict[str, torch.T
 
 
 def _adds_up(tower: str, towers: TowerInputs, example: Batch) -> bool:
-    """Whether sizes of items, in the example, say how many rows an item has."""
+    """Return True if the sizes of items in the example are their numbers of rows."""
     shown = _entries(tower, towers, example)
     try:
         check_rows(tower, shown)
     except DataError:
-        return False  # they say something else
+        return False  # the sizes have another meaning
     return True

@@ -1,7 +1,8 @@
-"""A whole vision-language or audio-language model, as its folder or configuration has it.
+"""A published vision-language or audio-language model, described by its folder or configuration.
 
-Its own forward runs on the language model's ranks. Its towers, found by running it on an example,
-are modules of their own, whose features come back where the forward calls for them.
+The model's own forward runs on the ranks of the language model. Its towers are found by running the
+forward on an example. They are separate modules, whose features are inserted where the forward
+calls them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 FULL, FROZEN = "full", "frozen"
 LANGUAGE, PROJECTOR = "language_model", "projector"
 Batch = Mapping[str, torch.Tensor]
-# How a part is trained: full, frozen, or by adapters.
+# Training mode of a part: full, frozen, or by adapters.
 How = str | LoraConfig
 
 
@@ -68,28 +69,29 @@ def from_pretrained(
     train: Mapping[str, How] | None = None, *, seed: int = 0, trust_remote_code: bool = False,
     packing: bool = False, new_rows: range = range(0),
 ) -> WholeModel:  # fmt: skip
-    """A whole model of a folder that ``save_pretrained`` wrote, or with random weights of a
-    configuration. Nothing of its weights is read here: each rank reads its own tensors.
+    """Describe a model from a ``save_pretrained`` folder, or from a configuration with random
+    weights.
+
+    No weights are read here: each rank reads its own tensors.
 
     Args:
-        model: the folder, or the configuration, which names its architecture.
-        example: inputs as its processor returns them (a batch with items of every modality that
-            is trained on), by which its towers are found.
-        train: by part, ``"full"``, ``"frozen"``, or adapters, under which its weights stay as they
-            are (:class:`raymm.LoraConfig`): of ``"language_model"``, ``"projector"`` (what is
-            between the towers and the language model), and the towers, ``"vision"``,
-            ``"audio"``. Full where not said.
-        seed: of random weights.
-        trust_remote_code: as of :class:`raymm.ModalityModule`.
-        packing: let a microbatch's rows go through the text model as one, without padding, each a
-            document by itself.
+        model: the folder, or a configuration that names its architecture.
+        example: output of the model's processor for a batch with items of every modality that is
+            trained on; the towers are found with it.
+        train: by part, ``"full"`` (default), ``"frozen"``, or adapters (:class:`raymm.LoraConfig`),
+            under which the weights stay unchanged. Parts are ``"language_model"``, ``"projector"``
+            (everything between towers and language model), and the towers, ``"vision"``,
+            ``"audio"``.
+        seed: seed of random weights.
+        trust_remote_code: see :class:`raymm.ModalityModule`.
+        packing: True to run a microbatch's rows through the text model as one sequence without
+            padding, each a separate document.
         new_rows: ids of new tokens, whose rows of the embedding and the head are trained next to
-            adapters of ``"language_model"``. The folder has initial values for them.
+            adapters of ``"language_model"``. The folder has their initial values.
 
     Raises:
-        ModelError: the folder lacks something.
-        ProbeError: it does not run on the example, or has no towers that can be found.
-        ModelError: ``train`` names what it has not.
+        ModelError: the folder is incomplete, or ``train`` names an unknown part.
+        ProbeError: the model does not run on the example, or no towers are found in it.
     """
     if isinstance(model, PretrainedConfig):
         source: ModuleSource = ConfigSource(_class_of(model), model, seed)
@@ -100,15 +102,8 @@ def from_pretrained(
 
 
 def of_parts(model: MultimodalModule | WholeModel, what: str) -> MultimodalModule:
-    """A model that is described by its parts.
-
-    Args:
-        model: any.
-        what: is asked for, for the error.
-
-    Raises:
-        ModelError: it is a whole one.
-    """
+    """Return a model that is described by its parts. Raises ModelError, which begins with ``what``,
+    for a :class:`WholeModel`."""
     if isinstance(model, WholeModel):
         raise ModelError(
             f"{what}; accepted for a model that is described by its parts, not for a whole model"
@@ -129,21 +124,20 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 class WholeModel:
-    """A whole model, in towers and a language model.
+    """A whole model, split into towers and a language model.
 
     Args:
-        source: of the model.
-        example, train, packing, seed, new_rows: as of :func:`from_pretrained`.
+        source: source of the model's weights.
+        example, train, packing, seed, new_rows: see :func:`from_pretrained`.
 
     Attributes:
-        towers: as its forward calls them.
-        train: by part, how it is trained; what is not there, in full.
-        packing: whether a microbatch's rows go through the text model as one.
-        changing: modules whose parts a run freezes or trains as it goes: their weights, frozen or
-            not, are in every checkpoint.
+        towers: in the order of the forward's calls.
+        train: training mode by part; parts that are absent are fully trained.
+        changing: modules whose parts a run freezes or unfreezes while it trains; their weights are
+            in all checkpoints, frozen or not.
 
     Raises:
-        ProbeError, ModelError: as of :func:`from_pretrained`.
+        ProbeError, ModelError: see :func:`from_pretrained`.
     """
 
     def __init__(
@@ -174,17 +168,12 @@ class WholeModel:
             self._adapted.skeleton()  # raises if the head cannot have them
         self._whole: nn.Module | None = None
         self._roots: dict[str, RootForm] = {}
-        # Of the language model, by which of it and of projectors are frozen.
+        # Cuts of the language model, by (language model frozen, projector frozen).
         self._cuts: dict[tuple[bool, bool], tuple[CutInfo | None, bool]] = {}
         self._blocks: dict[str, int] = {}  # by module
 
     def _with_adapters(self, seed: int) -> ModuleSource:
-        """The source, with the adapters of its parts.
-
-        Raises:
-            ModelError: a part has no such layers.
-            ModelError: adapters that ``peft`` has no common file for.
-        """
+        """Return the source with the adapters of its parts."""
         source = self.source
         towers = tuple(place for tower in self.towers for place in tower.places)
         projector = tuple(place for _, place in self._projector)
@@ -202,7 +191,7 @@ class WholeModel:
 
     @property
     def adapters(self) -> dict[str, LoraConfig]:
-        """By part that has some."""
+        """Adapters by part."""
         return {name: how for name, how in self.train.items() if isinstance(how, LoraConfig)}
 
     def _find(self, model: nn.Module) -> tuple[Tower, ...]:
@@ -211,30 +200,30 @@ class WholeModel:
 
     @property
     def tower_names(self) -> tuple[str, ...]:
-        """In the order in which the forward calls them."""
+        """Names of the towers in the order of the forward's calls."""
         return tuple(tower.name for tower in self.towers)
 
     @property
     def encoder_names(self) -> tuple[str, ...]:
-        """The towers, by what other models have in their place."""
+        """Names of the towers, under the attribute that other models have."""
         return self.tower_names
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """The towers and the language model."""
+        """Names of the towers, then of the language model."""
         return (*self.tower_names, LANGUAGE_MODEL)
 
     @property
     def tower_inputs(self) -> dict[str, dict[str, str]]:
-        """By tower, for each argument of its call which entry of a batch it is."""
+        """Entry of a batch by tower and argument of its call."""
         return {tower.name: dict(tower.arguments) for tower in self.towers}
 
     def tower(self, name: str) -> Tower:
-        """One of them."""
+        """Return a tower by name."""
         return next(tower for tower in self.towers if tower.name == name)
 
     def tower_spec(self, name: str) -> TowerSpec:
-        """A tower as data for the ranks."""
+        """Return the spec of a tower for the ranks."""
         tower = self.tower(name)
         source = tower_source(
             self._adapted, tower, self.is_frozen(name), self.is_frozen(PROJECTOR)
@@ -245,27 +234,22 @@ class WholeModel:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """What is trained, frozen, or has adapters; no projector if the model has none."""
+        """Names of the parts that can be trained, frozen or adapted."""
         return (*self.tower_names, *((PROJECTOR,) if self._projector else ()), LANGUAGE)
 
     @property
     def _projector(self) -> list[tuple[str, str]]:
-        """Names of modules, and in each of the projector's submodules and parameters."""
+        """(module, path) of the projector's submodules and parameters."""
         within = [(tower.name, place) for tower in self.towers for place in tower.projector]
         behind = dict.fromkeys(place for tower in self.towers for place in tower.behind)
         return [*within, *((LANGUAGE_MODEL, place) for place in behind)]
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a part is; of a tower or the language model, all but what is of a projector."""
+        """Return True if a part is frozen; the projector's layers in a tower do not count."""
         return name in self._frozen
 
     def set_frozen(self, name: str, frozen: bool) -> None:
-        """Freeze or train a part; of one with adapters these.
-
-        Args:
-            name: one of :attr:`part_names`.
-            frozen: which of both.
-        """
+        """Freeze or unfreeze a part; with adapters, only the adapters change."""
         self._frozen = self._frozen | {name} if frozen else self._frozen - {name}
         if name not in self.adapters:
             self.train[name] = FROZEN if frozen else FULL
@@ -274,11 +258,7 @@ class WholeModel:
             vars(self).pop(cached, None)
 
     def parameters_of(self, name: str) -> list[tuple[str, str]]:
-        """Return a part's parameters: the module that each is in, and its name in the whole model.
-
-        Args:
-            name: one of :attr:`part_names`.
-        """
+        """Return (module, name in the whole model) for the parameters of a part."""
         projector = self._projector
         places: dict[str, list[str]] = {}
         for module, place in projector:
@@ -292,7 +272,7 @@ class WholeModel:
         ]
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
-        """Return, by part, how many elements of its parameters are trained, and how many it has."""
+        """Return (trained elements, all elements) of the parameters, by part."""
         return {
             name: counted(
                 self._parameters[module][parameter]
@@ -303,18 +283,15 @@ class WholeModel:
 
     @cached_property
     def _parameters(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Parameters on the meta device, by module and by their names in the whole model."""
+        """Parameters on the meta device, by module and by name in the whole model."""
         return {
             module: dict(self.spec(module).source.skeleton().named_parameters())
             for module in self.module_names
         }
 
     def root_form(self, name: str) -> RootForm:
-        """What a tower's largest part returns, of which features of each item can be kept.
-
-        Raises:
-            ProbeError: they cannot.
-        """
+        """Return the form of the output of a tower's largest part, whose features per item can be
+        cached. Raises ProbeError if the features cannot be cached."""
         if name not in self._roots:
             tower = self.tower(name)
             own = tower.inputs(self.example) or {}
@@ -322,11 +299,11 @@ class WholeModel:
         return self._roots[name]
 
     def spec(self, name: str) -> TowerSpec | WholeLanguageSpec:
-        """A module as data for the ranks."""
+        """Return the spec of a module for the ranks."""
         return self.language_spec() if name == LANGUAGE_MODEL else self.tower_spec(name)
 
     def language_spec(self) -> WholeLanguageSpec:
-        """All but the towers as data for the ranks."""
+        """Return the spec of everything but the towers for the ranks."""
         source = language_source(
             self._adapted, self.towers, self.is_frozen(LANGUAGE), self.is_frozen(PROJECTOR)
         )
@@ -337,11 +314,8 @@ class WholeModel:
 
     @plain_torch()
     def cut_language_spec(self) -> WholeLanguageSpec:
-        """All but the towers as data for ranks of several stages.
-
-        Raises:
-            ProbeError: it cannot be cut.
-        """
+        """Return the spec of everything but the towers for several stages. Raises ProbeError if the
+        language model cannot be cut."""
         spec, frozen = self.language_spec(), (self.is_frozen(LANGUAGE), self.is_frozen(PROJECTOR))
         if frozen not in self._cuts:
             cut = cut_language_model(spec, self.towers, self.example)
@@ -351,22 +325,19 @@ class WholeModel:
 
     @cached_property
     def mixture(self) -> Mixture | None:
-        """What it is as a mixture of experts; None if it is none.
-
-        Raises:
-            ProbeError: it adds something to its loss that stages of it cannot add up.
-        """
+        """Mixture of experts of the model; None if it has none. Raises ProbeError if the model adds
+        a term to its loss that stages cannot add up."""
         return mixture_of(self.source, self.example)
 
     @cached_property
     def graph(self) -> ModuleGraph:
-        """Every tower feeds the language model."""
+        """Graph in which every tower feeds the language model."""
         nodes = []
         for name in self.tower_names:
             spec = self.tower_spec(name)
             skeleton = spec.source.skeleton()
             flags = trainable_blocks(skeleton, spec.num_blocks)
-            if self.is_frozen(name):  # what is trained of it comes after its blocks
+            if self.is_frozen(name):  # only layers after the blocks are trained
                 flags = (*[False] * (len(flags) - 1), any_trainable(skeleton))
             nodes.append(ModuleNode(name, flags))
         language = self.language_spec()
@@ -376,19 +347,16 @@ class WholeModel:
 
     @cached_property
     def batch_check(self) -> WholeBatchCheck:
-        """Looks whether the model can take a microbatch, without it."""
+        """Check of microbatches that does not need the model."""
         return WholeBatchCheck.of(self.tower_inputs, self.example)
 
     def check(self, microbatch: Any) -> None:
-        """
-        Raises:
-            DataError: it is not what the model's forward takes.
-        """
+        """Raise a DataError if the model's forward does not accept a microbatch."""
         self.batch_check(microbatch)
 
     @cached_property
     def trained(self) -> dict[str, frozenset[str]]:
-        """By module, the parameters that are, as the whole model names them."""
+        """Names of the trained parameters in the whole model, by module."""
         specs = {name: self.tower_spec(name) for name in self.tower_names}
         return {
             module: frozenset(
@@ -398,7 +366,8 @@ class WholeModel:
         }
 
     def materialize(self) -> nn.Module:
-        """The whole model in this process, for :meth:`loss`, with what is frozen."""
+        """Return the whole model in this process, with its frozen parameters set, for
+        :meth:`loss`."""
         if self._whole is None:
             model = self._with_frozen(self._adapted.build())
             self._whole = model.train(any(self.trained.values()))
@@ -407,7 +376,7 @@ class WholeModel:
         return self._whole
 
     def _modes(self) -> dict[str, bool]:
-        """By submodule, whether it is in training mode: as in the part that it is of."""
+        """Return the training mode of each submodule, which is that of its part."""
         modes = {
             name: module.training
             for name, module in self.language_spec().source.skeleton().named_modules()
@@ -421,7 +390,7 @@ class WholeModel:
         return modes
 
     def trained_skeleton(self) -> nn.Module:
-        """Its structure, with what is frozen."""
+        """Return the structure of the model, with its frozen parameters set."""
         return self._with_frozen(copy.deepcopy(self._adapted.skeleton()))
 
     def _with_frozen(self, model: nn.Module) -> nn.Module:
@@ -431,9 +400,11 @@ class WholeModel:
         return model
 
     def loss(self, microbatches: Sequence[Batch]) -> torch.Tensor:
-        """A step's loss in this process, by the model's own forward: the sum over label tokens,
-        divided by their number, and the routers' loss of a mixture of experts, over all of its
-        tokens."""
+        """Return a step's loss, computed in this process by the model's own forward.
+
+        The loss is the sum over label tokens divided by their number, plus the router loss of a
+        mixture of experts over all tokens.
+        """
         module = self.materialize()
         model = cast(Callable[..., Any], module)
         total = torch.zeros(())
@@ -460,5 +431,5 @@ class WholeModel:
 
 
 def label_tokens(microbatch: Batch) -> int:
-    """How many tokens of it are to be predicted."""
+    """Return the number of label tokens of a microbatch."""
     return int((microbatch[LABELS][:, 1:] != IGNORE_INDEX).sum())

@@ -78,14 +78,7 @@ class DegreeRequest:
         return bool(self.most or self.fixed)
 
     def check(self, modules: Sequence[str]) -> None:
-        """Check that all modules of the request exist.
-
-        Args:
-            modules: names of the model's modules.
-
-        Raises:
-            PlanError: the request names another module.
-        """
+        """Check that the model has all modules of the request. Raises PlanError if it does not."""
         for module, kind in self.fixed:
             if module not in modules:
                 raise PlanError(
@@ -98,16 +91,10 @@ class DegreeRequest:
     ) -> dict[str, DegreeChoices]:
         """Return the degrees that each module may have.
 
-        Degrees are powers of two. ``tp`` must split heads and feed-forwards evenly, ``cp`` must
-        leave each process at least :data:`LEAST_TOKENS` tokens, and ``dp`` must divide the
-        microbatches. A fixed degree only has to divide the microbatches and be supported by the
-        model's code.
-
-        Args:
-            devices: number of devices, the highest degree.
-            num_microbatches: microbatches per step.
-            tokens: tokens of a microbatch, by module.
-            refused: degrees that the model's code does not support, from :func:`refused_degrees`.
+        Degrees are powers of two up to ``devices``. ``tp`` must split heads and feed-forwards
+        evenly, ``cp`` must leave each process at least :data:`LEAST_TOKENS` tokens, and ``dp`` must
+        divide the microbatches. A fixed degree only has to divide the microbatches and be supported
+        by the model's code. ``refused`` comes from :func:`refused_degrees`.
 
         Raises:
             PlanError: a fixed degree is not possible.
@@ -171,11 +158,8 @@ def _tensor_plan(model: MultimodalModule | WholeModel, module: str, tp: int) -> 
 
 
 def refused_degrees(model: MultimodalModule | WholeModel, plan: Plan) -> dict[Refused, str]:
-    """Return the degrees of a plan that the model's code does not support, with the reason.
-
-    Each degree is tried on a small replica of the model, so that the search does not choose a plan
-    that would be refused when a run starts.
-    """
+    """Return the degrees of a plan that the model's code does not support, with the reason. Each is
+    tried on a small replica of the model, as when a run starts."""
     refused: dict[Refused, str] = {}
     for node in plan.graph.nodes:
         name, degrees = node.name, degrees_of(plan, node.name)

@@ -40,7 +40,6 @@ class Costs:
     Attributes:
         profile: costs of every layer for one microbatch, with the device's links.
         device: None if the profile was measured on a device that is not in raymm's table.
-        ranks_per_node: processes per node.
         notes: remarks to show to the user.
     """
 
@@ -62,15 +61,8 @@ class Costs:
         return Network(self.device.within_node, self.device.across_nodes, self.ranks_per_node)
 
     def memory_limit(self, gib: float | None) -> int | None:
-        """Return the bytes that a rank may use; None for no limit.
-
-        Args:
-            gib: the limit in GiB. None for the memory of a known GPU without the driver's context,
-                and no limit on CPUs.
-
-        Raises:
-            PlanError: ``gib`` is not above 0.
-        """
+        """Return the bytes that a rank may use: ``gib``, or the memory of a known GPU without the
+        driver's context. None (no limit) on CPUs. Raises PlanError if ``gib`` is not above 0."""
         if gib is not None:
             if not gib > 0:
                 raise PlanError(f"memory_gib is {gib}; it must be above 0")
@@ -85,14 +77,12 @@ class PlanInputs:
     """Inputs of a search for a plan.
 
     Attributes:
-        model: its weights are not used.
         workload: the work of a step.
-        costs: costs of a microbatch's layers, and of links.
         ranks: number of devices; a plan may use fewer.
         memory_limit: bytes per rank; None for no limit.
 
     Raises:
-        PlanError: ``ranks`` or the limit is out of range.
+        PlanError: ``ranks`` is out of range.
     """
 
     model: MultimodalModule | WholeModel
@@ -110,12 +100,8 @@ class PlanInputs:
         cls, model: MultimodalModule | WholeModel, request: PlanRequest, workload: Workload,
         costs: Costs | None = None, notes: Sequence[str] = (),
     ) -> PlanInputs:
-        """Build the inputs of a request.
-
-        Args:
-            request: its ``ranks`` must be set.
-            costs: None to derive them with :func:`costs_of`.
-            notes: further remarks to show to the user.
+        """Build the inputs of a request whose ``ranks`` are set. ``costs`` default to
+        :func:`costs_of`.
 
         Raises:
             PlanError: names the field and what is accepted.
@@ -128,11 +114,8 @@ class PlanInputs:
         return cls(model, workload, request, costs, request.ranks, limit)
 
     def problem(self, degrees: Mapping[str, DegreeChoices] | None = None) -> PlanProblem:
-        """Return the problem that the pipeline planner solves.
-
-        Args:
-            degrees: parallel degrees that modules may have in addition to pipeline stages.
-        """
+        """Return the problem that the pipeline planner solves. ``degrees`` are those that modules
+        may have in addition to pipeline stages."""
         asked = self.request
         return PlanProblem(
             self.model.graph, self.costs.profile, self.ranks, self.workload.microbatches,
@@ -143,11 +126,8 @@ class PlanInputs:
 
     @property
     def parts(self) -> MultimodalModule:
-        """The model, for a multiplexed plan.
-
-        Raises:
-            ModelError: the model is a :class:`WholeModel`.
-        """
+        """The model, for a multiplexed plan. Raises ModelError if the model is a
+        :class:`WholeModel`."""
         return of_parts(self.model, f"parallel.style is {self.request.style!r}")
 
     @property
@@ -162,10 +142,8 @@ def costs_of(
     """Return the costs of a model's layers: measured if the request has a profile, otherwise
     analytic.
 
-    Args:
-        model: its weights are not used.
-        request: its ``device`` defaults to the profile's device, or to ``"cpu"`` without a profile.
-            Its ``tokens`` (per sample) take precedence over those of the workload.
+    The device defaults to the profile's device, or to ``"cpu"`` without a profile. Tokens per
+    sample of the request take precedence over those of the workload.
 
     Raises:
         PlanError: names the field and what is accepted.
@@ -215,12 +193,8 @@ def _without_kept(
 def loads_of(
     model: MultimodalModule | WholeModel, workload: Workload, tokens: Mapping[str, int]
 ) -> ModuleWorkloads:
-    """Return the load of one microbatch on each module.
-
-    Args:
-        workload: a real microbatch, or numbers of samples and text tokens.
-        tokens: tokens per sample, by module; these replace the microbatch's.
-    """
+    """Return the load of one microbatch on each module. ``tokens`` per sample replace the
+    microbatch's."""
     complete = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
     if workload.microbatch is None or complete:
         return token_workload(

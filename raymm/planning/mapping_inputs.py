@@ -47,12 +47,11 @@ class MappedBatch:
     """The work that runs at once in a mapping.
 
     Attributes:
-        samples: samples of the batch; None to take them from the surfaces, if those record them.
+        samples: None to take them from the surfaces, if those record them.
         dtype: compute dtype of estimates.
         precision: dtype that surfaces must have been measured with; None accepts any.
         loads: load of the batch by module, for estimates.
-        measured: layers measured on a microbatch, and the loads of that microbatch. Estimates are
-            scaled to them.
+        measured: measured layers and their loads; estimates are scaled to them.
         microbatches: number of such batches in a step.
     """
 
@@ -69,13 +68,10 @@ class MappingInputs:
     """Inputs of a search for a mapping, and remarks on them.
 
     Attributes:
-        problem: surfaces, dependencies, GPUs, memory and interference.
-        request: solver, seed and deadline.
         source: description of the source of the times.
         estimated: True if the times are estimates rather than measurements.
         interference: description of the interference model.
         batch: samples of an iteration; None if unknown.
-        notes: remarks to show to the user.
     """
 
     problem: MappingProblem
@@ -101,7 +97,6 @@ def mapping_inputs(
         edges: dependencies between modules, (producer, reader).
         request: its ``ranks`` is the number of GPUs and must be set.
         device: device of estimates and limits. Without surfaces, None stands for one CPU core.
-        notes: further remarks to show to the user.
 
     Raises:
         PlanError: names the field and what is accepted.
@@ -167,13 +162,8 @@ def _source(device: DeviceSpec, batch: MappedBatch) -> str:
 def read_surfaces(
     surfaces: Sequence[ScalingSurface] | str | Path, modules: Sequence[str]
 ) -> tuple[tuple[ScalingSurface, ...], SurfaceConditions | None]:
-    """Return the surfaces of modules in the given order, and the conditions of their measurement.
-
-    Args:
-        surfaces: surfaces, or a file of them.
-
-    Returns:
-        The surfaces, and the conditions if the file records them.
+    """Return the surfaces of modules in the given order, from a file if ``surfaces`` is its path,
+    and the conditions of their measurement, if the file records them.
 
     Raises:
         PlanError: the file does not exist or is invalid, or the surfaces are of other modules.
@@ -200,11 +190,8 @@ def _check_conditions(
     conditions: SurfaceConditions | None, request: PlanRequest, batch: MappedBatch,
     device: DeviceSpec | None,
 ) -> list[str]:
-    """Return remarks on the conditions of surfaces.
-
-    Raises:
-        PlanError: the conditions differ from what is planned.
-    """
+    """Return remarks on the conditions of surfaces. Raises PlanError if they differ from the
+    plan's."""
     if conditions is None:
         if request.tokens:
             raise PlanError(

@@ -40,14 +40,12 @@ class PlannedMultiplexed:
     """A mapping with its inputs, tables and pictures. Notebooks show the table.
 
     Attributes:
-        problem: surfaces, dependencies, GPUs, memory and interference.
         mapping: convert it to a plan with :func:`raymm.plan_of_mapping` to run it.
         source: description of the source of the times.
         estimated: True if the times are estimates rather than measurements.
         interference: description of the interference model.
         batch: samples of an iteration; None if unknown.
         unfit: reason why the mapping does not fit in memory; None if it fits.
-        notes: remarks to show to the user.
         needs: bytes on each GPU by the memory model of all plans, with messages, system memory and
             optimizer updates; empty where only surfaces are known.
     """
@@ -85,11 +83,9 @@ class PlannedMultiplexed:
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """Return one row per module of every stage.
-
-        A row has the module's GPUs and its quota of each, milliseconds of forward and backward next
-        to the other modules and alone, milliseconds of the stage, and GiB on each GPU.
-        """
+        """Return one row per module of every stage: its GPUs and quota, milliseconds of forward and
+        backward next to the other modules and alone, milliseconds of the stage, and GiB on each
+        GPU."""
         problem, mapping = self.problem, self.mapping
         rows = []
         for index, stage in enumerate(mapping.stages):

@@ -44,11 +44,9 @@ class Planned:
 
     Attributes:
         proposal: all evaluated options; only the plan itself if the plan was given.
-        costs: costs that the plan was evaluated with.
         problem: the solved problem; None if the plan was given.
         whole: modules that cannot be cut.
         unfit: reason why the plan does not fit in memory; None if it fits.
-        notes: remarks to show to the user.
     """
 
     plan: Plan
@@ -81,12 +79,8 @@ class Planned:
 
     @classmethod
     def evaluated(cls, plan: Plan, costs: Costs, memory_limit: int | None = None) -> Planned:
-        """Evaluate a given plan.
-
-        Args:
-            plan: its own profile and memory limit take precedence.
-            memory_limit: bytes that a rank may use.
-        """
+        """Evaluate a given plan, whose own profile and memory limit (bytes per rank) take
+        precedence."""
         costs = replace(costs, profile=plan.profile or costs.profile)
         plan = replace(
             plan, profile=costs.profile,
@@ -247,11 +241,8 @@ def _places(processes: range, per_node: int) -> str:
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
-    """Return a stage's layers as text.
-
-    Examples are ``"0-11"``, and ``"12-23 +p"`` with the projector. A trailing ``r`` stands for
-    recomputation of all blocks, ``r4/12`` for full or partial recomputation of 4 of 12 blocks.
-    """
+    """Return a stage's layers, such as ``"0-11"``, or ``"12-23 +p"`` with the projector. A trailing
+    ``r`` stands for recomputation of all blocks, ``r4/12`` for recomputation in 4 of 12 blocks."""
     node = plan.graph.node(stage.module)
     lo, hi = stage.layers
     blocks = min(hi, node.num_blocks)

@@ -54,7 +54,6 @@ def plan_for_cluster(
         data: the run's data section, or batches in memory.
         device: ``"cpu"`` or ``"cuda"``.
         worker_cpus: CPUs reserved for the data workers.
-        dtype: precision of the run.
         say: called with a progress line every few seconds of a search for pipelines.
 
     Raises:
@@ -91,15 +90,9 @@ def plan_for_cluster(
 def request_for_cluster(
     request: PlanRequest, device: str, resources: RankResources, worker_cpus: float
 ) -> tuple[PlanRequest, str | None]:
-    """Fill the unset fields of a request from the connected cluster.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        worker_cpus: CPUs reserved for the data workers.
-
-    Returns:
-        The request, and a note if the cluster's device is not in raymm's table.
-    """
+    """Fill the unset fields of a request from the connected cluster, and return the request with a
+    note if the cluster's device is not in raymm's table. ``worker_cpus`` are reserved for data
+    workers."""
     if request.ranks is None:
         request = replace(request, ranks=cluster_ranks(resources, worker_cpus))
     per_node = min(request.ranks_per_node, ranks_of_a_node(resources))
@@ -113,11 +106,9 @@ def request_for_cluster(
 def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
     """Return the number of ranks that fit on the connected cluster next to the data workers.
 
-    Nodes that the autoscaler may add are counted. The result is one rank per GPU share, on CPUs at
-    most :data:`MAX_CPU_RANKS`, and at least 1.
-
-    Raises:
-        PlanError: the autoscaler has no limit on the number of nodes.
+    Nodes that the autoscaler may add count. The result is one rank per GPU share, on CPUs at most
+    :data:`MAX_CPU_RANKS`, and at least 1. Raises PlanError if the autoscaler may add any number of
+    nodes.
     """
     has = reachable_resources()
     limits = [
@@ -152,11 +143,7 @@ def _pipelined(planned: Planned) -> PlannedRun:
 def _multiplexed(
     planned: PlannedMultiplexed, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
-    """Return the run of a mapping.
-
-    Raises:
-        PlanError: the mapping needs too much memory.
-    """
+    """Return the run of a mapping. Raises PlanError if the mapping needs too much memory."""
     if planned.unfit:
         raise PlanError(planned.unfit)
     mapping, placed = planned.mapping, []
@@ -174,11 +161,7 @@ def _multiplexed(
 def _faster(
     compared: StyleComparison, inputs: PlanInputs, microbatches: int
 ) -> PlannedRun:
-    """Return the run of the faster style.
-
-    Raises:
-        PlanError: neither style fits.
-    """
+    """Return the run of the faster style. Raises PlanError if neither style fits."""
     plan = compared.chosen
     if plan is None and compared.style is None:
         raise PlanError("neither style fits: " + "; ".join(compared.refused.values()))

@@ -33,11 +33,9 @@ MOST_GIB = 2**20
 class PlanRequest(PlanOptions):
     """Options of planning; see :class:`raymm.config.planning_options.PlanOptions` for the fields.
 
-    Unset devices are taken from the cluster. ``profile`` may also be a :class:`ProfileTable`.
-
-    Attributes:
-        keeps_features: True if the features of encoders' frozen first blocks are cached. Pipelines
-            are then planned for the later epochs, which do not run these blocks.
+    Unset devices are taken from the cluster. ``profile`` may also be a :class:`ProfileTable`. With
+    ``keeps_features``, the features of frozen first blocks are cached, and pipelines are planned
+    for the later epochs, which do not run these blocks.
     """
 
     keeps_features: bool = False
@@ -55,11 +53,8 @@ class PlanRequest(PlanOptions):
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> PlanRequest:
-        """Return the request of keyword arguments.
-
-        Raises:
-            TypeError: unknown option; the message lists those that are accepted.
-        """
+        """Return the request of keyword arguments. Raises TypeError, which lists those accepted,
+        for others."""
         accepted = [option.name for option in fields(cls)]
         if unknown := [name for name in options if name not in accepted]:
             raise TypeError(
@@ -107,7 +102,6 @@ class Workload:
     """The work of a step.
 
     Attributes:
-        microbatches: microbatches per step.
         samples: samples per microbatch, if there is no ``microbatch``.
         text: tokens of the longest text of a sample, if there is no ``microbatch``.
         microbatch: a real microbatch, or a function that reads one; None without data.
@@ -139,12 +133,8 @@ class Workload:
     def of_config(
         cls, data: DataConfig, modalities: Sequence[str], dtype: str = "fp32"
     ) -> Workload:
-        """Return the workload of a run's data, whose files need not exist.
-
-        Args:
-            modalities: modalities that the microbatch should have.
-            dtype: compute dtype.
-        """
+        """Return the workload of a run's data, whose files need not exist. The microbatch should
+        have all ``modalities``."""
         there = all(is_there(source.path) for source in data.sources("train"))
         return cls(
             data.microbatches, data.batch_size // data.microbatches, data.max_length,
@@ -155,19 +145,10 @@ class Workload:
     def of_batches(
         cls, batches: Sequence[Any], modalities: Sequence[str], ranks: int, dtype: str = "fp32"
     ) -> Workload:
-        """Return the workload of batches in memory.
+        """Return the workload of batches in memory. Only the first batch is read.
 
         The number of microbatches is kept if the batches are already split. Otherwise, it divides
-        the rows and keeps the ranks busy.
-
-        Args:
-            batches: in the trainer's format; only the first is read.
-            modalities: modalities of the model.
-            ranks: number of ranks to keep busy.
-            dtype: compute dtype.
-
-        Raises:
-            DataError: the first batch is invalid.
+        the rows and keeps the ranks busy. Raises DataError if the first batch is invalid.
         """
         first = batches[0]
         if not isinstance(first, Mapping):
@@ -181,11 +162,8 @@ class Workload:
 
 
 def whole_microbatches(data: DataConfig | Sequence[Any]) -> int:
-    """Return the number of microbatches per step, before any split by the plan.
-
-    Args:
-        data: a run's data section, or batches in memory.
-    """
+    """Return the number of microbatches per step in a data section or in batches in memory, before
+    any split by the plan."""
     if isinstance(data, DataConfig):
         return data.microbatches
     return 1 if isinstance(data[0], Mapping) else len(data[0])

@@ -68,15 +68,11 @@ def plan(
 
 
 def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> Planned:
-    """Search for a pipelined plan.
+    """Search for a pipelined plan. By default the request's time limit ends the search.
 
     Modules that the probe cannot cut stay on one stage, and modules whose tokens or parameters the
     probe cannot split are not split. The search is repeated until its options use no refused cut or
     degree.
-
-    Args:
-        control: reports progress and can end the search; by default the request's time limit ends
-            it.
 
     Raises:
         NoPlanError: no plan fits.

@@ -71,11 +71,8 @@ class StyleComparison:
     @property
     def chosen(self) -> Plan | None:
         """The plan to run: the fastest of both styles and the plans between them, evaluated
-        equally.
-
-        If no plans between them were searched, this is the pipelined plan, or None if the
-        multiplexed style is faster.
-        """
+        equally. If no plans between them were searched, the pipelined plan, or None if the other
+        style is faster."""
         if self.between is not None:
             return self.between.best.plan
         return self.pipelined.plan if self.pipelined and self.style == PIPELINED else None
@@ -248,10 +245,7 @@ def _between(
 
 def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
     """Return the request with the plan's number of ranks, so that both styles use the same devices.
-
-    Raises:
-        PlanError: the request has another number of ranks.
-    """
+    Raises PlanError if the request has another number."""
     if request.ranks not in (None, plan.num_ranks):
         raise PlanError(
             f"ranks is {request.ranks}, but the given plan (parallel) is for {plan.num_ranks}; "
@@ -271,12 +265,8 @@ def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
 
 
 def step_plan(inputs: PlanInputs, planned: PlannedMultiplexed) -> Plan:
-    """Return the plan that runs a mapping, with its costs and surfaces where these cover a full
-    device.
-
-    Args:
-        planned: the result of :func:`plan_step_multiplexed` for ``inputs``.
-    """
+    """Return the plan that runs a mapping of :func:`plan_step_multiplexed`, with its costs and
+    surfaces where these cover a full device."""
     with suppress(NoPlanError):
         return _Basis.of(inputs).plan(planned.mapping, 1)
     return plan_of_mapping(inputs.parts, planned.mapping)
@@ -333,9 +323,6 @@ class _Basis:
 
         Surfaces include neither messages nor system memory and optimizer updates. If the plan does
         not fit with these, the search is repeated with a lower memory limit.
-
-        Raises:
-            NoPlanError: a module fits on no GPU.
         """
         inputs = self.mapping_inputs(request, microbatches)
         planned, limit = PlannedMultiplexed.of(inputs), self.inputs.memory_limit
@@ -365,11 +352,7 @@ class _Basis:
         return planned
 
     def plan(self, mapping: StageMapping, microbatches: int) -> Plan:
-        """Return the plan of a mapping, with its costs and the memory limit.
-
-        Raises:
-            NoPlanError: the surfaces do not cover one full device.
-        """
+        """Return the plan of a mapping, with its costs and the memory limit."""
         return replace(
             plan_of_mapping(self.inputs.parts, mapping, microbatches),
             profile=self.shared_profile(microbatches), memory_limit=self.inputs.memory_limit,
@@ -377,12 +360,7 @@ class _Basis:
 
     def shared_profile(self, microbatches: int) -> CostProfile:
         """Return layer costs of a microbatch if a step has ``microbatches`` of them, with the
-        surfaces.
-
-        Raises:
-            NoPlanError: the surfaces do not cover one full device.
-            PlanError: the surfaces were measured with other lengths.
-        """
+        surfaces."""
         profile, workload = self.profile(), self.inputs.workload
         # Memory does not matter here: only the surfaces of the problem are used.
         anyhow = replace(self.inputs.request, tokens={}, memory_gib=MOST_GIB)
@@ -408,12 +386,7 @@ class _Basis:
         )
 
     def profile(self) -> CostProfile:
-        """Return the layer costs that pipelines are evaluated with.
-
-        Raises:
-            NoPlanError: the surfaces do not cover one full device.
-            PlanError: the surfaces were measured with other lengths.
-        """
+        """Return the layer costs that pipelines are evaluated with."""
         costs, request = self.inputs.costs, self.inputs.request
         if request.surfaces is None:
             if costs.profile.source == "measured":
