@@ -1,1 +1,1 @@
-"""Temporal and spatial sharing of GPUs: performance model and mapping solver (Mosaic §3)."""
+"""Sharing of GPUs in time and space: performance model and mapping solver (Mosaic §3)."""

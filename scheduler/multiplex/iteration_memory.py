@@ -1,9 +1,8 @@
-"""Memory over a whole iteration: what every GPU keeps, and stages' GPUs renumbered to balance it.
+"""Memory over a training iteration, and renumbering of GPUs to balance it.
 
-A training iteration goes through the stages and back, so a GPU keeps weights, optimizer state and
-activations of all modules that it runs in any stage. Which GPU of the pool a stage's first, second,
-... GPU is makes no difference to its seconds: that is chosen here so that the fullest GPU keeps as
-little as possible.
+An iteration passes through all stages and back, so a GPU keeps the weights, optimizer state and
+activations of all modules that it runs in any stage. The seconds of a stage do not depend on which
+GPUs of the pool it uses, so GPUs are chosen here to minimise the memory of the fullest one.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from dataclasses import replace
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.problem import MappingProblem
 
-# Passes over all stages, each given its GPUs anew, and beginnings with the stages in another order.
+# Passes over all stages that reassign their GPUs, and restarts with the stages in another order.
 PASSES = 8
 BEGINNINGS = 24
 
 
 def iteration_memory(problem: MappingProblem, mapping: Mapping) -> tuple[int, ...]:
-    """Bytes on each GPU over a whole training iteration; slices of a module share its weights, and
-    the largest of them counts."""
+    """Return the bytes on each GPU over a training iteration. Slices of a module share its weights;
+    only the largest counts."""
     most: dict[tuple[int, str], int] = {}
     for stage in mapping.stages:
         for placement in stage.placements:
@@ -36,7 +35,6 @@ def iteration_memory(problem: MappingProblem, mapping: Mapping) -> tuple[int, ..
 
 
 def fits_iteration(problem: MappingProblem, mapping: Mapping) -> bool:
-    """Whether no GPU keeps more than it has."""
     return (
         problem.memory_bytes is None
         or max(iteration_memory(problem, mapping)) <= problem.memory_bytes
@@ -44,12 +42,12 @@ def fits_iteration(problem: MappingProblem, mapping: Mapping) -> bool:
 
 
 def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
-    """The same mapping with the GPUs of each stage renumbered, so that the fullest GPU keeps less;
-    unchanged if that is not found. For mappings of whole modules.
+    """Renumber the GPUs of each stage so that the fullest GPU keeps less, for mappings without
+    slices.
 
-    Stages take turns, the one with the fullest GPU first: what its GPUs keep is put on the GPUs
-    that keep least without it, largest on emptiest, until nothing changes. Then pairs of GPUs are
-    exchanged, and if it still does not fit it begins again with the stages in another order.
+    Stages are reassigned in turn, starting with the one with the fullest GPU: its largest loads go
+    to the GPUs that keep least without it, until nothing changes. Then pairs of GPUs are exchanged.
+    If the mapping still does not fit, this restarts with the stages in another order.
     """
     if mapping.slices > 1 or problem.memory_bytes is None:
         return mapping
@@ -78,7 +76,7 @@ def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
 def _placed(
     loads: Sequence[Sequence[int]], order: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Per stage, of each of its GPUs the GPU of the pool, and what those keep."""
+    """Return the pool's GPU of each local GPU, per stage, and the resulting loads."""
     gpus = len(loads[0])
     place = [list(range(gpus)) for _ in loads]
     used = [0] * gpus
@@ -100,7 +98,7 @@ def _placed(
 
 
 def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int]) -> None:
-    """Exchange two GPUs of a stage while that makes the fullest GPU keep less."""
+    """Exchange two GPUs of a stage as long as that lowers the load of the fullest GPU."""
     gpus = range(len(used))
     while True:
         full = max(gpus, key=lambda g: used[g])
@@ -121,13 +119,7 @@ def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int
 
 
 def stage_memory(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> list[int]:
-    """Bytes on each GPU in one stage.
-
-    Args:
-        problem: what is to be mapped.
-        stage: with its placements.
-        gpus: of the pool.
-    """
+    """Return the bytes on each of ``gpus`` GPUs of the pool in one stage."""
     result = [0] * gpus
     for placement in stage.placements:
         for g in placement.gpus:

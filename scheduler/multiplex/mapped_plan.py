@@ -1,4 +1,5 @@
-"""A mapping as a plan: modules in slots, whose replicas share every microbatch by samples."""
+"""Conversion of a mapping to a plan with modules in slots, whose replicas split every microbatch by
+samples."""
 
 from __future__ import annotations
 
@@ -14,20 +15,17 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 
 
 def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1) -> Plan:
-    """The plan that runs a mapping.
+    """Return the plan that runs a mapping.
 
-    Its ranks are the GPUs that the mapping uses, in their order. Losses that it does not place run
-    after its last stage, on the GPUs of the last module that they read.
+    Its ranks are the GPUs that the mapping uses, in their order. Losses without a placement run
+    after the last stage, on the GPUs of the last module that they read.
 
     Args:
-        graph: what is run.
-        mapping: where and when, of whole modules.
-        num_microbatches: of a step, which run one after another.
+        num_microbatches: microbatches per step, which run one after another.
 
     Raises:
-        PlanError: slices of modules, which are to compare mappings with on paper; a mapping
-            that names a module that there is not, one twice, or lacks one.
-        PlanError: a module that does not run after what it reads.
+        PlanError: sliced modules (slices are for comparisons of mappings only); a module is
+            unknown, placed twice or missing, or runs no later than a module that it reads.
     """
     if mapping.slices > 1:
         raise PlanError(
@@ -64,7 +62,7 @@ def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1)
 def _place_losses(
     graph: ModuleGraph, mapping: Mapping, places: dict[str, tuple[int, tuple[int, ...], int]]
 ) -> None:
-    """Losses without a place in slots of their own, as many together as a GPU has steps."""
+    """Place losses without a placement in additional slots, up to one per quota step of a GPU."""
     unplaced = [name for name in graph.topological if name not in places]
     for name in unplaced:
         if name not in graph.losses:
@@ -85,6 +83,5 @@ def _place_losses(
 def _last_gpus(
     graph: ModuleGraph, places: ByName[str, tuple[int, tuple[int, ...], int]], name: str
 ) -> tuple[int, ...]:
-    """The GPUs of the last module that a loss reads."""
     _, gpus, _ = max(places[producer] for producer in graph.producers(name))
     return gpus

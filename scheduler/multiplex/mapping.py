@@ -1,4 +1,4 @@
-"""The mapping: which modules run in which stage, on which GPUs, with which quota."""
+"""Mappings: the stage, GPUs and quota of each module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raymm.errors import PlanError
 from raymm.scheduler.graph.strict_json import MOST_GPUS, MOST_STEPS, number, text, whole
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 
-# Predicted seconds that a file has may differ this much from the model's, relatively.
+# Accepted relative difference between the seconds in a file and the model's prediction.
 SECONDS_TOLERANCE = 1e-9
 
 
@@ -19,10 +19,9 @@ class Placement:
     """One module in one stage.
 
     Attributes:
-        module: its name.
-        gpus: the GPUs it runs on, ascending, a power of two of them.
-        quota: steps of each of these GPUs' multiprocessors.
-        slices: how much of the module's work runs in this stage, in ``Mapping.slices``.
+        gpus: GPUs of the module, ascending; a power of two of them.
+        quota: steps of the multiprocessors of each of these GPUs.
+        slices: part of the module's work that runs in this stage, in units of ``Mapping.slices``.
     """
 
     module: str
@@ -33,7 +32,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class MultiplexStage:
-    """Modules that run concurrently, and the seconds until the last is done."""
+    """Modules that run concurrently, and the seconds until the last ends."""
 
     placements: tuple[Placement, ...]
     seconds: float
@@ -41,18 +40,12 @@ class MultiplexStage:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Stages in the order they run.
+    """Stages in the order in which they run; raises ``PlanError`` naming an invalid field.
 
     Attributes:
-        gpus, steps: as in the problem.
-        stages: in order.
-        bound: no mapping of the problem (of whole modules) takes fewer seconds; proven. 0 where
-            nothing was proven.
-        method: what made it, in words.
-        slices: how many slices every module's work is cut into; 1 unless a baseline slices.
-
-    Raises:
-        PlanError: naming the field that does not fit.
+        bound: proven lower bound of the seconds of any mapping of whole modules; 0 if unknown.
+        method: description of the method that made the mapping.
+        slices: number of slices of every module's work; above 1 only for baselines.
     """
 
     gpus: int
@@ -75,7 +68,7 @@ class Mapping:
             if not stage.placements:
                 raise PlanError(f"stages[{s}].placements is empty; a stage has at least one")
             self._check_stage(s, stage)
-        # Where a baseline slices, it may be faster than all mappings of whole modules.
+        # Baselines that slice modules may be faster than all mappings of whole modules.
         most = self.seconds * (1 + SECONDS_TOLERANCE)
         if self.slices == 1 and 0 < self.seconds and self.bound > most:
             raise PlanError(
@@ -123,25 +116,25 @@ class Mapping:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of one iteration: stages run one after the other (eq. 1)."""
+        """Predicted seconds of one iteration, the sum over stages (eq. 1)."""
         return math.fsum(stage.seconds for stage in self.stages)
 
     @property
     def gap(self) -> float:
-        """How much of the seconds a better mapping could save at most; 0: proven optimal."""
+        """Largest fraction of the seconds that a better mapping could save; 0 if proven optimal."""
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing is faster than this, up to rounding."""
+        """True if no mapping is faster, up to rounding."""
         return self.gap <= SECONDS_TOLERANCE
 
     def check(self, problem: MappingProblem) -> None:
-        """Whether this is a mapping of the problem, with the seconds its model predicts.
+        """Check that this is a mapping of the problem, with the seconds that its model predicts.
 
         Raises:
-            PlanError: another pool of GPUs, a module unknown or not complete, too little
-                memory, a dependency violated, or other seconds.
+            PlanError: another pool of GPUs, an unknown or incomplete module, too little memory, a
+                violated dependency, or other seconds.
         """
         for field in ("gpus", "steps"):
             if getattr(self, field) != getattr(problem, field):
@@ -203,19 +196,14 @@ class Mapping:
 def module_seconds(
     problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
 ) -> list[float]:
-    """What the performance model predicts for every placement beside the others (eq. 7).
-
-    Args:
-        problem: what is to be mapped.
-        placements: of the modules that run together.
-        slices: parts into which a batch is cut.
-    """
+    """Return the predicted seconds of each placement, next to the others (eq. 7). ``slices`` is the
+    number of slices of every module's work."""
     indices = [problem.names.index(placement.module) for placement in placements]
     use = [
         float(problem.bandwidth[m, p.quota]) for m, p in zip(indices, placements, strict=True)
     ]
     on_gpu: dict[int, list[int]] = {}
-    # In the order of the problem, so that sums do not depend on that of the placements.
+    # The fixed order makes sums independent of the order of the placements.
     for i in sorted(range(len(placements)), key=lambda i: indices[i]):
         for g in placements[i].gpus:
             on_gpu.setdefault(g, []).append(i)
@@ -233,24 +221,11 @@ def module_seconds(
 def stage_seconds(
     problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
 ) -> float:
-    """What the performance model predicts for a stage: its slowest module (eq. 4).
-
-    Args:
-        problem: what is to be mapped.
-        placements: of the modules that run together.
-        slices: parts into which a batch is cut.
-    """
+    """Return the predicted seconds of a stage: those of its slowest module (eq. 4)."""
     return max(module_seconds(problem, placements, slices))
 
 
 def predicted_stage(
     problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
 ) -> MultiplexStage:
-    """A stage with the seconds that the model predicts.
-
-    Args:
-        problem: what is to be mapped.
-        placements: of the modules that run together.
-        slices: parts into which a batch is cut.
-    """
     return MultiplexStage(tuple(placements), stage_seconds(problem, placements, slices))

@@ -1,4 +1,4 @@
-"""What is to be mapped: modules, their dependencies, the GPUs, and the times of every choice."""
+"""The mapping problem: modules, dependencies, GPUs, and the times of every choice."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ MEMORY_OVER = ("iteration", "stage")
 
 @dataclass(frozen=True)
 class MappingProblem:
-    """Modules to be put on a pool of equal GPUs (Mosaic §3.1).
+    """Modules to place on a pool of equal GPUs (Mosaic §3.1).
 
-    A module runs on 2^j GPUs with one quota on all of them (eq. 6). Stages run one after the
-    other; a stage's modules run concurrently and must not depend on each other.
+    A module runs on 2^j GPUs with one quota on all of them (eq. 6). Stages run one after another;
+    the modules of a stage run concurrently and must not depend on each other.
 
     Attributes:
         surfaces: one per module.
         edges: (producer, consumer) pairs of module names.
         gpus: number of GPUs.
-        steps: steps of a GPU's quota; the granularity of the search is ``1 / steps``.
-        memory_bytes: of a GPU; None for no limit.
-        interference: what colocated modules cost each other.
-        memory_over: what must fit in it: ``"iteration"``: all modules that a GPU runs in any
-            stage, as in training, where their state stays and their activations wait for the
-            backward; ``"stage"``: those of each stage by itself.
-        allowed: per module, the degrees it may have; None: any power of two.
+        steps: quota steps per GPU; the granularity of the search is ``1 / steps``.
+        memory_bytes: bytes per GPU; None for no limit.
+        interference: interference between colocated modules.
+        memory_over: ``"iteration"`` to limit the sum over all modules that a GPU runs in any stage,
+            as needed in training, where state and activations are kept until the backward;
+            ``"stage"`` to limit each stage separately.
+        allowed: accepted degrees per module; None for any power of two.
 
     Raises:
-        PlanError: names that are not unique or unknown, a cycle, a surface that was not
-            sampled where it is needed, or a module that fits no GPU at any degree.
+        PlanError: unknown or repeated names, a cycle, a surface without samples where they are
+            needed, or a module that fits on no GPU at any degree.
     """
 
     surfaces: tuple[ScalingSurface, ...]
@@ -108,12 +108,10 @@ class MappingProblem:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Modules, in the order of ``surfaces``."""
         return tuple(surface.name for surface in self.surfaces)
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """Powers of two up to the number of GPUs."""
         return tuple(1 << j for j in range(self.gpus.bit_length()))
 
     @cached_property
@@ -149,13 +147,13 @@ class MappingProblem:
 
     @property
     def seconds(self) -> np.ndarray:
-        """(M, J, steps + 1) alone, by module, log2 of the degree and quota; infinite where the
-        surface was not sampled or the module does not fit."""
+        """(M, J, steps + 1) seconds of each module alone, by log2 of the degree and quota; infinite
+        where the surface has no samples or the module does not fit."""
         return self._tables[0]
 
     @property
     def memory(self) -> np.ndarray:
-        """(M, J) int64, bytes on each GPU, by module and log2 of the degree; -1: not sampled."""
+        """(M, J) int64 bytes on each GPU, by module and log2 of the degree; -1 if not sampled."""
         return self._tables[1]
 
     @property
@@ -165,7 +163,7 @@ class MappingProblem:
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """Of every module, the set (as bits) of all that must run before it."""
+        """For every module, the set (as bits) of modules that must run before it."""
         index = {name: m for m, name in enumerate(self.names)}
         before = [0] * len(self.names)
         for producer, consumer in self.edges:
@@ -182,7 +180,7 @@ class MappingProblem:
 
     @cached_property
     def related(self) -> tuple[int, ...]:
-        """Of every module, the set of all that cannot share a stage with it."""
+        """For every module, the set of modules that cannot share a stage with it."""
         result = list(self.ancestors)
         for m, before in enumerate(self.ancestors):
             for other in bits(before):
@@ -191,7 +189,7 @@ class MappingProblem:
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
-        """Sets of modules whose longest path from a source has the same length, in order."""
+        """Sets of modules with equal length of the longest path from a source, in order."""
         depth: dict[int, int] = {}
         for m in sorted(range(len(self.names)), key=lambda m: self.ancestors[m].bit_count()):
             depth[m] = 1 + max((depth[a] for a in bits(self.ancestors[m])), default=-1)
@@ -202,7 +200,6 @@ class MappingProblem:
 
 
 def bits(modules: int) -> Iterator[int]:
-    """Members of a set of modules, ascending."""
     while modules:
         low = modules & -modules
         yield low.bit_length() - 1

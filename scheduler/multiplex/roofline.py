@@ -1,4 +1,4 @@
-"""How long a module's work takes on a share of some GPUs, before anything was measured."""
+"""Analytic model of a module's time on shares of GPUs, for use without measurements."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ from dataclasses import dataclass
 
 from raymm.scheduler.graph.strict_json import number, text, whole
 
-# How smooth the roofline's ridge is by default: seconds = (compute^p + memory^p)^(1/p).
+# Default smoothness p of the roofline's ridge: seconds = (compute^p + memory^p)^(1/p).
 RIDGE = 4.0
 
 
 @dataclass(frozen=True)
 class ModuleWork:
-    """What a module does in one iteration, in terms of one whole GPU.
+    """Work of a module in one iteration, relative to one whole GPU; raises ``PlanError`` naming an
+    invalid field.
 
     Attributes:
-        name: the module.
-        compute_seconds: its arithmetic with all multiprocessors of one GPU.
-        memory_seconds: its traffic at the full memory bandwidth of one GPU.
-        fixed_seconds: what neither more GPUs nor more multiprocessors make shorter (launches).
-        reduce_seconds: all-reduce of its gradients between very many GPUs; 0 if it is frozen.
-        parallel: GPUs beyond which each has too little work to use all its multiprocessors: at
-            degree d only a share ``parallel / d`` of them helps.
+        compute_seconds: arithmetic on all multiprocessors of one GPU.
+        memory_seconds: memory traffic at the full bandwidth of one GPU.
+        fixed_seconds: time that neither more GPUs nor more multiprocessors reduce (launches).
+        reduce_seconds: all-reduce of its gradients between very many GPUs; 0 if frozen.
+        parallel: number of GPUs beyond which each has too little work for all its multiprocessors:
+            at degree d only a share ``parallel / d`` of them helps.
         saturation: share of multiprocessors that reaches the full memory bandwidth.
-        state_bytes: on every GPU, whatever the degree: parameters, gradients, optimizer.
-        activation_bytes: of the whole batch.
-        ridge: how smooth the roofline's ridge is, p in ``(compute^p + memory^p)^(1/p)``. Large:
-            arithmetic and traffic overlap, as within one kernel. 1: they do not, as where kernels
-            that do much arithmetic (products) and kernels that move data (norms, softmax,
-            activation functions) take turns.
-
-    Raises:
-        PlanError: naming the field that does not fit.
+        state_bytes: parameters, gradients and optimizer state on every GPU, at any degree.
+        activation_bytes: activations of the whole batch.
+        ridge: smoothness p of ``(compute^p + memory^p)^(1/p)``. Large values mean that arithmetic
+            and traffic overlap, as within one kernel. 1 means no overlap, as where compute-bound
+            kernels (products) alternate with memory-bound ones (norms, softmax, activation
+            functions).
     """
 
     name: str
@@ -57,7 +54,7 @@ class ModuleWork:
         whole(self.activation_bytes, f"{self.name}.activation_bytes")
 
     def seconds(self, degree: int, share: float) -> float:
-        """On so many GPUs, with a share of each one's multiprocessors."""
+        """Return the seconds on ``degree`` GPUs, with a share of each one's multiprocessors."""
         compute = self.compute_seconds / degree / min(share, self.parallel / degree, 1.0)
         memory = self.memory_seconds / degree / min(share / self.saturation, 1.0)
         return (
@@ -66,5 +63,5 @@ class ModuleWork:
         )
 
     def bandwidth(self, share: float) -> float:
-        """Share of a GPU's bandwidth it uses on one GPU."""
+        """Return the share of a GPU's bandwidth that the module uses on one GPU."""
         return min(1.0, self.memory_seconds / self.seconds(1, share))

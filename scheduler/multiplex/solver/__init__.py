@@ -1,1 +1,1 @@
-"""Searches for a mapping."""
+"""Search algorithms for mappings."""

@@ -10,35 +10,33 @@ from raymm.scheduler.multiplex.solver.stage_evaluation import StageResult
 
 
 class Evaluator(Protocol):
-    """What finds the seconds of a stage (StageEval)."""
+    """Interface for the evaluation of stages (StageEval)."""
 
     problem: MappingProblem
 
     def result(self, stage: int) -> StageResult:
-        """Seconds and placements of a stage; remembered."""
+        """Return seconds and placements of a stage; results are cached."""
         ...
 
     def forget(self) -> None:
-        """Remember nothing."""
+        """Clear the cache."""
 
     def known_bound(self, stage: int) -> float:
-        """A lower bound of the stage's seconds, without solving it."""
         ...
 
 
 def merge_greedily(
     evaluator: Evaluator, within: int | None = None, prune: bool = True, cache: bool = True
 ) -> list[int]:
-    """Stages by Algorithm 1: begin with one per module, apply the merge that saves most, until
-    none saves anything.
+    """Return the stages of Algorithm 1: start with one stage per module, and apply the merge that
+    saves most until no merge saves time.
 
     Args:
-        evaluator: StageEval.
-        within: the modules to map (bits); all if not given.
-        prune: EarlyPrune: skip a pair without solving it if some module, or all together (which
-            the paper does not test), cannot be fast enough for a larger gain than the best. The
-            result is the same.
-        cache: remember solved stages. The result is the same.
+        within: modules to map (bits); all by default.
+        prune: EarlyPrune: skip a pair without solving it if a lower bound of the merged stage
+            excludes a larger gain than the best. The bound covers single modules, as in the paper,
+            and all modules together. The result is the same.
+        cache: True to cache solved stages. The result is the same.
 
     Returns:
         Sets of modules, in an order that meets every dependency.
@@ -68,15 +66,15 @@ def merge_greedily(
 
 
 def mergeable(problem: MappingProblem, stages: list[int]) -> list[tuple[int, int]]:
-    """Pairs of stages that can become one: no dependency leads from one to the other, neither
-    directly nor through other stages."""
+    """Return the pairs of stages that can be merged: no dependency leads from one to the other,
+    directly or through other stages."""
     reach = []
     for stage in stages:
         before = 0
         for m in bits(stage):
             before |= problem.ancestors[m]
         reach.append(sum(1 << t for t, other in enumerate(stages) if other & before))
-    # Stages are in order, so one pass sees every predecessor complete.
+    # Stages are in order, so in one pass all predecessors are complete.
     for s in range(len(stages)):
         for t in bits(reach[s]):
             reach[s] |= reach[t]

@@ -1,8 +1,8 @@
-"""What a stage leaves of its GPUs, given to its modules.
+"""Assignment of unused quota of a stage to its modules.
 
-A search finds the least quota with which a stage is as fast as it can be predicted to be. A
-prediction may be wrong, and a quota really holds a module back: one that is alone on its GPUs
-should have them whole.
+A search finds the least quota with which a stage reaches its predicted speed. Predictions may be
+wrong, and a quota really limits a module, so for example a module that is alone on its GPUs should
+have them completely.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 
 
 def with_leftover_quota(problem: MappingProblem, mapping: Mapping) -> Mapping:
-    """The mapping with what is spare of its GPUs given to the modules there, the slowest first.
+    """Return the mapping with the unused quota of its GPUs assigned to the modules there, slowest
+    first.
 
-    Only where the surface does not say that the module is slower with more, and where the stage
-    does not take longer (more bandwidth in use may delay others): no stage's predicted seconds
-    rise. GPUs and stages stay as they are.
+    A module gets more quota only if its surface shows no slowdown and the predicted seconds of the
+    stage do not rise (more bandwidth in use may delay other modules). GPUs and stages stay the
+    same.
     """
     stages = []
     for stage in mapping.stages:
@@ -36,7 +37,7 @@ def with_leftover_quota(problem: MappingProblem, mapping: Mapping) -> Mapping:
         stages.append(stage)
     if tuple(stages) == mapping.stages:
         return mapping
-    # Where nothing was proven to be best, more quota may have made it faster than was searched.
+    # If the search was not exact, additional quota may lower the seconds below its bound.
     seconds = sum(stage.seconds for stage in stages)
     return replace(mapping, stages=tuple(stages), bound=min(mapping.bound, seconds))
 
@@ -55,7 +56,7 @@ def _filled(
         more = problem.steps - max(
             sum(other.quota for other in raised if g in other.gpus) for g in placement.gpus
         )
-        while more > 0:  # all of it, else half of that, and so on
+        while more > 0:  # try all of it, then half of it, and so on
             grown = replace(placement, quota=placement.quota + more)
             tried = [*raised[:i], grown, *raised[i + 1 :]]
             if (

@@ -1,4 +1,4 @@
-"""Iterated local search over stages, where an exact search would take too long."""
+"""Iterated local search over stages, for problems that are too large for exact search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.solver.sequences import in_order_within, total_seconds
 from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
 
-# Changes of one kick out of a local optimum.
+# Number of random changes in one kick out of a local optimum.
 KICKS = (2, 3, 4)
 
 
@@ -18,21 +18,18 @@ def improve(
     better: Callable[[list[int]], None] | None = None, floor: float = 0.0,
     searches: int | None = None,
 ) -> list[int]:
-    """Stages of the modules ``within`` that take less time, as far as found.
+    """Return faster stages of the modules ``within``, if any are found.
 
-    Steps: move a module to another stage or one of its own, swap two modules, merge two stages;
-    of all steps the one that may save most by the bounds of the new stages is tried first. Where
-    no step saves anything, a few random ones are made and the descent begins again.
+    A step moves a module to another or a separate stage, swaps two modules, or merges two stages.
+    The steps that may save most according to bounds are tried first. If no step saves time, a few
+    random steps are made and the descent restarts.
 
     Args:
-        evaluator: of stages.
-        stages: where to begin, sets of modules in order.
-        within: the modules.
-        kicks: how often to begin again.
-        seed: of the random steps.
+        stages: initial sets of modules, in order.
+        kicks: most restarts.
         better: called with every improvement.
-        floor: stop when the seconds are as few as this.
-        searches: begin no more after so many searches within stages.
+        floor: stop when the seconds are this low.
+        searches: no restarts after this many searches within stages.
     """
     rng = random.Random(seed)
     last = None if searches is None else evaluator.searches + searches
@@ -55,7 +52,8 @@ def _descend(
     evaluator: StageEvaluator, stages: list[int], within: int,
     better: Callable[[list[int]], None] | None, below: float | None,
 ) -> list[int]:
-    """Improve while a step does; ``better`` hears of what takes less than ``below``."""
+    """Take improving steps until there are none; call ``better`` with stages faster than
+    ``below``."""
     if below is None and better is not None:
         better(stages)
     while True:
@@ -89,10 +87,8 @@ def _best_step(evaluator: StageEvaluator, stages: list[int], within: int) -> lis
 
 
 def _below(evaluator: StageEvaluator, stages: Sequence[int], seconds: float) -> bool:
-    """Whether stages are found to take less than so many seconds in all.
-
-    Most are not, so first one search per stage asks only that.
-    """
+    """Return True if the stages take less than ``seconds`` in total. As most do not, cheap probes
+    of the stages come first."""
     for solve in (False, True):
         least = [evaluator.known_bound(stage) for stage in stages]
         for i, stage in enumerate(stages):
@@ -107,8 +103,8 @@ def _below(evaluator: StageEvaluator, stages: Sequence[int], seconds: float) -> 
 def steps(
     problem: MappingProblem, stages: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(stages that go, stages that come) of every step after which no stage has dependent
-    modules; whether an order is left is not checked."""
+    """Yield (old stages, new stages) of every step whose new stages have no dependent modules.
+    Whether the stages can be ordered is not checked."""
     conflicts = {stage: 0 for stage in stages}
     for stage in stages:
         for m in bits(stage):

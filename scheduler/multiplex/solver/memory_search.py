@@ -1,10 +1,10 @@
-"""Mappings that fit in memory over a whole iteration, by branch and bound over degrees.
+"""Branch and bound over degrees for mappings that fit in memory over an iteration.
 
-The searches know of memory within a stage. A mapping of theirs is a lower bound of all that also
-fit over the iteration, and often fits itself once the stages' GPUs are renumbered
-(:func:`raymm.scheduler.multiplex.iteration_memory.balanced`). If not, some module must take fewer
-bytes of the pool, which with data parallelism means another degree: one branch per module, in which
-only degrees with less than the mapping's bytes are allowed, is solved again.
+The other searches limit memory within stages only. Their mapping is a lower bound for mappings that
+also fit over the iteration, and often fits once the GPUs of stages are renumbered
+(:func:`raymm.scheduler.multiplex.iteration_memory.balanced`). If it does not fit, some module must
+use less memory of the pool, which with data parallelism requires another degree. Each branch
+restricts one module to degrees with less memory than in the mapping, and is solved again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 
 Allowed = tuple[tuple[int, ...], ...]
-# Mappings on the way down to the first that fits.
+# Most mappings on the first descent to one that fits.
 DIVE = 30
 UNFIT = "; does not fit in memory over an iteration"
 
@@ -35,17 +35,17 @@ def fitted(
     problem: MappingProblem, mapping: Mapping, solve: Callable[[MappingProblem], Mapping],
     most: int, stop: Callable[[], bool],
 ) -> Mapping:
-    """The best mapping found that fits over the iteration, with a bound of all that do.
+    """Return the best mapping found that fits over the iteration, with a lower bound.
 
     Args:
-        problem: its ``memory_over`` is ``"iteration"``.
-        mapping: its best without that.
-        solve: of the same problem with fewer degrees allowed, memory within stages only.
-        most: mappings to solve for beside the given one and those of the first dive.
-        stop: asked between them; the best so far is returned when it says True.
+        problem: problem with ``memory_over`` = ``"iteration"``.
+        mapping: best mapping without that limit.
+        solve: solves restricted problems, with memory limits within stages only.
+        most: most mappings to solve after the first descent.
+        stop: polled between mappings; if it returns True, the best mapping so far is returned.
 
     Returns:
-        ``mapping`` itself, with a remark in ``method``, if nothing fits as far as was found.
+        ``mapping`` itself, with a remark in ``method``, if no mapping is found that fits.
     """
     search = _Branches(problem, solve)
     mapping = balanced(problem, mapping)
@@ -60,10 +60,10 @@ def fitted(
             continue
         spent = search.footprint(mapped)
         if int(spent.sum()) <= problem.gpus * search.limit:
-            # It would fit if GPUs were one: other mappings of the same degrees may.
+            # The total fits, so other mappings with the same degrees may fit.
             unresolved = min(unresolved, bound)
         for m in range(len(problem.names)):
-            # Branches before this one have less for an earlier module; leave them that.
+            # Earlier branches cover less memory for earlier modules, so exclude that here.
             branch = search.less(allowed, m, int(spent[m]))
             for other in range(m):
                 branch = search.at_least(branch, other, int(spent[other]))
@@ -107,12 +107,11 @@ class _Branches:
 
     @property
     def limit(self) -> int:
-        """Bytes of a GPU; of a problem that has such a limit."""
+        """Bytes per GPU; the problem must have a limit."""
         assert self.problem.memory_bytes is not None
         return self.problem.memory_bytes
 
     def footprint(self, mapping: Mapping) -> np.ndarray:
-        """(M,) bytes of the pool that each module takes."""
         result = np.zeros(len(self.problem.names), np.int64)
         for stage in mapping.stages:
             for placement in stage.placements:
@@ -121,7 +120,6 @@ class _Branches:
         return result
 
     def all(self) -> Allowed:
-        """What the problem itself allows."""
         return tuple(
             tuple(d for j, d in enumerate(self.problem.degrees) if row[j] >= 0)
             for row in self.bytes
@@ -137,18 +135,16 @@ class _Branches:
         return (*allowed[:m], left, *allowed[m + 1 :]) if left else None
 
     def less(self, allowed: Allowed | None, m: int, bytes_: int) -> Allowed | None:
-        """Only degrees with which the module takes less; None if there are none."""
         return self._only(allowed, m, lambda size: size < bytes_)
 
     def at_least(self, allowed: Allowed | None, m: int, bytes_: int) -> Allowed | None:
-        """Only degrees with which the module takes as much; None if there are none."""
         return None if allowed is None else self._only(allowed, m, lambda size: size >= bytes_)
 
     def solved(
         self, allowed: Allowed, heavier: Collection[str] = (), factor: float = 1.0
     ) -> Mapping | None:
-        """The best of a branch, balanced, with some modules taken to need so many times the bytes;
-        None if even the least bytes are too many."""
+        """Return the best mapping of a branch, balanced; None if even the smallest degrees need too
+        much memory. Modules in ``heavier`` count with ``factor`` times their bytes."""
         least = sum(
             min(int(self.bytes[m, d.bit_length() - 1]) for d in degrees)
             for m, degrees in enumerate(allowed)
@@ -167,7 +163,7 @@ class _Branches:
         return balanced(self.problem, self.solve(restricted))
 
     def offer(self, mapping: Mapping) -> bool:
-        """Keep it if it fits and is the best so far; whether it fits."""
+        """Keep a mapping if it fits and is the best so far; return True if it fits."""
         if not fits_iteration(self.problem, mapping):
             return False
         if self.best is None or mapping.seconds < self.best.seconds:
@@ -175,9 +171,8 @@ class _Branches:
         return True
 
     def dive(self, mapping: Mapping, stop: Callable[[], bool]) -> None:
-        """To some mapping that fits: less for those modules that it costs least, until the pool's
-        bytes are enough; and where they are but one GPU has too much, less on the fullest GPU of
-        the most uneven stage."""
+        """Find a first mapping that fits. Reduce the memory of the modules where that costs least
+        time, until the total fits; then that of modules on the fullest GPU."""
         allowed, limit = self.all(), self.limit
         for _ in range(DIVE):
             spent = self.footprint(mapping)
@@ -193,7 +188,7 @@ class _Branches:
                     solution = self._evened(allowed, mapping, used[full] - limit)
                     if solution is not None and self.offer(solution):
                         return
-                # Enough in all: what is on the fullest GPU must be somewhere else.
+                # The total fits, so the modules on the fullest GPU must move.
                 some = {
                     self.problem.names.index(placement.module)
                     for stage in mapping.stages for placement in stage.placements
@@ -204,7 +199,7 @@ class _Branches:
                 if m is None:
                     return
                 fewer = self.less(allowed, m, int(spent[m]))
-                assert fewer is not None  # as it was chosen
+                assert fewer is not None  # _cheapest returned it
                 allowed = fewer
                 spent[m] = self._fastest(allowed, m)[1]
                 if spent.sum() <= self.problem.gpus * limit:
@@ -215,8 +210,8 @@ class _Branches:
             mapping = solution
 
     def _evened(self, allowed: Allowed, mapping: Mapping, excess: int) -> Mapping | None:
-        """Of the same branch, with less on the fullest GPU of the most uneven stage: its modules
-        are taken to be as much heavier as makes them fill a GPU sooner."""
+        """Solve the branch again with heavier modules in the most uneven stage, so that they spread
+        more."""
         loads = [stage_memory(self.problem, stage, mapping.gpus) for stage in mapping.stages]
         uneven = max(
             range(len(loads)), key=lambda s: max(loads[s]) - sum(loads[s]) / len(loads[s])
@@ -228,7 +223,6 @@ class _Branches:
         return self.solved(allowed, names, self.limit / room)
 
     def _fastest(self, allowed: Allowed, m: int) -> tuple[float, int]:
-        """Seconds and bytes of the module's fastest degree."""
         return min(
             (float(self.least[m, d.bit_length() - 1]), int(self.bytes[m, d.bit_length() - 1]))
             for d in allowed[m]
@@ -238,8 +232,8 @@ class _Branches:
         self, allowed: Allowed, spent: np.ndarray, some: Collection[int],
         seconds: dict[int, float],
     ) -> int | None:
-        """Of some modules, that which makes its stage least longer per byte if it takes less;
-        among those that need not at all, the one with most time to spare."""
+        """Return the module of ``some`` that delays its stage least per byte saved, or that has
+        most spare time if there is no delay."""
         best = None
         for m in sorted(some):
             fewer = self.less(allowed, m, int(spent[m]))

@@ -1,15 +1,14 @@
-"""Can modules share GPUs so that all are done in time? An exact search, compiled.
+"""Exact compiled search for placements of modules on GPUs that finish before a deadline.
 
-GPUs with the same modules on them are one *class* of GPUs and are not told apart. Modules are
-placed one after the other: an option (degree and quota) is chosen, then how many GPUs of every
-class get a replica, which splits classes. Classes are never aligned to anything: any set of GPUs
-may be a module's.
+GPUs with the same modules form a *class* and are interchangeable. Modules are placed one after
+another: the search chooses an option (degree and quota) and how many GPUs of every class get a
+replica, which splits classes. Classes are not aligned, so a module may use any set of GPUs.
 
-What prunes, and why it is safe although eq. 8 is not monotone (its product falls when a third
-module joins a GPU): modules on a GPU either stay as they are, and then their delay is known, or
-somebody joins, and then it is at least what the joiner with the least bandwidth costs by the
-additive term. A branch ends when neither is in time. GPUs that nobody may join count as full when
-free quota is compared with what the other modules need at least.
+Pruning has to consider that eq. 8 is not monotone (its product decreases when a third module joins
+a GPU). The modules on a GPU either stay as they are, with a known delay, or another module joins,
+and the delay is at least the additive term with the smallest bandwidth that can join. A branch ends
+if neither is in time. GPUs that no module may join count as full when free quota is compared with
+the least needs of the other modules.
 """
 
 from __future__ import annotations
@@ -22,44 +21,42 @@ from raymm.scheduler.multiplex.solver.stage_packing import Packed
 
 SOLVED, IMPOSSIBLE, GAVE_UP = 1, 0, -1
 
-# Modules are placed level by level. Row ``level`` of the classes is how they are before the module
-# at that level is placed; its decisions write row ``level + 1``.
+# Modules are placed level by level. Row ``level`` of the classes is the state before the module at
+# that level is placed; its decisions write row ``level + 1``.
 CLASS = np.dtype([
     ("gpus", np.int64),
     ("members", np.int64),  # levels of the modules on them, as bits
     ("quota", np.int64),  # steps in use
     ("memory", np.int64),  # bytes in use
-    ("opened", np.bool_),  # whether another module may join
-    ("order", np.int64),  # at place a: which class is tried as number a
+    ("opened", np.bool_),  # True if another module may join
+    ("order", np.int64),  # at place a: the class that is tried as number a
     ("taken", np.int64),  # at place a: GPUs of that class that get a replica
-    ("left", np.int64),  # at place a: replicas that were left before
-    ("written", np.int64),  # at place a: classes of the next row that were there before
+    ("left", np.int64),  # at place a: replicas that were still to be placed
+    ("written", np.int64),  # at place a: number of classes of the next row at that time
 ], align=True)
 LEVEL = np.dtype([
-    ("classes", np.int64),  # how many there are
-    ("decided", np.int64),  # how many of them the level's replicas reached
-    ("option", np.int64),  # the one that was chosen; its bandwidth and cap of the delay
+    ("classes", np.int64),  # number of classes
+    ("decided", np.int64),  # number of classes that the replicas reached
+    ("option", np.int64),  # chosen option, with its bandwidth and largest delay
     ("use", np.float64),
     ("cap", np.float64),
-    ("need", np.int64),  # quota steps of the modules from this level on at least
-    ("least_use", np.float64),  # bandwidth of the one of them that uses least
-    ("most_use", np.float64),  # bandwidth of all of them at most
+    ("need", np.int64),  # least quota steps of the modules from this level on
+    ("least_use", np.float64),  # least bandwidth of one of these modules
+    ("most_use", np.float64),  # largest bandwidth of all of them
 ], align=True)
 
 
 @njit(cache=True)
 def nothing_placed(modules, gpus):
-    """A :class:`.stage_packing.Packed` of so many GPUs in which none of the modules is anywhere."""
+    """Return a :class:`.stage_packing.Packed` of GPUs without modules."""
     return Packed(np.zeros((modules, 2), np.int64), np.array([gpus]), np.zeros(1, np.int64))
 
 
 @njit(cache=True)
 def _in_time(members, levels, more, later, law):
-    """(as it is, if somebody joins): are the members' delays below their caps?
-
-    The second is a lower bound of the delay, so it may say yes wrongly, but never no. ``later`` is
-    the level from which on modules may join.
-    """
+    """Return whether the members' delays are below their caps as is, and if another module joins
+    (from level ``later`` on). The second result uses a lower bound of the delay, so it may be
+    wrongly True but never wrongly False."""
     e1, e2, e3 = law.constant, law.additive, law.product
     least_use, most_use = levels[later].least_use, levels[later].most_use
     total, product, count = 0.0, 1.0, 0
@@ -101,11 +98,9 @@ def _in_time(members, levels, more, later, law):
 
 @njit(cache=True)
 def _close_level(level, levels, classes, pool, spread):
-    """Whether the classes at ``level``, where that many modules are placed, may still do.
-
-    Notes which classes may be joined and in which order: fullest first (best fit) or emptiest
-    first, which spreads out who disturbs whom.
-    """
+    """Return True if the classes at ``level`` are still feasible. Mark the classes that modules may
+    join, and order them: fullest first (best fit), or emptiest first, which spreads
+    interference."""
     unplaced = level < len(levels) - 1
     free = 0
     for t in range(levels[level].classes):
@@ -138,14 +133,13 @@ def _close_level(level, levels, classes, pool, spread):
 
 @njit(cache=True)
 def _write(classes, level, written, of, gpus):
-    """So many GPUs of a class stay as they are: class ``written`` of the next row."""
     new = classes[level + 1, written]
     new.gpus, new.members, new.quota, new.memory = gpus, of.members, of.quota, of.memory
 
 
 @njit(cache=True)
 def _write_rest(level, at, count, written, classes):
-    """The classes tried from place ``at`` on stay as they are; how many the next row then has."""
+    """Copy the classes tried from place ``at`` on to the next row; return its number of classes."""
     for a in range(at, count):
         of = classes[level, classes[level, a].order]
         _write(classes, level, written, of, of.gpus)
@@ -155,7 +149,6 @@ def _write_rest(level, at, count, written, classes):
 
 @njit(cache=True)
 def _gpus_from(level, at, count, classes):
-    """GPUs of the classes tried from place ``at`` on."""
     gpus = 0
     for a in range(at, count):
         gpus += classes[level, classes[level, a].order].gpus
@@ -164,8 +157,7 @@ def _gpus_from(level, at, count, classes):
 
 @njit(cache=True)
 def _split_class(level, place, option, classes):
-    """Some of a class's GPUs get a replica, the others stay; how many classes the next row then
-    has."""
+    """Add a replica to some GPUs of a class; return the number of classes of the next row."""
     of, some, written = classes[level, place.order], place.taken, place.written
     if some:
         _write(classes, level, written, of, some)
@@ -182,7 +174,7 @@ def _split_class(level, place, option, classes):
 
 @njit(cache=True)
 def _may_join(level, of, option, levels, pool):
-    """Whether a replica of the module at ``level`` may go on GPUs of a class."""
+    """Return True if a replica of the module at ``level`` can join a class."""
     quota = of.quota + option.quota
     if not of.opened or quota > pool.steps or of.memory + option.memory > pool.memory:
         return False
@@ -195,11 +187,8 @@ def _may_join(level, of, option, levels, pool):
 
 @njit(cache=True)
 def _search(first, levels, classes, options, pool, spread, node_limit):
-    """Depth first over options and, per class of GPUs, how many get a replica.
-
-    Modules below level ``first`` stay where row ``first`` has them. Returns what :func:`pack`
-    does, and nodes.
-    """
+    """Search depth first over options and numbers of replicas per class. Modules below level
+    ``first`` stay as in row ``first``. Return the outcome as in :func:`pack`, and nodes."""
     modules = len(levels) - 1
     nodes, level, at, left, written = 0, first, 0, 0, 0
     levels[first].option = -1
@@ -231,7 +220,7 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
                 continue
             classes[level, at].taken -= 1
         elif left == 0:
-            # All replicas are placed: the classes left over stay as they are.
+            # All replicas are placed; the remaining classes stay the same.
             now.decided = at
             levels[level + 1].classes = _write_rest(level, at, now.classes, written, classes)
             if not _close_level(level + 1, levels, classes, pool, spread):
@@ -264,7 +253,6 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
 
 @njit(cache=True)
 def _needs_of_later(levels, options, first):
-    """Write down what the modules from every level on need."""
     modules = len(levels) - 1
     for level in range(modules - 1, first - 1, -1):
         now, after = levels[level], levels[level + 1]
@@ -280,8 +268,8 @@ def _needs_of_later(levels, options, first):
 
 @njit(cache=True)
 def _put_kept(kept, order, first, inputs, before, levels, classes):
-    """Put the modules that stay where they are, those at levels below ``first``; whether each of
-    them alone is in time."""
+    """Place the kept modules, at levels below ``first``; return False if one is not in time
+    alone."""
     levels[first].classes = len(kept.gpus)
     for t in range(len(kept.gpus)):
         classes[first, t].gpus = kept.gpus[t]
@@ -307,19 +295,20 @@ def _put_kept(kept, order, first, inputs, before, levels, classes):
 
 @njit(cache=True)
 def pack(inputs, before, spread, weights, kept, node_limit):
-    """Options and GPUs for modules such that each is done before ``before``.
+    """Find options and GPUs for modules such that each finishes before ``before`` seconds.
 
     Args:
         inputs: the stage's :class:`.stage_packing.StageInputs`.
-        before: seconds; strictly.
-        spread: place on emptier GPUs first.
-        weights: (K,) modules are placed in order of what they need at least, times this.
+        before: seconds (exclusive).
+        spread: True to fill emptier GPUs first.
+        weights: (K,) factors of the modules' least needs; modules are placed in descending order of
+            the product.
         kept: a :class:`.stage_packing.Packed` with the modules that stay where they are.
-        node_limit: give up after so many placements tried.
+        node_limit: largest number of placements to try.
 
     Returns:
-        FOUND, IMPOSSIBLE (proven; where modules stay, for as they stay) or GAVE_UP; nodes used;
-        and the :class:`.stage_packing.Packed` of all modules, of none where it is not FOUND.
+        SOLVED, IMPOSSIBLE (proven, given the kept modules) or GAVE_UP; nodes used; and the
+        :class:`.stage_packing.Packed` of all modules, empty unless SOLVED.
     """
     modules, pool = inputs.seconds.shape[0], inputs.pool
     options = placement_options(inputs, before)
@@ -337,7 +326,7 @@ def pack(inputs, before, spread, weights, kept, node_limit):
             first += 1
     if area > pool.gpus * pool.steps or first == modules:
         return IMPOSSIBLE, 0, nothing
-    # Those that stay come first, then those that need most.
+    # Kept modules come first, then those that need most.
     order = np.argsort(keys, kind="mergesort")
     options = options[order]
     levels = np.zeros(modules + 1, LEVEL)
@@ -348,7 +337,7 @@ def pack(inputs, before, spread, weights, kept, node_limit):
     result, nodes = _search(first, levels, classes, options, pool, spread, node_limit)
     if result != SOLVED:
         return result, nodes, nothing
-    # A record: numba knows its fields, pyright does not.
+    # numba knows the fields of a record, pyright does not.
     count = levels[modules].classes  # pyright: ignore[reportAttributeAccessIssue]
     chosen = np.zeros((modules, 2), np.int64)
     gpus, content = np.zeros(count, np.int64), np.zeros(count, np.int64)

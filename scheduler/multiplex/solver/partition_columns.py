@@ -1,11 +1,11 @@
-"""Which partition into stages is best where almost nothing depends on anything: bounds and proof.
+"""Bounds and proofs for partitions into stages of modules with hardly any dependencies.
 
 With n independent modules there are 2^n stages and far more sequences. Any mapping is a partition
-of the modules into stages, so the linear program over all stages (set partitioning) is a lower
-bound; dependencies between modules are left out, which keeps it one. Its columns are priced over
-all stages at once, with their bounds as cost, and only stages that its solution uses are solved (as
-in :mod:`raymm.scheduler.multiplex.solver.sequence_dp`). Stages whose reduced cost exceeds what is
-left between the bounds are in no better partition; of the others CP-SAT chooses.
+of the modules into stages, so the linear program over all stages (set partitioning) gives a lower
+bound, even without dependencies. Columns are priced over all stages at once, with lower bounds as
+cost, and only stages in its solution are solved (as in
+:mod:`raymm.scheduler.multiplex.solver.sequence_dp`). Stages whose reduced cost exceeds the gap
+between the bounds are in no better partition; CP-SAT chooses among the others.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from raymm.scheduler.multiplex.solver.sequence_dp import REFINEMENT
 from raymm.scheduler.multiplex.solver.sequences import in_order_within, total_seconds
 from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
 
-# Columns added to the linear program at once, and looked at for that.
+# Columns added to the linear program at once, and candidates whose bounds are tightened for that.
 PRICED = 40
 TIGHTENED = 20_000
-# Most stages that CP-SAT chooses from, its work per choice, and the unit of its whole numbers.
+# Most stages for one CP-SAT model, its deterministic time limit, and the unit of its integers.
 MOST_CHOICES = 3_000
 CHOICE_WORK = 2.0
 UNITS = 10**9
@@ -34,15 +34,13 @@ CHUNK_BITS = 10
 
 
 def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.ndarray:
-    """(N,) all non-empty sets of modules that may share a stage.
+    """Return all (N,) non-empty sets of modules that may share a stage.
 
     Args:
-        problem: what is to be mapped.
         within: the modules, as bits.
-        limit: the most there may be.
 
     Raises:
-        NoPlanError: more than ``limit``.
+        NoPlanError: there are more than ``limit``.
     """
     result = np.zeros(1, np.int64)
     for m in bits(within):
@@ -54,13 +52,13 @@ def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.nda
 
 
 class _Columns:
-    """All stages of some modules with what is known to be their least cost."""
+    """All stages of some modules, with lower bounds of their cost."""
 
     def __init__(self, evaluator: StageEvaluator, within: int, limit: int) -> None:
         self.evaluator = evaluator
         self.modules = list(bits(within))
         self.stages = np.sort(independent_sets(evaluator.problem, within, limit))
-        # Of quota alone; the better bounds are for those that matter.
+        # From quota alone; the tighter bounds are computed on demand.
         self.cost = evaluator.bounds.bounds(self.stages, 1)
         self.tight = np.zeros(len(self.stages), np.bool_)
         for stage in self.stages[[self.at(s) for s in self._seen(within)]]:
@@ -75,16 +73,14 @@ class _Columns:
         return [stage for stage in self.evaluator.results if not stage & ~within]
 
     def at(self, stage: int) -> int:
-        """Index of a stage."""
         return int(np.searchsorted(self.stages, stage))
 
     def update(self, stage: int) -> None:
-        """Take over a better bound."""
         at = self.at(stage)
         self.cost[at] = max(self.cost[at], self.evaluator.known_bound(stage))
 
     def tighten(self, which: np.ndarray) -> np.ndarray:
-        """Compute the better bounds of some stages, by index: (n,) by how much they rise."""
+        """Compute tighter bounds of some stages, by index; return the (n,) increases."""
         result = np.zeros(len(which))
         new = np.flatnonzero(~self.tight[which] & np.isfinite(self.cost[which]))
         at = which[new]
@@ -95,7 +91,7 @@ class _Columns:
         return result
 
     def sums(self, duals: np.ndarray) -> np.ndarray:
-        """(N,) sum of the modules' duals (M,) of every stage."""
+        """Return the (N,) sum of the (M,) duals of its modules, for every stage."""
         total = np.zeros(len(self.stages))
         for c, part in enumerate(self._parts):
             table = np.zeros(1)
@@ -106,7 +102,7 @@ class _Columns:
 
 
 class _Program:
-    """The linear program over some of the stages."""
+    """Linear program over some of the stages."""
 
     def __init__(self, columns: _Columns, chosen: list[int]) -> None:
         self.columns = columns
@@ -117,7 +113,6 @@ class _Program:
         self.add(chosen)
 
     def add(self, chosen: list[int]) -> None:
-        """Add stages by index."""
         for at in chosen:
             if at in self.variables or not np.isfinite(self.columns.cost[at]):
                 continue
@@ -127,8 +122,8 @@ class _Program:
                 self.rows[m].SetCoefficient(variable, 1.0)
 
     def solve(self) -> tuple[float, np.ndarray, list[int]]:
-        """Bound, reduced costs of all stages (N,) and the stages in use, after adding whatever
-        has a negative reduced cost."""
+        """Add stages until none has a negative reduced cost; return the bound, the (N,) reduced
+        costs, and the stages in use."""
         count = len(self.columns.evaluator.problem.names)
         while True:
             for at, variable in self.variables.items():
@@ -143,13 +138,13 @@ class _Program:
             worst = float(reduced.min())
             if not new:
                 used = [at for at, x in self.variables.items() if x.solution_value() > USED]
-                # At most one stage per module, each with at least the worst reduced cost.
+                # There are at most as many stages as modules, each with at least the worst reduced
+                # cost.
                 return value + len(self.rows) * min(0.0, worst), reduced, used
             self.add(new)
 
     def _negative(self, reduced: np.ndarray, below: float) -> list[int]:
-        """Stages to add, by index; updates reduced costs (N,) to the better bounds of those it
-        looks at."""
+        """Return the indices of stages to add; update (N,) reduced costs to tighter bounds."""
         count = min(TIGHTENED, len(reduced) - 1)
         while True:
             least = np.argpartition(reduced, count)[: count + 1]
@@ -165,19 +160,19 @@ def best_partition(
     evaluator: StageEvaluator, within: int, start: list[int], limit: int, nodes: int,
     rounds: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
-    """Better stages of the modules ``within``, and a lower bound of any stages' seconds.
+    """Return the best stages found for the modules ``within``, and a lower bound of the seconds.
 
     Args:
-        evaluator: of stages; its ``nodes`` are what a stage gets at first.
-        start: stages to begin with, sets of modules in order.
+        evaluator: evaluates stages; its ``nodes`` is the initial effort per stage.
+        within: the modules, as bits.
+        start: initial sets of modules, in order.
         limit: most stages to consider.
-        nodes: most effort for one stage.
+        nodes: largest effort for one stage.
         rounds: most rounds of bounding and solving.
         better, proven: called with every better sequence and every higher bound.
-        within: the modules, as bits.
 
     Raises:
-        NoPlanError: more than ``limit``.
+        NoPlanError: there are more than ``limit`` stages.
     """
     columns = _Columns(evaluator, within, limit)
     best, upper, lower = list(start), total_seconds(evaluator, start), 0.0
@@ -193,7 +188,7 @@ def best_partition(
             return best, upper
         if _raised(columns, used, gap, nodes):
             continue
-        # The program's stages are known as well as they can be: now whole stages only.
+        # The stages of the program cannot be tightened further: choose whole stages now.
         hopeful = np.flatnonzero(reduced < gap)
         reduced[hopeful] += columns.tighten(hopeful)
         hopeful = hopeful[reduced[hopeful] < gap]
@@ -223,7 +218,7 @@ def best_partition(
 
 
 def _raised(columns: _Columns, used: list[int], gap: float, nodes: int) -> bool:
-    """Learn more about stages; whether anything became known."""
+    """Tighten what is known about stages; return True if that succeeded."""
     evaluator, progress = columns.evaluator, False
     for at in used:
         stage, before = int(columns.stages[at]), float(columns.cost[at])
@@ -243,8 +238,8 @@ def _raised(columns: _Columns, used: list[int], gap: float, nodes: int) -> bool:
 def _choose(
     columns: _Columns, hopeful: np.ndarray, upper: float
 ) -> tuple[list[int] | None, float]:
-    """The best partition into some of the stages at their known cost, and a bound of it; None and
-    infinity if none is below ``upper``."""
+    """Return the best partition into some of the stages and a bound; None and infinity if none is
+    below ``upper``."""
     model = cp_model.CpModel()
     take = [model.new_bool_var("") for _ in hopeful]
     scale = UNITS / upper

@@ -1,4 +1,4 @@
-"""Degrees and quotas with which a stage's modules may be done in time, compiled."""
+"""Compiled enumeration of the degrees and quotas with which modules may be in time."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import numpy as np
 from numba import njit
 
 PLACEMENT_OPTION = np.dtype([
-    ("degree", np.int64),  # 0: a module has no more options
+    ("degree", np.int64),  # 0 ends the options of a module
     ("quota", np.int64),
     ("use", np.float64),  # share of the bandwidth
-    ("cap", np.float64),  # the delay at which it is no longer in time
+    ("cap", np.float64),  # largest delay (exclusive)
     ("memory", np.int64),  # bytes on each GPU
-    ("area", np.int64),  # quota steps that it takes from the pool at least
+    ("area", np.int64),  # least quota steps taken from the pool
 ], align=True)
 
 
 @njit(cache=True)
 def placement_options(inputs, before):
-    """Options of every module that may be done before ``before``, those that need little first.
+    """Return the options of every module that may finish before ``before``, smallest area first.
 
     Args:
         inputs: the stage's :class:`.stage_packing.StageInputs`.
-        before: seconds; strictly.
+        before: seconds (exclusive).
 
     Returns:
-        (K, O) of :data:`PLACEMENT_OPTION`; a row ends with one of degree 0. What an option takes
-        from the pool at least is the area of whole GPUs where no other module could join in time.
+        (K, O) of :data:`PLACEMENT_OPTION`; each row ends with degree 0. An option takes whole GPUs
+        from the pool if no other module could join in time.
     """
     seconds, memory, bandwidth, entry, pool = inputs
     law, steps = pool.law, pool.steps
     modules, degrees, _ = seconds.shape
     options = np.zeros((modules, degrees * steps + 1), PLACEMENT_OPTION)
     monotone = law.additive >= 0.0 and law.product >= 0.0
-    # No delay exceeds this: everything on one GPU.
+    # Upper bound of any delay: everything on one GPU.
     worst = 0.0
     if monotone:
         together = modules if law.own else 1
@@ -47,8 +47,8 @@ def placement_options(inputs, before):
                     continue
                 slack = before / alone - 1.0 if law.relative else before - alone
                 if monotone:
-                    # The same GPUs with less quota, less bandwidth and as much slack (or more
-                    # than any delay) would do as well.
+                    # An option is dominated by one on as many GPUs with less quota, less bandwidth
+                    # and as much slack (or more than any delay).
                     dominated = False
                     enough = min(slack, worst + 1e-9)
                     for o in range(first, count):
@@ -69,8 +69,7 @@ def placement_options(inputs, before):
 
 @njit(cache=True)
 def _sort_by_area(options, count):
-    """By area, then as they were (by slack): insertion sort, stable, with the free place behind
-    the last."""
+    """Sort options stably by area; the place after the last one is scratch space."""
     for a in range(1, count):
         b = a
         options[count] = options[a]

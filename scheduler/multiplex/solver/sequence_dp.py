@@ -1,9 +1,9 @@
-"""The best sequence of stages by dynamic programming over what is done, exact.
+"""Exact dynamic programming for the best sequence of stages.
 
-A state is a set of modules closed under dependencies (a downset); a stage is any non-empty set of
-modules that are ready, so every legal sequence is a path. Stages begin with a lower bound as cost
-and are solved only when they are on the best path: once all of that path's are, nothing better
-exists (lazy shortest path).
+A state is a set of finished modules that is closed under dependencies (a downset); a stage is any
+non-empty set of ready modules, so every legal sequence is a path. The cost of a stage starts as a
+lower bound, and stages are solved only when they are on the best path. Once all stages of that path
+are solved, it is optimal (lazy shortest path).
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver.sequences import total_seconds
 from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
 
-# How much more a stage's search may try each time it turns out not to be exact.
+# Factor of the effort for a stage each time its result is not exact.
 REFINEMENT = 8
 
 
 class StateGraph:
     """Downsets of some modules and the stages that lead from one to another.
 
-    Attributes:
-        states: (D,) the downsets, by number of modules, the empty one first.
-        source, target: (E,) indices of states, by source.
-        stage: (E,) the modules of the transition.
-
     Args:
-        evaluator: knows what stages take.
         within: the modules, as bits.
-        limit: the most there may be.
+        limit: most transitions.
+
+    Attributes:
+        states: (D,) downsets, by number of modules, starting with the empty one.
+        source, target: (E,) indices of states, ordered by source.
+        stage: (E,) modules of the transition.
 
     Raises:
-        NoPlanError: more than ``limit``.
+        NoPlanError: there are more than ``limit`` transitions.
     """
 
     def __init__(self, evaluator: StageEvaluator, within: int, limit: int) -> None:
         problem = evaluator.problem
         modules = list(bits(within))
         before = {m: problem.ancestors[m] & within for m in modules}
-        # Where nothing depends on anything, stages may run in any order: take them in that of
-        # their first modules.
+        # Without dependencies, any order of stages is legal: use only the order of their first
+        # modules.
         ordered = not any(before.values())
         layer, states, sources, stages = {0}, [], [], []
         count = 0
@@ -62,7 +61,7 @@ class StateGraph:
                 stages.append(subsets)
                 following.update((subsets | state).tolist())
             layer = following
-            # A layer of this loop is reached by one more stage, not by one more module.
+            # A layer is reached by one more stage, not by one more module.
             layer -= set(states)
         order = sorted(range(len(states)), key=lambda i: (states[i].bit_count(), states[i]))
         self.states = np.array([states[i] for i in order], np.int64)
@@ -75,15 +74,14 @@ class StateGraph:
         self.size = np.array([int(s).bit_count() for s in self.states])
 
     def keep(self, which: np.ndarray) -> None:
-        """Leave out all other transitions."""
         self.source, self.target = self.source[which], self.target[which]
         self.stage = self.stage[which]
 
     def to_end(self, cost: np.ndarray) -> np.ndarray:
-        """(D,) least cost from each state to the last; ``cost`` is (E,)."""
+        """Return the (D,) least cost from each state to the last; ``cost`` is (E,)."""
         least = np.full(len(self.states), np.inf)
         least[-1] = 0.0
-        # Sources of a layer have the same size, so their targets are complete before them.
+        # Sources of a layer have the same size, so their targets are processed before them.
         edges = np.searchsorted(self.size[self.source], np.arange(self.size[-1] + 1))
         for k in range(self.size[-1] - 1, -1, -1):
             part = slice(edges[k], edges[k + 1])
@@ -97,7 +95,7 @@ class StateGraph:
         return least
 
     def from_start(self, cost: np.ndarray) -> np.ndarray:
-        """(D,) least cost from the first state to each."""
+        """Return the (D,) least cost from the first state to each."""
         least = np.full(len(self.states), np.inf)
         least[0] = 0.0
         edges = np.searchsorted(self.size[self.source], np.arange(self.size[-1] + 1))
@@ -107,7 +105,6 @@ class StateGraph:
         return least
 
     def path(self, cost: np.ndarray, to_end: np.ndarray) -> list[int]:
-        """The transitions of a best path."""
         result, state = [], 0
         while state != len(self.states) - 1:
             first, last = np.searchsorted(self.source, [state, state + 1])
@@ -119,7 +116,8 @@ class StateGraph:
 
 @njit(cache=True)
 def _subsets(modules: int, with_first: bool) -> np.ndarray:
-    """Non-empty subsets, ascending; with ``with_first`` only those with the lowest member."""
+    """Return the non-empty subsets, ascending; with ``with_first`` only those with the lowest
+    member."""
     first = modules & -modules if with_first else 0
     others = modules & ~first
     count, rest = 1, others
@@ -138,20 +136,20 @@ def best_sequence(
     evaluator: StageEvaluator, within: int, start: list[int], transitions: int, nodes: int,
     searches: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
-    """The best stages of the modules ``within``, and a lower bound of any stages' seconds.
+    """Return the best stages found for the modules ``within``, and a lower bound of the seconds.
 
     Args:
-        evaluator: of stages; its ``nodes`` are what a stage gets at first.
-        start: stages to begin with, sets of modules in order.
-        transitions: most transitions between states.
-        nodes: most effort for one stage; a stage that is not exact with that is taken at its
-            bound, and the result may then not be proven.
-        searches: stop after so many searches within stages; the result may then not be proven.
-        better, proven: called with every better sequence and every higher bound.
+        evaluator: evaluates stages; its ``nodes`` is the initial effort per stage.
         within: the modules, as bits.
+        start: initial sets of modules, in order.
+        transitions: most transitions between states.
+        nodes: largest effort for one stage; stages that are not exact then count with their bound,
+            and the result may be unproven.
+        searches: stop after this many searches within stages; the result may be unproven.
+        better, proven: called with every better sequence and every higher bound.
 
     Raises:
-        NoPlanError: more than allowed.
+        NoPlanError: there are more than ``transitions`` transitions.
     """
     graph = StateGraph(evaluator, within, transitions)
     upper, best = total_seconds(evaluator, start), list(start)
@@ -180,7 +178,7 @@ def best_sequence(
         progress = dead = False
         for at in path:
             stage, least_known = int(graph.stage[at]), float(cost[inverse[at]])
-            # The path is of use only if this stage takes less than this.
+            # The path is useful only if this stage takes less than this.
             outcome = evaluator.probe(stage, (least_known + upper - lower) * (1 - ROUNDING))
             if outcome.bound > least_known * (1 + ROUNDING):
                 cost[inverse[at]], progress = outcome.bound, True

@@ -1,4 +1,4 @@
-"""Stage sequences: legal orders of sets of modules, and mappings made of them."""
+"""Sequences of stages: legal orders of sets of modules, and mappings made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
 
 
 def in_order(problem: MappingProblem, stages: Sequence[int]) -> list[int] | None:
-    """The stages (sets of modules) so that every dependency is met; None if that is impossible."""
+    """Return the stages (sets of modules) in an order that meets every dependency; None if there is
+    none."""
     result: list[int] = []
     waiting, done = list(stages), 0
     while waiting:
@@ -29,13 +30,7 @@ def in_order(problem: MappingProblem, stages: Sequence[int]) -> list[int] | None
 
 
 def in_order_within(problem: MappingProblem, stages: list[int], within: int | None) -> list[int]:
-    """The stages of a part of the modules in order; what is outside counts as done.
-
-    Args:
-        problem: what is to be mapped.
-        stages: sets of modules, as bits.
-        within: the modules that count; None for all.
-    """
+    """Return stages in order; modules outside ``within`` count as done."""
     if within is None:
         return in_order(problem, stages) or []
     outside = [1 << m for m in range(len(problem.names)) if not within >> m & 1]
@@ -45,15 +40,14 @@ def in_order_within(problem: MappingProblem, stages: list[int], within: int | No
 
 
 def alone_in_slot(problem: MappingProblem, within: int | None = None) -> list[int]:
-    """Every module (of those within) a stage of its own, in topological order (Algorithm 1,
-    line 3)."""
+    """Return one stage per module (of ``within``), in topological order (Algorithm 1, line 3)."""
     stages = in_order(problem, [1 << m for m in range(len(problem.names))]) or []
     return [stage for stage in stages if within is None or stage & within]
 
 
 def components(problem: MappingProblem) -> list[int]:
-    """Cut the modules where everything before depends on nothing after and all after on all
-    before: no stage can have modules of both sides, so each part is mapped by itself."""
+    """Split the modules into parts where each part depends on all earlier parts, and none depends
+    on later ones. No stage has modules of two parts, so each part is mapped separately."""
     parts: list[int] = []
     everyone, done, part = (1 << len(problem.names)) - 1, 0, 0
     for stage in alone_in_slot(problem):
@@ -67,21 +61,13 @@ def components(problem: MappingProblem) -> list[int]:
 
 
 def total_seconds(evaluator: StageEvaluator, stages: Sequence[int]) -> float:
-    """Sum of the stages' seconds."""
     return sum(evaluator.result(stage).seconds for stage in stages)
 
 
 def mapping_of(
     evaluator: StageEvaluator, stages: Sequence[int], bound: float, method: str
 ) -> Mapping:
-    """A mapping of the stages, each as the evaluator knows it best.
-
-    Args:
-        evaluator: knows what stages take.
-        stages: sets of modules as bits, in order.
-        bound: no mapping takes fewer seconds.
-        method: that found it.
-    """
+    """Return a mapping of the stages (sets of modules as bits) with the best known placements."""
     problem = evaluator.problem
     mapped = tuple(
         MultiplexStage(evaluator.result(stage).placements, evaluator.result(stage).seconds)

@@ -1,4 +1,4 @@
-"""One way in: find a mapping of a problem, and say how it was found and how good it is."""
+"""Entry point of the mapping solver."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ STRATEGIES = ("auto", "greedy", "exact", "local_search")
 
 @dataclass(frozen=True)
 class Effort:
-    """How far a search goes; counts of work, not seconds, so that results are reproducible.
+    """Limits of a search, in counts of work instead of seconds, so that results are reproducible.
 
     Attributes:
         transitions: most transitions between states of the dynamic program.
         stages: most stages of the partition program.
         nodes: most placements that one search within a stage tries.
-        searches: within stages, for the dynamic program.
+        searches: most searches within stages for the dynamic program.
         rounds: rounds of the partition program.
-        kicks: new beginnings of the local search, at most.
-        tries: searches within stages after which the local search makes no new beginning.
-        branches: mappings with fewer degrees to solve for, where memory over the iteration is
-            short.
+        kicks: most restarts of the local search.
+        tries: number of searches within stages after which the local search does not restart.
+        branches: most restricted problems to solve if memory over the iteration is short.
     """
 
     transitions: int
@@ -56,11 +55,11 @@ class Effort:
 AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_300, rounds=1, kicks=80, tries=8_000)
 LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=80, tries=60_000)
 INTERRUPTED = ", interrupted"
-# Modules, squared, up to which all branches are solved for.
+# Branches are reduced if the squared number of modules exceeds this.
 FEW = 64
-# Of the partition program, when solving again with fewer degrees.
+# Most stages of the partition program for restricted problems.
 FEW_STAGES = 2**12
-# Of the local search, before the dynamic program.
+# Restarts of the local search before the dynamic program.
 FIRST_KICKS = 2
 EXACT = Effort(
     20_000_000, 2**22, nodes=40_000_000, searches=2**62, rounds=100_000, kicks=80, tries=100_000,
@@ -73,33 +72,30 @@ def solve(
     deadline_seconds: float | None = None, stop: Callable[[], bool] | None = None,
     effort: Effort | None = None,
 ) -> Mapping:
-    """A mapping with its predicted seconds, a proven bound, and in ``method`` what made it.
+    """Return a mapping with its predicted seconds, a proven bound, and its ``method``.
 
-    The modules are cut into parts between which no stage can lie, and each part is solved:
+    Modules are split into parts that no stage can span, and each part is solved:
 
-    - ``"greedy"``: Algorithm 1 of Mosaic §3.4, on this code's evaluation of stages, which
-      finds what CP-SAT, as printed, does.
-    - ``"local_search"``: from there by moving, swapping, merging and splitting.
-    - ``"exact"``: dynamic programming over stage sequences, or, with many independent modules, a
-      set partitioning program, until it is proven that nothing is better. May take very long; give
-      a deadline.
-    - ``"auto"``: exact where the states are few, otherwise local search and one round of the
+    - ``"greedy"``: Algorithm 1 of Mosaic §3.4, with this package's evaluation of stages, which
+      finds the same results as CP-SAT as printed in the paper.
+    - ``"local_search"``: starts there and moves, swaps, merges and splits.
+    - ``"exact"``: dynamic programming over stage sequences or, with many independent modules, a set
+      partitioning program, until optimality is proven. Give a deadline, as it may take very long.
+    - ``"auto"``: exact if there are few states, otherwise local search and one round of the
       partition program, whose bound remains as the gap.
 
-    If that does not fit in memory over the iteration, stages' GPUs are renumbered, and if need be
-    it is solved again with fewer degrees allowed
-    (:func:`raymm.scheduler.multiplex.solver.memory_search.fitted`); where nothing fits, ``method``
-    says so and the mapping is the fastest whose stages fit by themselves.
-
-    Without a deadline or ``stop`` the result depends on the arguments only.
+    If the result does not fit in memory over the iteration, the GPUs of stages are renumbered, and
+    if necessary the problem is solved again with fewer degrees
+    (:func:`raymm.scheduler.multiplex.solver.memory_search.fitted`). If no mapping fits, this is
+    noted in ``method``, and the mapping is the fastest whose stages fit separately. Without a
+    deadline or ``stop`` the result depends on the arguments only.
 
     Args:
-        problem: what to map.
         strategy: one of :data:`STRATEGIES`.
-        seed: of the local search.
-        deadline_seconds: return the best so far after this long.
-        stop: asked often; return the best so far when it says True. So does Ctrl-C.
-        effort: how far to go, if not as the strategy does by default.
+        seed: seed of the local search.
+        deadline_seconds: return the best mapping so far after this many seconds.
+        stop: polled often; return the best mapping so far when it returns True, as for Ctrl-C.
+        effort: limits of the search; by default those of the strategy.
 
     Raises:
         PlanError: an unknown strategy or a negative seed or deadline.
@@ -124,7 +120,7 @@ def solve(
     sequence = _solve(problem, strategy, seed, effort, stopped)
     if problem.memory_bytes is None or problem.memory_over == "stage":
         return sequence
-    # Many more may follow, each with the first's bound at least.
+    # Many more problems may follow, each with at least the bound of the first.
     again = replace(
         effort, tries=effort.tries // 16, kicks=min(effort.kicks, 4),
         stages=min(effort.stages, FEW_STAGES),
@@ -139,14 +135,12 @@ def solve(
 
 
 def _branches(problem: MappingProblem, effort: Effort) -> int:
-    """Fewer where each takes long."""
     return max(1, effort.branches * FEW // max(FEW, len(problem.names) ** 2))
 
 
 def _solve(
     problem: MappingProblem, strategy: str, seed: int, effort: Effort, stop: Callable[[], bool]
 ) -> Mapping:
-    """Memory within stages only."""
     search = _Search(problem, stop)
     interrupted = ""
     try:
@@ -158,7 +152,7 @@ def _solve(
 
 
 class _Search:
-    """The best of every part so far; there is always one, so an interruption loses nothing."""
+    """Best stages of every part so far. They always exist, so an interruption loses nothing."""
 
     def __init__(self, problem: MappingProblem, stop: Callable[[], bool]) -> None:
         self.evaluator = StageEvaluator(problem)
@@ -173,7 +167,6 @@ class _Search:
         self.done: dict[int, str] = {}
 
     def solve_part(self, part: int, strategy: str, seed: int, effort: Effort) -> None:
-        """Solve one part as far as the strategy goes."""
         if part.bit_count() == 1:
             self.done[part] = "single"
             self.raise_bound(part, self.evaluator.result(part).bound)
@@ -181,7 +174,7 @@ class _Search:
         self.better(part, merge_greedily(self.evaluator, part))
         self.done[part] = "greedy"
         if strategy in ("auto", "exact"):
-            # A good beginning leaves the exact search fewer stages to solve.
+            # Good initial stages leave the exact search fewer stages to solve.
             self._local_search(part, seed, min(FIRST_KICKS, effort.kicks), effort.tries)
             if self._exact_sequence(part, effort):
                 self._refine(part, effort)
@@ -212,7 +205,7 @@ class _Search:
         self.done[part] = "local search"
 
     def _refine(self, part: int, effort: Effort) -> None:
-        """A search compares many stages a little; those of its result deserve more."""
+        """Spend more effort on the stages of the result."""
         for stage in self.best[part]:
             self.evaluator.refined(stage, effort.nodes)
 
@@ -228,16 +221,13 @@ class _Search:
         self.done[part] += " and partition program"
 
     def better(self, part: int, stages: list[int]) -> None:
-        """Keep stages of a part if they are the best so far."""
         if total_seconds(self.evaluator, stages) < total_seconds(self.evaluator, self.best[part]):
             self.best[part] = list(stages)
 
     def raise_bound(self, part: int, bound: float) -> None:
-        """Keep a bound of a part if it is the highest so far."""
         self.bound[part] = max(self.bound[part], bound)
 
     def mapping(self, strategy: str, interrupted: str) -> Mapping:
-        """All parts together."""
         seconds = {p: total_seconds(self.evaluator, stages) for p, stages in self.best.items()}
         bound = sum(min(self.bound[p], seconds[p]) for p in self.best)
         stages = [stage for sequence in self.best.values() for stage in sequence]

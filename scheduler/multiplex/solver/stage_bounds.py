@@ -1,4 +1,5 @@
-"""What a stage takes at least, from quota and bandwidth: cheap, for a million stages at once."""
+"""Lower bounds of the seconds of stages from quota and bandwidth, fast enough for a million
+stages."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solver.stage_packing import InterferenceLaw
 
 CHUNK_BITS = 10
-# Shares of bandwidth in the weights of the bounds (quota has the rest), and their unit: parts of a
-# GPU, rounded down.
+# Weights of bandwidth in the bounds (the rest is for quota), and their unit: parts of a GPU,
+# rounded down.
 MIXES = (0.0, 0.15, 0.3)
 UNITS = 10_000
 
 
 def entry_seconds(problem: MappingProblem) -> np.ndarray:
-    """(M, J, steps + 1) lower bounds of a module's seconds on GPUs of which it shares at least
-    one, whoever the others are; infinite at a whole GPU's quota, which leaves nothing to share."""
+    """Return (M, J, steps + 1) lower bounds of a module's seconds if it shares at least one GPU
+    with any other module; infinite at a whole GPU's quota, which leaves nothing to share."""
     model, use, steps = problem.interference, problem.bandwidth, problem.steps
     feasible = np.any(np.isfinite(problem.seconds), axis=1)  # (M, steps + 1)
     result = np.full_like(problem.seconds, np.inf)
@@ -41,7 +42,7 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
 
 
 def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> float:
-    """Of a module beside at least one peer, each with one of its bandwidths."""
+    """Return the least delay of a module next to at least one peer."""
     least = min(float(uses.min()) for uses in peers)
     everyone = sum(float(uses.max()) for uses in peers)
     additive = model.additive
@@ -50,7 +51,7 @@ def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> fl
         coupled = own * (least if model.product >= 0 else everyone)
     else:
         coupled = 0.0 if model.product >= 0 else 1.0
-    # Two or more peers; or exactly one, whose product is known better.
+    # Two or more peers, or exactly one, whose product is known better.
     more = max(0.0, model.constant + additive * many + model.product * coupled)
     most = max(float(uses.max()) for uses in peers)
     alone = min(model.delay(own, [value]) for value in (least, most))  # it is linear between
@@ -59,22 +60,20 @@ def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> fl
 
 @njit(cache=True)
 def shared_weight(quota, steps, own_use, cap, law, mix):
-    """Part of a GPU that a replica takes beside others at least.
+    """Return a lower bound of the part (0 to 1) of a GPU that a replica takes next to other
+    modules.
 
     On a GPU of at least two modules with bandwidths of sum S, eq. 8 says that module i's delay is
-    at least ``e1 + e2 S`` (with its own coupling, ``e1 - e3 B_i^2 + (e2 + e3 B_i) S``), so that it
-    is in time only if S is at most some C_i. Hence the sum over them of ``B_i / C_i`` is at most
-    S / min(C) <= 1, as is that of their quotas; and so is that of any mix of both.
+    at least ``e1 + e2 S`` (with coupling ``"own"``, ``e1 - e3 B_i^2 + (e2 + e3 B_i) S``), so it is
+    in time only if S is at most some C_i. Hence the sum over them of ``B_i / C_i`` is at most S /
+    min(C) <= 1, like the sum of their quotas, and like any mix of both.
 
     Args:
         quota, steps: of the replica, and of a whole GPU.
         own_use: B_i, share of the bandwidth.
-        cap: the delay that it can bear, in the law's unit.
+        cap: largest acceptable delay, in the law's unit.
         law: an :class:`.stage_packing.InterferenceLaw`.
-        mix: share of bandwidth in the weight, from 0 to 1; quota has the rest.
-
-    Returns:
-        The part, from 0 to 1.
+        mix: weight of bandwidth, from 0 to 1; the rest is for quota.
     """
     if law.own:
         slope = law.additive + law.product * own_use
@@ -90,7 +89,8 @@ def shared_weight(quota, steps, own_use, cap, law, mix):
 
 @njit(cache=True)
 def _needs(seconds, entry, bandwidth, grid, mixes, units, law):
-    """(K, M, V) units of the pool that module m needs at least to be done by each of ``grid``."""
+    """Return the (K, M, V) least units of the pool that module m needs to finish by each of
+    ``grid``."""
     modules, degrees, columns = seconds.shape
     steps = columns - 1
     result = np.full((len(mixes), modules, len(grid)), (units << degrees) + 1, np.int32)
@@ -114,7 +114,7 @@ def _needs(seconds, entry, bandwidth, grid, mixes, units, law):
 
 @njit(cache=True)
 def _first_fits(stages, tables, last, mask, bits_, pool, mixes, grid):
-    """(N,) lower bounds of stages: of every mix, by a binary search over the grid."""
+    """Return the (N,) lower bounds of stages, by a binary search over the grid for every mix."""
     result = np.empty(len(stages))
     for i in range(len(stages)):
         start = 0
@@ -131,7 +131,8 @@ def _first_fits(stages, tables, last, mask, bits_, pool, mixes, grid):
                     high = middle
                 else:
                     low = middle + 1
-            # Quota alone changes only on the grid; caps rise between its values, too.
+            # Needs from quota alone change only on the grid; with bandwidth they also fall between
+            # its values.
             if mixes[k] == 0.0:
                 best = grid[low] if low < last else np.inf
             elif low > start:
@@ -146,11 +147,10 @@ def _first_fits(stages, tables, last, mask, bits_, pool, mixes, grid):
 class StageBounds:
     """Lower bounds of stages' seconds.
 
-    To be done in time t, module m needs some part of the pool, at least that of its least option
-    that is done in t; a stage whose modules need more than the pool has takes longer than t. Parts
-    are of quota and of what a GPU's modules can bear of each other's bandwidth, in several mixes
-    (:func:`shared_weight`); the best bound counts. Options in which a module could not bear anyone
-    beside it take whole GPUs.
+    To finish in time t, module m needs at least the smallest part of the pool over its options that
+    finish in t. A stage whose modules need more than the whole pool takes longer than t. Parts are
+    mixes of quota and of tolerable bandwidth of neighbours (:func:`shared_weight`); the best bound
+    over several mixes counts. Options that tolerate no neighbour take whole GPUs.
     """
 
     def __init__(self, problem: MappingProblem) -> None:
@@ -167,7 +167,7 @@ class StageBounds:
 
     @cached_property
     def _tables(self) -> np.ndarray:
-        """(K, C, 2^k, V) what every set of modules of a chunk needs."""
+        """(K, C, 2^k, V) needs of every set of modules of a chunk."""
         need = _needs(
             self.problem.seconds, self.entry, self.problem.bandwidth, self.grid, np.array(MIXES),
             UNITS, InterferenceLaw.of(self.problem.interference),
@@ -182,14 +182,15 @@ class StageBounds:
         return tables
 
     def bound(self, stage: int) -> float:
-        """Of one stage; infinite if it can never fit."""
+        """Return the bound of one stage; infinite if it can never fit."""
         least = self._single.get(stage)
         if least is None:
             least = self._single[stage] = float(self.bounds(np.array([stage], np.int64))[0])
         return least
 
     def bounds(self, stages: np.ndarray, mixes: int = len(MIXES)) -> np.ndarray:
-        """(N,) of the stages (N,), sets of modules as bits; of the first so many mixes only."""
+        """Return the (N,) bounds of (N,) stages, sets of modules as bits, with the first ``mixes``
+        mixes."""
         return _first_fits(
             stages, self._tables, len(self.grid), (1 << CHUNK_BITS) - 1, CHUNK_BITS, self.pool,
             np.array(MIXES[:mixes]), self.grid,

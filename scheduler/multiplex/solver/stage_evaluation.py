@@ -1,4 +1,4 @@
-"""The least seconds of one stage: exact where the search comes to an end, else between bounds."""
+"""Least seconds of a stage: exact if the search completes, otherwise between bounds."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from raymm.scheduler.multiplex.solver.stage_search import (
     repack,
 )
 
-# Placements that one call of the search tries, first to find something good, then to prove.
+# Placements that one search tries, first to find a good solution, then to prove it.
 QUICK_NODES = 400
 NODES = 4_000
-# From this many modules on, a stage whose search gave up is worked on by placing a few again: new
-# beginnings, tries to place some again since the last that helped, and how much the order varies.
+# From this number of modules on, a stage whose search gave up is improved by repacking: restarts,
+# tries since the last improvement, numbers of modules to repack, nodes per search, and variation of
+# the order.
 LARGE = 8
 RESTARTS = 8
 REPLACEMENTS = (12, 300)
@@ -39,22 +40,22 @@ REPLACED = (2, 7)
 REPLACING_NODES = (400, 1_500)
 PERTURBATION = 0.5
 SEEDS = 2**32
-# Times that, where nothing was found at any seconds: memory leaves little room.
+# Factor of NODES if no placement was found at any seconds, because memory is tight.
 LAST_RESORT = 50
-# A plan counts as better only if it is by this much, relatively: below it is rounding.
+# Relative improvements below this are rounding.
 ROUNDING = 1e-11
 NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What is known of one stage.
+    """Known results for one stage.
 
     Attributes:
-        seconds: of the best placements found; infinite if none were.
-        bound: no placements take fewer seconds; proven. Infinite: none exist.
-        packing: that of ``seconds``, if there is one.
-        nodes: the effort that was allowed.
+        seconds: seconds of the best placements found; infinite if there are none.
+        bound: proven lower bound; infinite if no placements exist.
+        packing: placements that take ``seconds``, if any.
+        nodes: effort that was allowed.
     """
 
     seconds: float
@@ -64,22 +65,20 @@ class StageResult:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Those of ``seconds``."""
         return self.packing.placements if self.packing else ()
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is left between them."""
+        """True if ``seconds`` is proven to be optimal."""
         return self.bound >= self.seconds * (1 - ROUNDING)
 
 
 class StageEvaluator:
-    """Evaluates stages, given as sets of modules (bits), and remembers the results.
+    """Evaluator of stages, given as sets of modules (bits), with a cache of results.
 
     Args:
-        problem: whose stages.
-        nodes: placements that one search may try; more are exact more often.
-        stop: called between searches; when it says True, :class:`KeyboardInterrupt` is raised.
+        nodes: placements that one search may try; more gives exact results more often.
+        stop: called between searches; if it returns True, :class:`KeyboardInterrupt` is raised.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class StageEvaluator:
         self._memory = np.where(problem.memory < 0, NO_LIMIT, problem.memory)
 
     def result(self, stage: int) -> StageResult:
-        """The least seconds of a stage, as well as ``nodes`` allow."""
+        """Return the least seconds of a stage, as well as ``nodes`` allow."""
         best = self.results.get(stage)
         if best is None:
             best = self.results[stage] = self._evaluate(stage)
         return best
 
     def refined(self, stage: int, nodes: int) -> StageResult:
-        """The same with more effort than before, if it was not exact already."""
+        """Return the result after more effort than before, unless it was already exact."""
         best = self.result(stage)
         if not best.exact and best.nodes < nodes:
             best = self._narrowed(stage, best, nodes)
@@ -116,11 +115,9 @@ class StageEvaluator:
         return best
 
     def probe(self, stage: int, below: float) -> StageResult:
-        """What is known after asking only whether the stage takes less than ``below`` seconds.
-
-        One search instead of many: ``seconds`` is below if placements were found, ``bound`` is at
-        least that if there are none.
-        """
+        """Return what is known after a single search for placements that take less than ``below``
+        seconds: ``seconds`` is below if there are any, ``bound`` is at least that if there are
+        none."""
         best = self.best_known(stage)
         if best.seconds < below or best.bound >= below:
             return best
@@ -133,16 +130,15 @@ class StageEvaluator:
         return best
 
     def best_known(self, stage: int) -> StageResult:
-        """What is known without a search."""
+        """Return what is known without a search."""
         best = self.results.get(stage) or self._probed.get(stage)
         return best or StageResult(np.inf, self.bounds.bound(stage))
 
     def known_bound(self, stage: int) -> float:
-        """The best bound there is without a search."""
+        """Return the best bound that is known without a search."""
         return self.best_known(stage).bound
 
     def forget(self) -> None:
-        """Remember nothing."""
         self.results.clear()
         self._probed.clear()
 
@@ -170,7 +166,7 @@ class StageEvaluator:
     def _polished(
         self, stage: int, best: StageResult, replacements: int, nodes: int
     ) -> StageResult:
-        """Placements that take less time, where the stage is too large to search completely."""
+        """Improve placements of a stage that is too large to search completely."""
         if best.packing is not None and not best.exact:
             inputs = self._inputs(stage)
             effort = Repacking(RESTARTS, replacements, *REPLACED, PERTURBATION, ROUNDING, nodes)
@@ -182,7 +178,6 @@ class StageEvaluator:
         return best
 
     def _narrowed(self, stage: int, best: StageResult, nodes: int) -> StageResult:
-        """Search below what is known until nothing is left or a search gives up."""
         while np.isfinite(best.seconds) and not best.exact:
             outcome = self._search(stage, best.seconds * (1 - ROUNDING), nodes)
             if isinstance(outcome, StageResult):
@@ -194,7 +189,7 @@ class StageEvaluator:
         return replace(best, nodes=nodes)
 
     def _raised(self, stage: int, best: StageResult, nodes: int) -> StageResult:
-        """Prove that some seconds below the known ones are not enough."""
+        """Raise the bound by proving that lower seconds are impossible."""
         grid = self.bounds.grid
         low = int(np.searchsorted(grid, best.bound, side="right"))
         high = int(np.searchsorted(grid, best.seconds))
@@ -213,7 +208,6 @@ class StageEvaluator:
         return best
 
     def _search(self, stage: int, before: float, nodes: int) -> StageResult | int:
-        """Placements done before the given seconds, or why there are none."""
         self._ask_stop()
         self.searches += 1
         outcome, seconds, packed = pack_either(self._inputs(stage), before, nodes)
@@ -226,7 +220,6 @@ class StageEvaluator:
             raise KeyboardInterrupt
 
     def _inputs(self, stage: int) -> StageInputs:
-        """The problem's part of the arguments of the searches."""
         inputs = self._inputs_of.get(stage)
         if inputs is None:
             problem, modules = self.problem, list(bits(stage))

@@ -1,5 +1,5 @@
-"""A stage and its placements as the compiled searches see them: arrays by module, and GPUs with
-the same modules on them as one class."""
+"""Inputs and placements of a stage for compiled searches: arrays by module, and classes of GPUs
+with the same modules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class InterferenceLaw(NamedTuple):
 
     Attributes:
         constant, additive, product: e1, e2, e3, float64.
-        own: whether e3 multiplies a module's own use with that of the others, not the product.
-        relative: whether a delay is a share of the module's seconds alone.
+        own: True if e3 multiplies a module's bandwidth with the sum of the others, not the product.
+        relative: True if a delay is a fraction of the module's seconds alone.
     """
 
     constant: float
@@ -33,7 +33,6 @@ class InterferenceLaw(NamedTuple):
 
     @classmethod
     def of(cls, model: Interference) -> InterferenceLaw:
-        """That of a model."""
         return cls(
             float(model.constant), float(model.additive), float(model.product),
             model.coupling == "own", model.unit == "relative",
@@ -41,12 +40,7 @@ class InterferenceLaw(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What a stage's modules share.
-
-    Attributes:
-        gpus, steps, memory: GPUs, quota steps of each, bytes of each.
-        law: how modules on a GPU delay each other.
-    """
+    """GPUs that a stage's modules share; ``steps`` and ``memory`` (bytes) are per GPU."""
 
     gpus: int
     steps: int
@@ -55,14 +49,13 @@ class Pool(NamedTuple):
 
 
 class StageInputs(NamedTuple):
-    """What a search for placements of a stage's K modules is told.
+    """Input of a search for placements of a stage's K modules.
 
     Attributes:
-        seconds: (K, J, steps + 1) alone, by module, log2 of the degree and quota.
+        seconds: (K, J, steps + 1) seconds alone, by log2 of the degree and quota.
         memory: (K, J) int64, bytes on each GPU.
         bandwidth: (K, steps + 1) share of the bandwidth.
-        entry: (K, J, steps + 1) lower bounds of seconds beside any other module.
-        pool: the GPUs.
+        entry: (K, J, steps + 1) lower bounds of seconds next to any other module.
     """
 
     seconds: np.ndarray
@@ -73,12 +66,12 @@ class StageInputs(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Modules on GPUs, of which those with the same modules are one class.
+    """Modules on GPUs; GPUs with the same modules are one class.
 
     Attributes:
-        chosen: (K, 2) int64, degree and quota of each module; 0 for those that are nowhere yet.
-        gpus: (C,) int64, how many GPUs a class has.
-        content: (C,) int64, which modules are on them, as bits.
+        chosen: (K, 2) int64, degree and quota of each module; 0 for modules that are not placed.
+        gpus: (C,) int64, number of GPUs of each class.
+        content: (C,) int64, modules on them, as bits.
     """
 
     chosen: np.ndarray
@@ -88,19 +81,14 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StagePacking:
-    """Named modules on GPUs.
-
-    Attributes:
-        modules: names.
-        packed: options and classes, modules in the order of ``modules``.
-    """
+    """Named modules on GPUs; ``packed`` has them in the order of ``modules``."""
 
     modules: tuple[str, ...]
     packed: Packed
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """With the GPUs of all classes numbered, those with most modules first."""
+        """Placements with numbered GPUs; classes with most modules come first."""
         sets: list[list[int]] = [[] for _ in self.modules]
         _, gpus, content = self.packed
         first = 0
@@ -120,12 +108,12 @@ class StagePacking:
     def of(
         cls, modules: Sequence[str], placements: Sequence[Placement], gpus: int
     ) -> StagePacking:
-        """The classes of placements.
+        """Return the packing of placements.
 
         Args:
-            modules: names, in the order that the packing is to have.
+            modules: names, in the order of the packing.
             placements: one of each module.
-            gpus: how many there are, also those with nothing on them.
+            gpus: number of GPUs, including unused ones.
         """
         at = {name: i for i, name in enumerate(modules)}
         chosen = np.zeros((len(modules), 2), np.int64)

@@ -1,5 +1,5 @@
-"""The least seconds of a stage, compiled: by searches for placements in time; where a stage is too
-large to search completely, by taking a few modules out and placing them again."""
+"""Compiled search for the least seconds of a stage. A stage that is too large to search completely
+is improved by repacking a few modules at a time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ from raymm.scheduler.multiplex.solver.stage_packing import Packed
 
 
 class SearchEffort(NamedTuple):
-    """Placements that one search may try.
-
-    Attributes:
-        quick_nodes: at first.
-        node_limit: at last.
-        last_resort: where nothing is found on the whole grid.
-        rounding: seconds that are less by no more than this, relatively, are not better.
-    """
+    """Limits of placements per search, first, last, and if nothing is found on the whole grid.
+    Relative improvements below ``rounding`` do not count."""
 
     quick_nodes: int
     node_limit: int
@@ -29,15 +23,15 @@ class SearchEffort(NamedTuple):
 
 
 class Repacking(NamedTuple):
-    """How long and how to try.
+    """Limits and parameters of repacking.
 
     Attributes:
-        restarts: new beginnings.
-        replacements: tries to place some again since the last that helped.
-        least_out, most_out: how many modules are taken out.
-        perturbation: how much the order varies: standard deviation of a log-normal factor.
-        rounding: less than this, relatively, is not better.
-        node_limit: of every search.
+        restarts: searches from scratch with a random order, before modules are kept.
+        replacements: tries since the last improvement.
+        least_out, most_out: number of modules that are taken out.
+        perturbation: variation of the order: standard deviation of the log of a factor.
+        rounding: relative improvements below this do not count.
+        node_limit: limit of each search.
     """
 
     restarts: int
@@ -51,8 +45,8 @@ class Repacking(NamedTuple):
 
 @njit(cache=True)
 def class_seconds(inputs, packed):
-    """(K,) of every module beside the others (eq. 7), as
-    :func:`raymm.scheduler.multiplex.mapping.module_seconds` but for the order of sums."""
+    """Return the (K,) seconds of every module next to the others (eq. 7), as
+    :func:`raymm.scheduler.multiplex.mapping.module_seconds` except for the order of sums."""
     law, bandwidth = inputs.pool.law, inputs.bandwidth
     chosen, gpus, content = packed
     modules = len(chosen)
@@ -85,14 +79,14 @@ def class_seconds(inputs, packed):
 
 @njit(cache=True)
 def pack_either(inputs, before, node_limit):
-    """:func:`raymm.scheduler.multiplex.solver.packing.pack` of all modules, on fuller GPUs first,
-    and if that gives up on emptier ones first: what it returns, with the placements' seconds
-    instead of nodes.
+    """Run :func:`raymm.scheduler.multiplex.solver.packing.pack` for all modules, on fuller GPUs
+    first, and if that gives up on emptier GPUs first. Return its results, with seconds instead of
+    nodes.
 
     Args:
         inputs: the stage's :class:`.stage_packing.StageInputs`.
-        before: seconds; strictly.
-        node_limit: of every search.
+        before: seconds (exclusive).
+        node_limit: limit of each search.
     """
     modules = inputs.seconds.shape[0]
     nobody, weights = nothing_placed(modules, inputs.pool.gpus), np.ones(modules)
@@ -105,21 +99,21 @@ def pack_either(inputs, before, node_limit):
 
 @njit(cache=True)
 def least_seconds(inputs, grid, bound, effort):
-    """Placements that take little time, and a lower bound.
+    """Find fast placements and a lower bound of the seconds.
 
-    Upwards from the bound over the grid of seconds at which options appear, in growing strides,
-    until something is found; back by a binary search; then below what was found until it is
-    proven that nothing is, or a search gives up.
+    The search goes up from the bound over the grid of seconds at which options appear, in growing
+    strides, until it finds placements; then back by a binary search; then below the result until
+    optimality is proven or a search gives up.
 
     Args:
         inputs: the stage's :class:`.stage_packing.StageInputs`.
         grid: (V,) seconds, ascending.
-        bound: no placements take less.
+        bound: a known lower bound.
         effort: a :class:`SearchEffort`.
 
     Returns:
-        Seconds (infinite if nothing was found), bound (infinite if there is nothing), searches,
-        and a :class:`.stage_packing.Packed`.
+        Seconds (infinite if nothing was found), bound (infinite if no placements exist), number of
+        searches, and a :class:`.stage_packing.Packed`.
     """
     packed = nothing_placed(inputs.seconds.shape[0], inputs.pool.gpus)
     best, searches = np.inf, 0
@@ -167,20 +161,17 @@ def least_seconds(inputs, grid, bound, effort):
 
 @njit(cache=True)
 def repack(inputs, packed, effort, seed):
-    """Placements that take less time, as far as found.
+    """Improve placements, and return the best :class:`.stage_packing.Packed` found.
 
-    First new beginnings, with modules in another order; then, until it has not helped for
-    ``effort.replacements`` times: the slowest module, some beside it and some others are taken out
-    and placed again by the exact search, so that all are faster than the slowest was.
+    First, searches start from scratch with modules in another order. Then the slowest module, some
+    of its neighbours and some others are taken out and placed again by the exact search, so that
+    all modules are faster than the slowest was. The search ends after ``effort.replacements`` such
+    tries without improvement.
 
     Args:
         inputs: the stage's :class:`.stage_packing.StageInputs`.
-        packed: where to begin, a :class:`.stage_packing.Packed` of all modules.
+        packed: initial :class:`.stage_packing.Packed` of all modules.
         effort: a :class:`Repacking`.
-        seed: of all that is random.
-
-    Returns:
-        The best :class:`.stage_packing.Packed`, which may be the first.
     """
     np.random.seed(seed)
     modules = len(packed.chosen)
@@ -208,7 +199,7 @@ def repack(inputs, packed, effort, seed):
 
 @njit(cache=True)
 def _without_some(packed, slowest, effort):
-    """What is left without the slowest module, some beside it and some others, at random."""
+    """Take out the slowest module and random others, preferably its neighbours."""
     chosen, gpus, content = packed
     modules = len(chosen)
     near = 0
@@ -226,7 +217,7 @@ def _without_some(packed, slowest, effort):
     for m in np.argsort(-score)[:most]:
         kept[m, :] = 0
         out |= 1 << m
-    # GPUs that the others leave alike are one class.
+    # GPUs with the same remaining modules become one class.
     left_gpus, left_content = np.zeros_like(gpus), np.zeros_like(content)
     classes = 0
     for t in range(len(gpus)):
