@@ -1,1 +1,1 @@
-"""Stages of encoders and of language models, as ranks run them."""
+"""Pipeline stages of encoders and language models."""

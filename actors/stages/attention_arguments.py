@@ -1,4 +1,4 @@
-"""What a language model's attention is told: which tokens see which, and who has them."""
+"""Attention arguments of a language model stage: the mask and the context-parallel group."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 
 
 class MaskedAttention:
-    """A language model, or a part of it, whose attention obeys masks that it is told.
+    """Language model, or part of one, whose attention follows masks passed as arguments.
 
     Args:
-        module: changed until :meth:`detach`.
-        blocks: dotted name of its list of blocks.
-        mixers: classes of layers that mix tokens by other means.
-        cross: whether there are layers of cross attention.
+        module: modified until :meth:`detach`.
+        mixers: classes of layers that mix tokens by other means than attention.
     """
 
     def __init__(
@@ -49,23 +47,20 @@ class MaskedAttention:
             share_cross_attention(module)
         self._undo = None
         if mixers:
-            assert blocks is not None  # they were found in blocks
+            assert blocks is not None  # mixers are only found inside blocks
             self._undo = mix_by_documents(block_list(module, blocks), mixers)
 
     def detach(self) -> None:
-        """Leave it as it was."""
+        """Restore the module's original attention."""
         self._module.set_attn_implementation(self._before)
         if self._undo is not None:
             self._undo()
 
 
 class Attended(NamedTuple):
-    """What a stage calls its part of a model with.
+    """Arguments with which a stage calls its part of a model, for the tokens of this process.
 
-    Attributes:
-        arguments: keyword arguments of the model.
-        side, embeds, hidden: of this process's tokens.
-        tokens: which tokens of a row these are; None for all.
+    ``tokens`` are these tokens within a row; None for all.
     """
 
     arguments: dict[str, Any]
@@ -79,18 +74,14 @@ def attention_arguments(
     side: dict[str, Any], embeds: torch.Tensor | None, hidden: torch.Tensor | None,
     policy: MaskPolicy, exchange: Exchange | None, pairs: int, config: Any, mixes: bool = False,
 ) -> Attended:
-    """What the layers are told of the mask; and, where tokens are shared, what is left of
-    the merged microbatch, or of what came, for this process.
+    """Return the mask arguments of the layers and, with context parallelism, this process's tokens.
 
     Args:
-        side: what was merged, or came, with its token layout.
-        embeds: of the first stage, (B, T, H).
-        hidden: of others, (B, T of the process, H).
-        policy: of the mask.
-        exchange: the processes that share tokens; None for one alone.
-        pairs: what a token costs beside attention, in pairs of a query and a key.
-        config: of the model.
-        mixes: whether layers mix tokens by other means, too, and are told of documents.
+        embeds: (B, T, H), on the first stage.
+        hidden: (B, tokens of the process, H), on later stages.
+        exchange: the processes that split the tokens; None without context parallelism.
+        pairs: cost of a token outside attention, in query-key pairs.
+        mixes: True to also pass document lengths, for layers that mix tokens by other means.
     """
     layout = side["token_layout"]
     device = cast(torch.Tensor, embeds if hidden is None else hidden).device

@@ -1,4 +1,4 @@
-"""Rows and tokens of a microbatch that a stage's process has, as random numbers are cut by them."""
+"""Rows and tokens of a process within the microbatch, for slicing random numbers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from raymm.kernels.host_copies import on_host
 from raymm.kernels.shared_draws import Cut, Grid
 
 DRAWN_ROWS = "drawn_rows"
-"""Side tensor (2,) int64 on the host: first row of a process that shares rows, and number of rows
-of all processes; of rows that are packed into one, first token and number of tokens."""
+"""Side tensor (2,) int64 on the host: first row of this process, and number of rows over all
+processes that split them. For rows packed into one: first token and number of tokens.
+"""
 
 
 def rows_of_share(rows: range, merged: Mapping[str, Any], packing: bool) -> torch.Tensor:
-    """Return :data:`DRAWN_ROWS`.
+    """Return :data:`DRAWN_ROWS` for the rows of a process.
 
-    Args:
-        rows: of the process.
-        merged: what the merge policy returned for all rows: ``targets`` (B, T) and, with packing,
-            ``token_layout`` (3, B, T).
-        packing: True if the rows are going to be packed into one.
+    ``merged`` has ``targets`` (B, T) of all rows and, with packing, ``token_layout`` (3, B, T).
     """
     if not packing:
         return torch.tensor([rows.start, len(merged["targets"])], device="cpu")
@@ -33,13 +30,7 @@ def rows_of_share(rows: range, merged: Mapping[str, Any], packing: bool) -> torc
 
 
 def sample_rows(context: MicrobatchContext, module: str, size: int) -> Cut:
-    """Return the rows of the stage's samples among those of the microbatch.
-
-    Args:
-        context: of the microbatch.
-        module: name of the module.
-        size: number of rows of the stage.
-    """
+    """Return the ``size`` rows of a stage's samples within the microbatch."""
     if not context.samples:
         return Cut.uncut(size)
     own, offsets = context.own_rows(module), context.offsets.get(module)
@@ -47,13 +38,7 @@ def sample_rows(context: MicrobatchContext, module: str, size: int) -> Cut:
 
 
 def share_of_rows(rows: Cut, start: int, size: int) -> Cut:
-    """Return consecutive rows among those of a stage, as a part of the microbatch's rows.
-
-    Args:
-        rows: of the stage, consecutive.
-        start: first row of the process among them.
-        size: number of its rows.
-    """
+    """Return ``size`` rows of a stage, from its row ``start`` on, within the microbatch."""
     first = rows.ranges[0][0] + start
     return Cut.from_range(first, first + size, rows.whole)
 
@@ -65,15 +50,13 @@ def text_grid(
     """Return the rows and tokens of a language model's process.
 
     Args:
-        context: of the microbatch.
         shape: (b, t) of the process.
-        drawn: :data:`DRAWN_ROWS`; None if no other process has other rows of the stage.
-        tokens: which tokens of the process's rows it has; None for all.
-        packing: True if the rows are packed into one.
+        drawn: :data:`DRAWN_ROWS`; None if the stage's rows are not split over processes.
+        tokens: the tokens of each row that the process has; None for all.
     """
     b, t = shape
     tokens = tokens or Cut.uncut(t)
-    if packing and context.samples:  # how many tokens the other samples have is unknown
+    if packing and context.samples:  # the token counts of the other samples are unknown
         return Grid(Cut.uncut(b), Cut(t, 0, ()))
     if drawn is None:
         return Grid(sample_rows(context, "", b), tokens)

@@ -47,21 +47,18 @@ from raymm.scheduler.graph.module_graph import Port
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """An encoder with its projector, as data that a rank can build its part from.
+    """Description of an encoder with its projector; a rank builds its part from this data.
 
-    Callbacks follow Cornstarch v1, Listing 2: ``preprocess(inputs) -> inputs`` before the
-    encoder, ``postprocess_module(inputs, output) -> output`` after it,
-    ``postprocess_projector(inputs, output) -> output`` after the projector.
-
-    Where the chain is cut, a probe (:mod:`raymm.actors.probe.callbacks`) has found out:
+    Callbacks follow Cornstarch v1, Listing 2: ``preprocess(inputs) -> inputs`` before the encoder,
+    ``postprocess_module(inputs, output) -> output`` after it, ``postprocess_projector(inputs,
+    output) -> output`` after the projector. :mod:`raymm.actors.probe.callbacks` determines how to
+    cut.
 
     Attributes:
-        cut: how the module is cut.
-        travels: floating-point inputs whose values stages after the first need.
-        lost: fields of the module's output that its last stage alone does not have.
+        travels: floating-point inputs whose values later stages need.
+        lost: output fields that are incomplete on the module's last stage.
         ports: inputs with a gradient that layers of later stages read.
-        optional: whether its reader may leave its features alone.
-        disable_dropout: train without dropout.
+        optional: True if the model may ignore the encoder's features.
     """
 
     name: str
@@ -84,8 +81,8 @@ class EncoderSpec:
 
 
 def token_features(output: Any) -> torch.Tensor:
-    """Encoder output as tokens (B, T, C): feature maps (B, C, H, W) are flattened, pooled
-    vectors (B, C) become one token."""
+    """Return encoder output (B, T, C); flatten maps (B, C, H, W), and make vectors (B, C) one
+    token."""
     features = first_tensor(output)
     if features.dim() == 4:
         return features.flatten(2).transpose(1, 2)
@@ -93,15 +90,10 @@ def token_features(output: Any) -> torch.Tensor:
 
 
 class EncoderStage(StageModule):
-    """Layers [lo, hi) of an encoder chain: its blocks, then its projector.
+    """Layers [lo, hi) of an encoder chain: its blocks, then its projector as the last layer.
 
-    A whole chain (0, ``num_layers``) is the single-process reference.
-
-    Args:
-        spec: of the whole chain.
-        lo, hi: its layers: blocks, and the projector as the last one.
-        module: the blocks with what is around them; unused by a stage of the projector alone.
-        projector: None if the chain has none.
+    A complete chain (0, ``num_layers``) is the single-process reference. A stage with only the
+    projector ignores ``module``.
     """
 
     def __init__(
@@ -128,33 +120,28 @@ class EncoderStage(StageModule):
 
     @property
     def hands_on_features(self) -> bool:
-        """Whether it hands on features, tokens of items; else what its module returns."""
+        """True if the stage outputs token features, False for the raw module output."""
         return True
 
     @property
     def optional(self) -> bool:
-        """Whether what the module hands on may come to have no gradient, as nobody uses it."""
+        """True if the stage's output may have no gradient because no other module uses it."""
         return self.spec.optional
 
     def detach(self) -> None:
-        """Leave the module as it was: the reference builds a stage per forward."""
+        """Restore the module: the single-process reference builds a stage per forward."""
         if self._forward is not None:
             self._forward.detach()
 
     @classmethod
     def build(cls, spec: EncoderSpec, lo: int, hi: int) -> EncoderStage:
-        """Build only what layers [lo, hi) need.
-
-        Args:
-            spec: of the whole chain.
-            lo, hi: the layers of the stage.
-        """
+        """Build only the parts that layers [lo, hi) need."""
         module = None
         if lo < spec.num_blocks:
             whole = lo == 0 and hi >= spec.num_blocks
             part = None
             if not whole:
-                assert spec.cut is not None  # without, a module is one stage
+                assert spec.cut is not None  # a module without cut is one stage
                 part = Part(spec.cut, lo, min(hi, spec.num_blocks))
             module = spec.source.build(part)
         projector = None
@@ -163,10 +150,7 @@ class EncoderStage(StageModule):
         return cls(spec, lo, hi, module, projector)
 
     def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
-        """Hold a part of the parameters, together with the processes of a group.
-
-        Args:
-            plans: of the whole module and of the projector.
+        """Shard the parameters over a tensor-parallel group; plans: ``"module"``, ``"projector"``.
         """
         self.is_shared = True
         if self.module is not None:
@@ -175,14 +159,12 @@ class EncoderStage(StageModule):
             shard_module(self.projector, plans["projector"], group)
 
     def share_tokens(self, exchange: Exchange) -> None:
-        """Work on a part of every item's tokens, together with the processes of a group.
+        """Split every item's tokens over a group of processes (context parallelism).
 
-        All of them get the same inputs, and the same gradient of what :meth:`run` returns. From
-        the stage with the module's last block on, that is complete features, the same on all
-        processes; before, the process's own tokens and their gradient. The gradients of a
-        parameter have the right *sum* over the processes.
-
-        :func:`raymm.actors.probe.items.probe_shared_items` tells which encoders can.
+        All processes get the same inputs and the same gradient of the output, which is complete
+        features from the module's last block on, and the process's own tokens before. Parameter
+        gradients are partial sums. :func:`raymm.actors.probe.items.probe_shared_items` checks
+        encoders.
         """
         self._exchange, self.is_shared = exchange, True
         if self.module is None or self._forward is None:
@@ -191,22 +173,21 @@ class EncoderStage(StageModule):
         trains = any(p.requires_grad for p in self.module.parameters())
         peers = ProcessPeers(exchange, backward=trains)
         blocks = self._forward.blocks
-        assert blocks is not None  # an encoder without cannot share items
+        assert blocks is not None  # the probe rejects encoders without blocks
         self._sharing = SharedItems(self.module, blocks, *self._blocks, peers)
 
     def share_samples(self, exchange: Exchange) -> None:
-        """Work on a part of every microbatch's items, together with the processes of a group.
+        """Split every microbatch's items over a group of processes.
 
-        All of them get the same inputs, and the same gradient of what the last stage returns,
-        features of all items. Stages before it hand on the process's own items. The gradients
-        of a parameter have the right *sum* over the processes.
+        All processes get the same inputs and the same gradient of the last stage's output, which
+        has all items; earlier stages output their own items. Parameter gradients are partial sums.
         """
         self._items, self.is_shared = ItemShares(self.spec.name, exchange), True
 
     @property
     def may_draw(self) -> bool:
-        """Whether it may draw random numbers in training: parts that are trained may, but for
-        simple projectors, and so may callbacks. (A frozen encoder is in evaluation mode.)"""
+        """True if trainable parts other than simple projectors, or callbacks, may draw random
+        numbers."""
         spec = self.spec
         callbacks = spec.preprocess, spec.postprocess_module, spec.postprocess_projector
         parts = [part for part in (self.module, self.projector) if part is not None]
@@ -216,13 +197,11 @@ class EncoderStage(StageModule):
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
         device: torch.device, compute_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Hold a part of the blocks' parameters, together with the processes of a group.
+        """Shard the blocks' parameters over a group with FSDP; the projector is not sharded.
 
         Args:
-            plans: of the whole module under ``"module"``. A projector stays whole.
-            group: the processes that share the parameters.
-            device: where the shards are to be.
-            compute_dtype: that matrix products are gathered in; None: as they are.
+            plans: plan of the module under ``"module"``.
+            compute_dtype: dtype in which matrices are gathered; None keeps their dtype.
         """
         shard_parameters(self, self.module, plans["module"], group, device, compute_dtype)
 
@@ -235,10 +214,9 @@ class EncoderStage(StageModule):
         """Run one microbatch.
 
         Args:
-            inputs: the encoder's keyword arguments, of the chain's first stage; of later ones what
-                callbacks read.
-            received: the previous stage's message, by the name of the module.
-            context: of the microbatch.
+            inputs: the encoder's keyword arguments on the first stage; then those that callbacks
+                read.
+            received: message of the previous stage, keyed by module name.
         """
         preprocess = self.spec.preprocess
         self._set_rows(context, {})
@@ -247,7 +225,7 @@ class EncoderStage(StageModule):
             if not kept.side:
                 return self._with_projector(kept.tensors[0], {}, {}, context)
             received = {self.spec.name: kept}
-            if self.first:  # a whole chain is asked what becomes of the shapes
+            if self.first:  # a complete chain: zero inputs, to infer shapes
                 inputs, preprocess = from_side(kept.side, kept.tensors[0].device), None
         received_hidden: torch.Tensor | None = None
         if self.first:
@@ -289,7 +267,7 @@ class EncoderStage(StageModule):
                 return self._finished(inputs, output, side, context)
             hidden = token_features(output)
         else:
-            assert received_hidden is not None  # from the module's last stage
+            assert received_hidden is not None  # received from the module's last stage
             hidden = received_hidden
         return self._with_projector(hidden, inputs, side, context)
 
@@ -297,7 +275,7 @@ class EncoderStage(StageModule):
         self, hidden: torch.Tensor, inputs: dict[str, Any], side: dict[str, torch.Tensor],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """What the stage hands on of features."""
+        """Apply the projector, if the stage has it, and return the stage's message."""
         if self.projector is not None:
             context.enter("projector")
             hidden = self.projector(hidden)
@@ -316,16 +294,7 @@ class EncoderStage(StageModule):
         self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """What the module's last stage hands on.
-
-        Args:
-            inputs: the module's arguments, of this process's items.
-            output: features, or what the module returned if it does not hand on those.
-            side: what came beside the hidden state.
-            context: of the microbatch.
-
-        Raises:
-            ModelError: processes share items, and it has not one row for each.
+        """Return the message of the module's last stage; raise ModelError without one row per item.
         """
         hidden = output if self._items is None else self._items.whole(output, side)
         if context.samples and len(hidden) != context.own_rows(self.spec.name).size:
@@ -339,7 +308,7 @@ class EncoderStage(StageModule):
     def _from_stages(
         self, received: dict[str, Message]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Of a stage after the first: the hidden state, side tensors, ports."""
+        """Return the hidden state, side tensors and ports of a stage after the first."""
         return from_stages(received, self.spec.name)
 
     def _after_module(
@@ -358,21 +327,16 @@ class EncoderStage(StageModule):
     def _shown(
         self, inputs: dict[str, Any], side: dict[str, torch.Tensor], reads: Reads
     ) -> dict[str, Any]:
-        """Inputs as callbacks get them: what is not there says so when it is read."""
+        """Return inputs for callbacks; reading a value that this stage lacks raises."""
         return inputs if self.first else shown_inputs(inputs, ghosts(side), reads)
 
     def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
-        """Of a microbatch's items those of the stage's samples."""
+        """Select the items of the stage's samples."""
         rows = context.own_rows(self.spec.name)
         return {name: value[slice(*rows)] for name, value in inputs.items()}
 
     def _set_rows(self, context: MicrobatchContext, side: Mapping[str, torch.Tensor]) -> None:
-        """Cut what is drawn from here on by the items of this process.
-
-        Args:
-            context: of the microbatch.
-            side: with :data:`ITEMS` where processes share the stage's items.
-        """
+        """Slice all random numbers drawn from now on by the items of this process."""
         if self._items is None or ITEMS not in side:
             rows = sample_rows(context, self.spec.name, self._row_count(context))
             set_grid(None if rows.is_uncut else Grid(rows))
@@ -392,17 +356,12 @@ class EncoderStage(StageModule):
 
     @property
     def _cut(self) -> bool:
-        """Whether stages of the module come after this one."""
+        """True if other stages of the module follow this stage."""
         return self._blocks[1] < self.spec.num_blocks or self._unfinished
 
 
 def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:
-    """Names, relative to the chain, of the parameters that layers [lo, hi) own.
-
-    Args:
-        spec: of the whole chain.
-        lo, hi: the layers of the stage.
-    """
+    """Return the parameter names, relative to the chain, that layers [lo, hi) own."""
     names = []
     if lo < spec.num_blocks:
         skeleton = spec.source.skeleton()

@@ -1,4 +1,4 @@
-"""What a frozen encoder, or its frozen first blocks, makes of items, where that is kept."""
+"""Frozen encoder stages whose outputs are cached per item."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from raymm.actors.stages.stage_inputs import joined, kept_entries
 
 
 class FeatureStage(EncoderStage):
-    """The first stage of an encoder, of frozen blocks only. Computes every item by itself, and
-    keeps what comes out.
+    """First stage of an encoder, with frozen blocks only.
 
-    Attributes:
-        writer: keeps features; None: nobody does, or another process.
+    Computes every item separately. ``writer`` stores the outputs, if this process stores any.
     """
 
     writer: FeatureWriter | None = None
@@ -24,19 +22,13 @@ class FeatureStage(EncoderStage):
         self, inputs: dict[str, Any] | None, received: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """Run one microbatch.
-
-        Args:
-            inputs: the encoder's keyword arguments; under :data:`KEYS` what its items are kept
-                under, where they are to be.
-            received: nothing.
-            context: of the microbatch.
-        """
+        """Run one microbatch; the entry :data:`KEYS` of ``inputs`` has the items' storage keys, if
+        any."""
         own = {n: v for n, v in (inputs or {}).items() if n not in (KEYS, "sample_index")}
         run = super().run
         message = joined([run(item, received, context) for item in every_item(own)])
         if self._whole:
-            message = message._replace(side={})  # a projector reads features alone
+            message = message._replace(side={})  # a projector reads only features
         if self.writer is not None and inputs is not None and KEYS in inputs:
             self.writer.keep(inputs[KEYS], kept_entries(message))
         return message

@@ -1,8 +1,8 @@
-"""What a tower's call returns, as tensors of a message, and the same again where it is read.
+"""Conversion of a tower's output to message tensors and back.
 
-A call returns a structure (a model output, a list with an entry per image). Lists of tensors that
-differ in their first dimension travel as one tensor, with the rows of each entry beside it. Only
-what is read travels; the rest is None there.
+A tower returns a structure: a model output, or a list with an entry per image. Lists of tensors
+that differ in their first dimension are sent as one tensor plus the row count of each entry. Only
+entries that the model reads are sent; the receiver gets None for the others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ _ROWS = "rows/"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A part of what a call returns.
+    """Leaf of a tower's output structure, with whether the model reads it.
 
-    Attributes:
-        kind: ``tensor``, ``list`` or ``tuple`` (of tensors with one row shape), ``value``.
-        value: of ``value``.
-        read: whether the model reads it.
+    ``kind`` is ``tensor``; ``list`` or ``tuple`` of tensors with equal row shapes; or ``value``.
     """
 
     kind: str
@@ -37,15 +34,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of what a call returns, the same for all microbatches.
+    """Structure of a tower's output, the same for all microbatches.
 
     Attributes:
-        tree: of its leaves.
-        leaves: of it, in order.
-        fields: of a model output, those that it is about, as the others are not read; None for
-            all, or of anything else.
-        more: whether a model output has tensors that are no fields of its class, which travel
-            beside it.
+        fields: the fields of a model output that are read; None for all, or for other outputs.
+        more: True to also send tensor attributes that are not fields of the model output's class.
     """
 
     tree: TreeSpec
@@ -55,24 +48,24 @@ class Form:
 
     @classmethod
     def of(cls, output: Any, fields: tuple[str, ...] | None = None) -> Form:
-        """That of an output, all of which is read, or all of some fields."""
+        """Return the structure of an output; only the given fields are read (None: all)."""
         leaves, tree = tree_flatten(_shown(output, fields), _is_leaf)
         more = bool(beside_fields(output))
         return cls(tree, tuple(_leaf(value) for value in leaves), fields, more)
 
     def reading(self, read: Sequence[bool]) -> Form:
-        """Of the same structure, of which this is read."""
+        """Return the same structure with other ``read`` flags, one per leaf."""
         return Form(self.tree, tuple(
             Leaf(leaf.kind, leaf.value, is_read)
             for leaf, is_read in zip(self.leaves, read, strict=True)
         ), self.fields, self.more)  # fmt: skip
 
     def like(self, output: Any) -> Form:
-        """That of what a model of another depth returns, of which the same fields are read."""
+        """Return the structure for a model of another depth, with the same fields read."""
         return self if self.fields is None else Form.of(output, self.fields)
 
     def tensors(self, output: Any) -> list[torch.Tensor | None]:
-        """Per leaf, what an output has there, lists put together; None of values.
+        """Return one tensor per leaf of an output: lists are concatenated, constants are None.
 
         Raises:
             ModelError: the output has another structure.
@@ -88,11 +81,7 @@ class Form:
         ]
 
     def packed(self, output: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """What travels of an output: floating-point tensors, and the rest by name.
-
-        Raises:
-            ModelError: the output has another structure.
-        """
+        """Return the floating-point tensors to send, and the other tensors by name."""
         tensors, side = [], {}
         values = tree_flatten(_shown(output, self.fields), _is_leaf)[0]
         for n, (value, tensor) in enumerate(zip(values, self.tensors(output), strict=True)):
@@ -107,11 +96,7 @@ class Form:
         return tuple(tensors), side
 
     def unpacked(self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor]) -> Any:
-        """The output again.
-
-        Args:
-            tensors, side: what :meth:`packed` returned.
-        """
+        """Rebuild the output from the return value of :meth:`packed`."""
         travelling = dict(self._travelling(tensors, side))
         values: list[Any] = []
         for n, leaf in enumerate(self.leaves):
@@ -136,16 +121,15 @@ class Form:
         self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor],
         layers: Collection[int] = (),
     ) -> list[torch.Tensor]:  # fmt: skip
-        """What travels of an output, so that parts of several outputs, put together along their
-        first dimension, are those of all of their items.
+        """Return :meth:`packed` tensors in a form that can be concatenated over outputs in
+        dimension 0.
 
         Args:
-            tensors, side: what :meth:`packed` returned.
-            layers: leaves that are lists with an entry of all items (a layer's features), where
-                others have one of each.
+            layers: leaves that are lists with an entry per layer, each with the features of all
+                items; other lists have an entry per item.
 
         Raises:
-            ModelError: entries of all items that differ in length.
+            ModelError: the entries of such a leaf differ in length.
         """
         parts = []
         for n, tensor in self._travelling(tensors, side):
@@ -168,13 +152,7 @@ class Form:
         self, parts: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor],
         layers: Collection[int] = (),
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:  # fmt: skip
-        """What travels of an output, from :meth:`parts`.
-
-        Args:
-            parts: of all items.
-            side: of some of them.
-            layers: as of :meth:`parts`.
-        """
+        """Invert :meth:`parts`, for parts of all items and side tensors of some of them."""
         ready, tensors, whole = iter(parts), [], dict(side)
         for n, leaf in enumerate(self.leaves):
             if leaf.kind == "value" or not leaf.read:
@@ -194,7 +172,7 @@ class Form:
     def _travelling(
         self, tensors: Sequence[torch.Tensor], side: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Leaves that travel, by their number."""
+        """Yield the leaves that are sent, with their numbers."""
         ready = iter(tensors)
         for n, leaf in enumerate(self.leaves):
             if leaf.kind != "value" and leaf.read:
@@ -202,7 +180,7 @@ class Form:
                 yield n, next(ready) if tensor is None else tensor
 
     def shapes(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Shapes of the floating-point tensors, for stages that do not read them."""
+        """Return the shapes of the floating-point tensors, for stages without their values."""
         return {
             f"shape/{str(t.dtype).removeprefix('torch.')}/{n}": torch.tensor(t.shape, device="cpu")
             for n, t in enumerate(tensors)
@@ -210,7 +188,7 @@ class Form:
 
 
 def beside_fields(output: Any) -> dict[str, Any]:
-    """Tensors of a model output that are attributes, and no fields of its class."""
+    """Return the tensor attributes of a model output that are not fields of its class."""
     if not isinstance(output, Mapping):
         return {}
     return {
@@ -246,11 +224,7 @@ def _leaf(value: Any) -> Leaf:
 
 
 class ReceivedFeatures:
-    """In place of a tower's call on the ranks of the language model: it returns what came.
-
-    Attributes:
-        output: of this microbatch; None if nothing came.
-    """
+    """Replacement for a tower's call on language model ranks; returns the received features."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""An encoder's items that processes share: each computes its own ones, and all get the whole.
+"""Items of an encoder that are split over processes; each process gets the features of all items.
 
 Legend: ``N`` items.
 """
@@ -16,62 +16,45 @@ from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.host_copies import on_host
 
-# The side tensor with the number of items that processes share.
+# Side tensor: total number of items, over all processes.
 ITEMS = "items/of_all"
 
 
 class ItemShares:
-    """The place of a process among those that share a module's items.
-
-    Args:
-        module: whose items.
-        exchange: the processes.
-    """
+    """Position of a process among those that split a module's items."""
 
     def __init__(self, module: str, exchange: Exchange) -> None:
         self._module, self._exchange = module, exchange
 
     @property
     def exchange(self) -> Exchange:
-        """The processes."""
         return self._exchange
 
     @property
     def rank(self) -> int:
-        """The process's place."""
+        """Rank of this process among them."""
         return self._exchange.rank
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return self._exchange.size
 
     def own_inputs(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The process's items (the first one if it has none), and how many there are in all.
-
-        Args:
-            inputs: keyword arguments, tensors (N, ...).
+        """Return the inputs (N, ...) of this process's items, or of item 0 if it has none, and N.
         """
         count = count_items(inputs, self._module)
         return take_items(inputs, shares(count, self._exchange.size)[self.rank]), count
 
     def own(self, side: Mapping[str, torch.Tensor]) -> range:
-        """Which items the process has.
-
-        Args:
-            side: tensors beside the hidden state, with the number of items.
-        """
+        """Return the indices of this process's items."""
         return self._all(side)[self.rank]
 
     def whole(self, own: torch.Tensor, side: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The items of all processes (N, ...), which call it together.
-
-        Args:
-            own: of this process's items, one at least.
-            side: as of :meth:`own`.
+        """Gather the items of all processes as (N, ...). All processes must call it together.
 
         Raises:
-            ModelError: it has not one row for each item.
+            ModelError: ``own`` does not have one row per item of this process (at least one row).
         """
         items = len(self.own(side))
         if len(own) != max(items, 1):

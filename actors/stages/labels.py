@@ -1,4 +1,4 @@
-"""Which tokens of a microbatch have a label, and what of their losses pairs of answers are."""
+"""Labelled positions of a microbatch, and the losses of answer pairs."""
 
 from __future__ import annotations
 
@@ -16,30 +16,27 @@ from raymm.kernels.host_copies import to_device
 from raymm.kernels.preference import PreferenceLoss
 
 PAIR = 2
-"""Rows that stay together where processes share a microbatch's."""
+"""Number of consecutive rows that stay on one process when a microbatch's rows are split."""
 
 
 def label_mask(labels: torch.Tensor) -> torch.Tensor:
-    """Positions whose next token is a label: (B, T) int64 -> (B, T-1) bool.
+    """Return positions whose next token is a label: (B, T) int64 -> (B, T-1) bool.
 
-    The first token of a sample is never a label: alone it has nothing before it, and
-    whether modality tokens are put before it must not change the number of labels.
+    The first token of a sample is never a label: it has no preceding token, and prepending modality
+    tokens must not change the number of labels.
     """
     return labels[:, 1:] != IGNORE_INDEX
 
 
-# Labels carry the number of their sample's source above so many bits, from 1; 0 stands for none.
+# Labels store the source number of their sample above this bit, counted from 1; 0 means no source.
 _SOURCE_BITS = 32
 
 
 def with_sources(inputs: Mapping[str, Any], rows: bool = False) -> dict[str, Any]:
-    """Inputs whose labels say which source they are of, wherever they go: into rows that are
-    packed, to processes that share tokens, through stages.
+    """Return inputs whose ``labels`` (B, T) int64 also encode their source, from :data:`SOURCES`.
 
-    Args:
-        inputs: with ``labels`` (B, T) int64 and :data:`SOURCES`; without the latter they stay as
-            they are.
-        rows: every row is a source of its own, by number.
+    The source then follows the labels through packing, token splits and stages. With ``rows``, the
+    row number is the source. Inputs without sources are unchanged.
     """
     inputs = dict(inputs)
     if rows and "labels" in inputs:
@@ -52,17 +49,12 @@ def with_sources(inputs: Mapping[str, Any], rows: bool = False) -> dict[str, Any
 
 
 class Labelled:
-    """The positions of a microbatch that have a label.
+    """Positions of a microbatch that have a label.
 
     Args:
-        targets: (B, T) int64 on the host: per token the label that it is to predict, perhaps
+        targets: (B, T) int64 on the host: the label that each token predicts, optionally from
             :func:`with_sources`.
-        device: where the stage is.
-        only_last: it is every row's last position that counts, whatever labels there are.
-
-    Attributes:
-        shape: (B, T).
-        targets: (N,) int64, the labels.
+        only_last: select the last position of every row, regardless of labels.
     """
 
     def __init__(
@@ -79,19 +71,17 @@ class Labelled:
         self._rows = to_device(rows, device)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, T, ...) -> (N, ...), those of the positions."""
+        """Select the labelled positions: (B, T, ...) -> (N, ...)."""
         return values.flatten(0, 1).index_select(0, self._rows)
 
     def by_source(
         self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         values: torch.Tensor, total: torch.Tensor,
     ) -> SourceSums:
-        """Of each source that labels are of, what ``function`` gives for them, without gradient.
+        """Return per source the value of ``function`` and the label count, without gradient.
 
-        Args:
-            function: of values and labels, a scalar: a sum over them.
-            values: (N, ...).
-            total: what it gives for all of them.
+        ``function`` maps values (N, ...) and labels to a scalar sum; ``total`` is its value for
+        all.
         """
         numbers, counts = self._sources.unique(return_counts=True)
         pairs = list(zip(numbers.tolist(), counts.tolist(), strict=True))
@@ -110,15 +100,12 @@ class Labelled:
         self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         values: torch.Tensor, rows: range,
     ) -> torch.Tensor:
-        """(rows,): of each row's positions; 0 of a row that has none here.
+        """Return (rows,), the scalar of ``function`` per row; 0 for rows without positions here.
 
-        Args:
-            function: of values and labels, a scalar.
-            values: (N, ...).
-            rows: numbers, one or more, of labels :func:`with_sources`.
+        Requires labels :func:`with_sources` and a non-empty range of rows; values are (N, ...).
         """
         labels, numbers = self.targets, self._sources - 1 - rows.start
-        if bool((numbers[1:] < numbers[:-1]).any()):  # tokens of several processes, packed
+        if bool((numbers[1:] < numbers[:-1]).any()):  # packed tokens of several processes
             order = to_device(numbers.argsort(stable=True), values.device)
             values, labels = values[order], labels[order]
         counts = torch.bincount(numbers, minlength=len(rows)).tolist()
@@ -127,12 +114,7 @@ class Labelled:
 
 
 def pair_shares(count: int, samples: Exchange | None) -> range:
-    """A process's rows of pairs of answers.
-
-    Args:
-        count: of all rows.
-        samples: the processes that share them; None for one alone.
-    """
+    """Return this process's part of ``count`` rows of answer pairs; all without an exchange."""
     if samples is None:
         return range(count)
     return row_shares(count, samples.size, PAIR)[samples.rank]
@@ -143,17 +125,15 @@ def compared(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: torch.Tensor,
     rows: range, reference: torch.Tensor | None, tokens: Exchange | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of rows, and the sum of their pairs' losses, if the reference is there.
+    """Return log-probabilities of rows, and their summed pair loss if the reference is given.
 
     Args:
-        loss: of pairs.
-        labelled: labels that say which rows they are of.
-        function: of values and labels, a scalar: the sum of their cross entropies.
-        values: (N, ...), of the process's tokens.
-        rows: that the process works on; one without works on another's, for nothing.
-        reference: (B,), what it says of all rows of the microbatch.
-        tokens: the processes that share the rows' tokens. All have the loss's gradient, of their
-            own tokens; the loss itself counts on the first only.
+        labelled: labels that encode their row (:func:`with_sources`).
+        function: maps values (N, ...) and labels to the sum of cross entropies.
+        rows: rows of this process. If empty, it computes another process's row, with no effect.
+        reference: (B,) reference log-probabilities of all rows of the microbatch.
+        tokens: the processes that split the rows' tokens. Each has the gradient for its own tokens;
+            only the first process returns a non-zero loss.
     """
     if not rows:
         nothing = function(values, labelled.targets)
@@ -170,8 +150,7 @@ def compared(
 
 
 def _summed(scores: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Over processes, in their order, so that all get the same bits; the gradient is the own
-    part's."""
+    """Sum over processes in rank order, for identical bits; only the local part has a gradient."""
     others = [place for place in range(exchange.size) if place != exchange.rank]
     own = scores.detach()
     received = exchange.start(

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFERENCE = "reference"
-_LONGEST = "longest"  # of a microbatch: one more than its largest position
+_LONGEST = "longest"  # side tensor: one more than the largest position of a microbatch
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
 _NOT_FOR_MODEL = frozenset({
     "targets", "token_layout", "length", LENGTH, ROUTED_TOKENS, _LONGEST, DRAWN_ROWS,
@@ -71,17 +71,16 @@ _NOT_FOR_MODEL = frozenset({
 
 @dataclass(frozen=True)
 class LanguageSpec:
-    """A causal language model, as data that a rank can build its part from.
+    """Description of a causal language model; a rank builds its part from this data.
 
     Attributes:
-        mask: which mask the merged tokens get; None for the model's own (causal).
-        encoders: names of all encoders; the mask counts their kinds from 1 in this order.
-        packing: run a microbatch's rows as one, without padding, each a document by itself.
-        mixers: classes of layers that mix tokens by other means than attention, and are called
-            with documents as rows (:mod:`raymm.kernels.hf.document_rows`).
-        ports: of what the merge policy returns, what layers of later stages read.
-        preference: the loss of rows that are pairs of answers; None for cross entropy.
-        mixture: of experts, if it is one.
+        mask: mask policy for the merged tokens; None for the model's own causal mask.
+        encoders: names of all encoders; the mask numbers their kinds from 1 in this order.
+        packing: run a microbatch's rows as one row without padding; each row is a document.
+        mixers: classes of layers that mix tokens by other means than attention and therefore get
+            one document per row (:mod:`raymm.kernels.hf.document_rows`).
+        ports: outputs of the merge policy that layers of later stages read.
+        preference: the loss, if rows are pairs of answers; None for cross entropy.
     """
 
     name: str
@@ -103,15 +102,10 @@ class LanguageSpec:
 
 
 class LanguageStage(StageModule):
-    """Blocks [lo, hi) of a language model; the last stage returns the loss.
+    """Blocks [lo, hi) of a language model, with embeddings (first stage) or head and loss (last).
 
     The loss is the sum of cross entropies over label tokens divided by the number of label tokens
-    of the whole step (``context.label_tokens``). The head runs only on positions that have one.
-
-    Args:
-        spec: of the whole language model.
-        lo, hi: its blocks; the first brings the embeddings, the last the head.
-        module: the model, pruned to these blocks.
+    of the entire step (``context.label_tokens``). The head runs only on labelled positions.
     """
 
     module: PreTrainedModel
@@ -142,7 +136,7 @@ class LanguageStage(StageModule):
         self._samples: Exchange | None = None
         self._vocabulary: tuple[int, TensorGroup] | None = None
         self._mask = spec.mask
-        # What a token costs beside attention, where processes may have unequally many.
+        # Cost of a token outside attention; needed where processes may get unequal token counts.
         named = spec.mask is None or spec.mask in MASKS.values()
         self._pairs = 0 if named else token_pairs(self.module.config)
         if spec.packing and self._mask is None:
@@ -155,37 +149,31 @@ class LanguageStage(StageModule):
         self._masked = MaskedAttention(self.module, blocks, mixers, self._has_cross_layers)
 
     def share_tokens(self, exchange: Exchange) -> None:
-        """Work on a part of every sample's tokens, together with the processes of a group."""
+        """Split every sample's tokens over a group of processes (context parallelism)."""
         self._exchange, self.is_shared = exchange, True
         if self._mask is None:
             self._mask = MASKS["causal"]
             self._use_masks()
 
     def share_samples(self, exchange: Exchange) -> None:
-        """Work on a part of every microbatch's samples, together with the processes of a group.
-        All of them get the same inputs; their losses, and gradients of a parameter, add up."""
+        """Split samples over processes that get the same inputs; losses and gradients are partial
+        sums."""
         self._samples, self.is_shared = exchange, True
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
         device: torch.device, compute_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Hold a part of the parameters at a time, together with the processes of a group.
+        """Shard the parameters over a group of processes with FSDP.
 
         Args:
-            plans: of the whole module, ``spec.source``, under ``"module"``.
-            group: the processes that share the parameters.
-            device: where the shards are to be.
-            compute_dtype: that matrix products are gathered in; None: as they are.
+            plans: plan of ``spec.source``, the entire module, under ``"module"``.
+            compute_dtype: dtype in which matrices are gathered; None keeps their dtype.
         """
         shard_parameters(self, self.module, plans["module"], group, device, compute_dtype)
 
     def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
-        """Hold a part of the parameters, together with the processes of a group.
-
-        Args:
-            plans: of the whole module, ``spec.source``, under ``"module"``.
-        """
+        """Shard the parameters over a tensor-parallel group, by the plan under ``"module"``."""
         plan, self.is_shared = plans["module"], True
         shard_module(self.module, plan, group)
         vocabulary = plan.vocabulary(group.rank)
@@ -193,7 +181,7 @@ class LanguageStage(StageModule):
             self._vocabulary = (vocabulary[0], group)
 
     def detach(self) -> None:
-        """Leave the module as it was: the reference builds a stage per forward."""
+        """Restore the module: the single-process reference builds a stage per forward."""
         self._forward.detach()
         self._routing.detach()
         if self.last:
@@ -203,21 +191,16 @@ class LanguageStage(StageModule):
 
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:
-        """Build only what blocks [lo, hi) need.
-
-        Args:
-            spec: of the whole language model.
-            lo, hi: the blocks of the stage.
-        """
+        """Build only the parts that blocks [lo, hi) need."""
         part = None
         if lo > 0 or hi != spec.num_blocks:
-            assert spec.cut is not None  # without, a module is one stage
+            assert spec.cut is not None  # a module without cut is one stage
             part = Part(spec.cut, lo, hi)
         return cls(spec, lo, hi, spec.source.build(part))
 
     def _keep_labelled_rows(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
         if self._labelled is None or args[0].shape[:2] != self._labelled.shape:
-            return None  # ProphetNet's head has several predictions of each row
+            return None  # ProphetNet's head makes several predictions per row
         return (self._labelled.of(args[0])[None],)
 
     @apart_if_need_be
@@ -227,18 +210,16 @@ class LanguageStage(StageModule):
         received: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:
-        """One microbatch.
+        """Run one microbatch.
 
         Args:
-            inputs: text tensors and ``sample_index`` (first stage); of pairs of answers, what the
-                reference says of each row as :data:`REFERENCE`, (B,) fp32 (last stage).
+            inputs: text tensors and ``sample_index`` (first stage); for answer pairs, the reference
+                log-probability of each row as :data:`REFERENCE`, (B,) fp32 (last stage).
             received: messages by producing module (first stage) or stage.
-            context: the step's label count.
 
         Returns:
-            Hidden state with what later stages need as side tensors (the merged mask or token
-            layout, and per token the label that it is to predict), or, from the last stage,
-            the loss; of a step that writes texts, their next tokens; of one of references, (B,).
+            Hidden state, with merged mask or token layout and targets as side tensors. On the last
+            stage the loss, the next tokens (decoding), or (B,) log-probabilities (references).
         """
         hidden: torch.Tensor | None = None
         inputs = with_sources(inputs or {}, rows=self.spec.preference is not None)
@@ -279,7 +260,7 @@ class LanguageStage(StageModule):
             self._forward.rotary.longest = int(on_host(longest))
             side[_LONGEST] = longest
         start = embeds if hidden is None else hidden
-        assert start is not None  # what came, or the first stage's embeddings
+        assert start is not None  # received, or the first stage's embeddings
         targets, device = on_host(side["targets"]), start.device
         set_grid(text_grid(context, targets.shape, drawn, tokens, self.spec.packing))
         if hidden is not None:
@@ -312,14 +293,13 @@ class LanguageStage(StageModule):
             return self._routing.into(message_of(hidden, ports, side), context)
         finally:
             self._labelled = self._forward.rotary.longest = None
-        assert labelled is not None  # a stage before the last is left at its cut
+        assert labelled is not None  # earlier stages raise ForwardLeft
         return self._routing.into(self._outcome(labelled, logits, context, reference), context)
 
     def _longest(
         self, merged: dict[str, Any], context: MicrobatchContext
     ) -> torch.Tensor | None:
-        """Return one more than the largest position of the microbatch, on the host, if rotary
-        embeddings depend on it; a text that is being written tells them itself."""
+        """Return one more than the largest position, on the host, if rotary embeddings need it."""
         if not self._forward.rotary or context.decode is not None:
             return None
         positions = merged.get("position_ids")
@@ -330,7 +310,7 @@ class LanguageStage(StageModule):
         self, labelled: Labelled, logits: torch.Tensor, context: MicrobatchContext,
         reference: torch.Tensor | None,
     ) -> Message:
-        """The loss, the next token, or the rows' log-probabilities."""
+        """Return a message with the loss, the next tokens, or the rows' log-probabilities."""
         rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
         if context.decode is not None:
             return Message((), {}, scores=likeliest(rows, *(self._vocabulary or (0, None))))
@@ -341,13 +321,14 @@ class LanguageStage(StageModule):
         else:
             own = pair_shares(len(context.sample_ids), self._samples)
             scores, total = compared(loss, labelled, entropy, rows, own, reference, self._exchange)
-        loss = None if total is None else total / max(context.label_tokens, 1)  # of a reference
+        # None for references
+        loss = None if total is None else total / max(context.label_tokens, 1)
         return Message((), {}, (), loss, None, sums, scores)
 
     def _with_room(
         self, hidden: torch.Tensor, side: dict[str, Any]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A message to the next stage, of a shape that is known from shapes."""
+        """Resize a message to a token count that depends on shapes only."""
         if self._exchange is not None:
             length = int(on_host(side["length"]))
             tokens = message_tokens(length, self._exchange.size, self._pairs)
@@ -355,11 +336,7 @@ class LanguageStage(StageModule):
         return hidden, side
 
     def _ports(self, merged: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What layers of any stage read of what was merged, taken out of it.
-
-        Raises:
-            ModelError: something else has a gradient, which would not go back from later stages.
-        """
+        """Remove and return the merged tensors that layers of any stage read."""
         names = {*getattr(self.spec.merge, "ports", ()), *(port.name for port in self.spec.ports)}
         ports = {name: merged.pop(name) for name in sorted(names) if name in merged}
         for name, value in merged.items():
@@ -374,11 +351,7 @@ class LanguageStage(StageModule):
     def _own_ports(
         self, ports: dict[str, torch.Tensor], side: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """This process's part of them; what the side says of all goes along.
-
-        Raises:
-            ModelError: they are not for cross attention.
-        """
+        """Return this process's part of cross-attention ports; ``side`` gets the total length."""
         if SHOWN not in side:
             raise ModelError(
                 f"the merge policy returned {', '.join(ports)} as ports; with a mask, or cp above "
@@ -396,8 +369,8 @@ class LanguageStage(StageModule):
     def _merge(
         self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext
     ) -> dict[str, Any]:
-        """What the merge policy returns, without what is None, and with targets: per token the
-        label that it is to predict. What the host knows of it is there."""
+        """Return the merge policy's outputs that are not None, plus the label that each token
+        predicts."""
         embeds = self.module.get_input_embeddings()(inputs["input_ids"])
         if context.decode is not None and not context.decode.first:
             return {"inputs_embeds": embeds, "targets": on_host(inputs["labels"])}
@@ -419,7 +392,7 @@ class LanguageStage(StageModule):
         if self._mask is not None:
             merged["token_layout"], mask = merged_layout(merged, self.spec.mask), None
         elif mask is not None and mask.dim() == 2:
-            # Plain causal attention is faster.
+            # Attention without padding mask is faster.
             mask = None if bool(on_host(mask).all()) else on_host(mask)
         merged["attention_mask"] = mask
         if self.spec.mixture is not None:

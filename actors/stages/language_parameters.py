@@ -1,4 +1,4 @@
-"""Which parameters a stage of a language model has."""
+"""Parameter names of a language model stage."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from raymm.actors.stages.language import LanguageSpec
 
 
 def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:
-    """Names, relative to the chain, of the parameters that blocks [lo, hi) own.
-
-    Args:
-        spec: of the whole language model.
-        lo, hi: the blocks of the stage.
-    """
+    """Return the parameter names, relative to the chain, that blocks [lo, hi) own."""
     skeleton = spec.source.skeleton()
     if lo == 0 and hi == spec.num_blocks:
         return [f"module.{name}" for name, _ in skeleton.named_parameters()]

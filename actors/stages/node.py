@@ -1,7 +1,7 @@
-"""Stages of a module of a graph: whole, or some of its blocks.
+"""Stages of a graph module.
 
-What the module reads of others, and of the batch, its first stage has; its last one hands on what
-it returns, by names, and has its loss, if it computes one.
+The first stage reads other modules and the batch. The last stage outputs the module's results by
+name and computes its loss, if it has one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from raymm.scheduler.graph.sample_ranges import Range
 
 @dataclass(frozen=True)
 class NodeStageSpec(EncoderSpec):
-    """A module of a graph as data that a rank can build its part from.
+    """Description of a graph module; a rank builds its part from this data.
 
-    Attributes:
-        node: what it reads and hands on.
-        chain: it is an encoder with projector and callbacks, and hands on their features;
-            otherwise what the module returns.
+    ``chain`` is True for an encoder with projector and callbacks, which outputs features, and False
+    if the module's raw output is used.
     """
 
     node: NodeSpec | None = None
@@ -43,36 +41,31 @@ class NodeStageSpec(EncoderSpec):
 
 
 class NodeStage(EncoderStage):
-    """Layers [lo, hi) of a module of a graph.
-
-    Args:
-        spec: of the whole module.
-        lo, hi, module, projector: as of :class:`EncoderStage`.
-    """
+    """Layers [lo, hi) of a module of a graph."""
 
     spec: NodeStageSpec
-    _rows: int | None = None  # samples of the microbatch that it runs
+    _rows: int | None = None  # samples of the current microbatch
 
     @property
     def node(self) -> NodeSpec:
-        """What the module reads and hands on."""
-        assert self.spec.node is not None  # of every module of a graph
+        """Inputs and outputs of the module."""
+        assert self.spec.node is not None  # set for every module of a graph
         return self.spec.node
 
     @property
     def hands_on_features(self) -> bool:
-        """Whether it hands on features; else what its module returns."""
+        """True if the stage outputs token features, False for the raw module output."""
         return self.spec.chain
 
     @property
     def optional(self) -> bool:
-        """Whether what the module hands on may come to have no gradient: not that of a loss alone.
+        """True if the outputs may have no gradient; False for a module that only computes a loss.
         """
         return not self.node.loss or bool(self.node.outputs)
 
     @property
     def may_draw(self) -> bool:
-        """Whether it may draw random numbers in training."""
+        """True if the module may draw random numbers in training."""
         draws = self.node.draws
         return super().may_draw if draws is None else draws
 
@@ -85,12 +78,11 @@ class NodeStage(EncoderStage):
         """Run one microbatch.
 
         Args:
-            inputs: entries of the batch, of the module's first stage.
-            received: messages of the modules that it reads, by name, or of the stage before.
-            context: of the microbatch; with the scale of its loss.
+            inputs: batch entries, on the module's first stage.
+            received: messages of the modules that it reads, by name, or of the previous stage.
 
         Raises:
-            ModelError: what it reads or returns does not fit its description.
+            ModelError: the module's inputs or outputs do not fit its description.
         """
         if not self.first:
             return super().run(None, received, context)
@@ -101,7 +93,7 @@ class NodeStage(EncoderStage):
     def _from_stages(
         self, received: dict[str, Message]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Ports come from the modules that make them, too."""
+        """Return the hidden state, side tensors and ports; ports may come from other modules."""
         hidden, side, ports = super()._from_stages(received)
         for port in self.spec.ports:
             message = received.get(port.producers[0], Message((), {}))
@@ -124,7 +116,7 @@ class NodeStage(EncoderStage):
             own = Range(0, samples)
             return arguments_of(self.node, entries, every, every, own, context.seeds), samples
         (own,) = context.samples
-        # What is read of every sample as well has more than the stage's own.
+        # Producers that are also read with every() send all samples, not only those of this stage.
         both = {entry.producer for entry in self.node.inputs if entry.every}
         outputs = {
             name: {n: t[slice(*own)] for n, t in tensors.items()} if name in both else tensors
@@ -133,29 +125,25 @@ class NodeStage(EncoderStage):
         return arguments_of(self.node, entries, outputs, every, own, context.seeds), own.size
 
     def _of_samples(self, inputs: dict[str, Any], context: MicrobatchContext) -> dict[str, Any]:
-        """They are those of its samples: entries are dealt out before they are sent."""
+        """Return the inputs unchanged: entries are split by samples before they are sent."""
         return inputs
 
     def _finished(
         self, inputs: dict[str, Any], output: Any, side: dict[str, torch.Tensor],
         context: MicrobatchContext,
     ) -> Message:  # fmt: skip
-        """Floating-point tensors by name, the others beside them.
-
-        Raises:
-            ModelError: what it returned does not fit its description.
-        """
+        """Return the module's floating-point outputs by name, the other outputs as side tensors."""
         if self.spec.chain and self.node.postprocess is not None:
             output = self.node.postprocess(inputs, output)
         outputs = outputs_of(self.node, output, self._samples_of(side))
         loss = None
         if self.node.loss:
             losses = outputs.pop(ONLY)
-            if self._items is not None:  # one without an item of its own worked for nothing
+            if self._items is not None:  # drops the extra item of a process without items
                 losses = losses[: len(self._items.own(side))]
             loss = losses.sum() * context.scales.get(self.spec.name, 1.0)
             if self._exchange is not None and self._exchange.rank != CONTRIBUTOR:
-                loss = loss * 0.0  # all compute it alike
+                loss = loss * 0.0  # all processes compute the same loss
         every = {name: self._once(tensor) for name, tensor in outputs.items()}
         if self._items is not None:
             every = {name: self._items.whole(tensor, side) for name, tensor in every.items()}
@@ -164,20 +152,20 @@ class NodeStage(EncoderStage):
         return Message(tuple(named.values()), rest, tuple(named), loss)
 
     def _once(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What processes that share tokens all have has its gradient on one of them."""
+        """Keep the gradient of an output on one process only, if processes split tokens."""
         if self._exchange is None or not tensor.is_floating_point():
             return tensor
         return contribute_once(tensor, self._exchange)
 
     def _samples_of(self, side: Mapping[str, torch.Tensor]) -> int | None:
-        """How many samples the process has; None if it is not known."""
+        """Return the number of samples of the process; None if unknown."""
         if self._items is not None:
             return max(len(self._items.own(side)), 1)
         return self._rows if self.first else None
 
 
 def _by_name(message: Message, device: torch.device) -> Tensors:
-    """What a module handed on, in its order."""
+    """Return a module's outputs by name, in their original order."""
     named = dict(zip(message.names, message.tensors, strict=True))
     if not message.side:
         return named
@@ -186,6 +174,6 @@ def _by_name(message: Message, device: torch.device) -> Tensors:
 
 
 def _place(item: tuple[str, torch.Tensor]) -> tuple[int, str]:
-    """Entries of a tuple are named by their numbers."""
+    """Sort key: entries of a tuple are named by their numbers."""
     name, _ = item
     return (int(name), "") if name.isdigit() else (0, name)

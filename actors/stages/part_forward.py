@@ -1,5 +1,4 @@
-"""The forward of a stage's part of a module: cut where the stage is, with random numbers that do
-not depend on where that is."""
+"""Forward of a stage's part of a module, with random numbers that do not depend on the cuts."""
 
 from __future__ import annotations
 
@@ -17,16 +16,11 @@ from raymm.actors.modules.rotary import RotaryState
 
 
 class PartForward:
-    """Runs blocks [lo, hi) of a module, and what of the rest is around them.
+    """Runs blocks [lo, hi) of a module and the code around them.
 
     Args:
-        name: of the module, for errors.
-        module: pruned to these blocks, or whole.
-        cut: how it was pruned; None if it is whole.
-        lo, hi: the blocks.
-
-    Attributes:
-        rotary: of the module's rotary embeddings.
+        module: pruned to these blocks, or complete.
+        cut: how the module was pruned; None if it is complete.
     """
 
     def __init__(
@@ -40,33 +34,29 @@ class PartForward:
         self.rotary = RotaryState(module)
 
     def share_tokens(self) -> None:
-        """Work on a part of the tokens. The forward skips no blocks, as there processes meet; and
-        what code around other stages' blocks works on are all tokens."""
+        """Skip no blocks: processes that split tokens communicate in them."""
         if self._passage is not None:
             self._passage.skips = False
 
     @property
     def blocks(self) -> str | None:
-        """Dotted name of the list of blocks, if there is one."""
+        """Dotted name of the list of blocks; None if there is none."""
         return self._blocks
 
     def __call__(
         self, received: torch.Tensor | None, context: MicrobatchContext,
         relays: Sequence[torch.Tensor] = (), **inputs: Any,
     ) -> Any:  # fmt: skip
-        """One microbatch.
+        """Run one microbatch and return the module's output, if the part has its last block.
 
         Args:
-            received: the hidden state from the previous stage; None in the first one.
-            relays: outputs of earlier blocks that come with it.
-            **inputs: of the module.
-
-        Returns:
-            What the module returns, if the part has its last block.
+            received: hidden state from the previous stage; None in the first one.
+            relays: outputs of earlier blocks, received with the hidden state.
+            **inputs: keyword arguments of the module.
 
         Raises:
-            ForwardLeft: from other parts.
-            InputError: of a part, if the forward skipped all blocks of the module.
+            ForwardLeft: the part ends before the last block.
+            InputError: the forward skipped all blocks of the part.
         """
         self._draw_as(context)
         if self._passage is None:
@@ -83,7 +73,7 @@ class PartForward:
         context.enter("module")
 
     def detach(self) -> None:
-        """Leave a module that is whole as it was."""
+        """Restore the state of a complete module."""
         self.rotary.detach()
         if self._draws is not None:
             self._draws.remove()

@@ -1,9 +1,9 @@
-"""What stages of an encoder have of its inputs and outputs, where it is cut.
+"""Inputs and outputs of the stages of a cut encoder.
 
-Only the first stage reads data. Integers, and floats that are read later (``travels``), go on to
-the later stages as they are; other floats as their shapes, since a later stage runs the module's
-own forward, which needs something of that shape to run on until its first block takes over. Values
-are read by nobody then: callbacks are shown tensors that have a shape and raise on anything else.
+Only the first stage reads data. Integers, and floats that are read later (``travels``), are sent to
+later stages. Of other floats only shapes are sent: a later stage runs the module's own forward,
+which needs inputs of that shape until the stage's first block. Their values raise when callbacks
+read them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from raymm.errors import ProbeError
 from raymm.kernels.hf.known_masks import KnownMask
 from raymm.kernels.host_copies import on_host, to_device
 
-_ROWS, _SAME = f"{FEATURES}/", f"{FEATURES}="  # entries of what is kept of items
-PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
+_ROWS, _SAME = f"{FEATURES}/", f"{FEATURES}="  # prefixes of stored entries
+PLAIN = "plain/"  # prefix of side tensors that store a non-tensor as JSON
 
 
 def to_side(
     inputs: Mapping[str, Any], travels: Collection[str], module: str
 ) -> dict[str, torch.Tensor]:
-    """What later stages of a module are sent of its inputs.
+    """Return the inputs that are sent to later stages of a module, after its preprocess callback.
 
     Args:
-        inputs: of the module, after its preprocess callback.
         travels: floating-point inputs whose values are read later.
         module: name, for errors.
 
     Raises:
-        ProbeError: an input that is neither a tensor nor plain data.
+        ProbeError: an input is neither a tensor nor plain data.
     """
     side = {}
     for name, value in inputs.items():
@@ -66,13 +65,7 @@ def _plain(name: str, value: Any, module: str) -> torch.Tensor:
 
 
 def from_side(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
-    """Inputs that the module's forward runs with in a later stage: floats that did not travel are
-    zeros of no memory.
-
-    Args:
-        side: what came from the stage before.
-        device: of the stage.
-    """
+    """Return a later stage's inputs; floats that were not sent are zeros that take no memory."""
     inputs: dict[str, Any] = {}
     for name, value in side.items():
         if name.startswith(SHAPE):
@@ -90,14 +83,12 @@ def message_of(
     hidden: torch.Tensor, ports: Mapping[str, torch.Tensor], side: dict[str, torch.Tensor],
     optional: bool = False,
 ) -> Message:
-    """What a stage hands to later stages of its module.
+    """Return the message from a stage to later stages of its module.
 
     Args:
-        hidden: the hidden state.
         ports: inputs with a gradient that layers of later stages read.
-        side: what has none.
-        optional: whether the hidden state may come to have no gradient, as nobody uses what is
-            made of it.
+        side: tensors without gradient.
+        optional: True if the hidden state may have no gradient because its result may be unused.
     """
     if not ports and not optional:
         return Message((hidden,), side)
@@ -107,12 +98,7 @@ def message_of(
 def from_stages(
     received: Mapping[str, Message], module: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What a stage has of earlier stages of its module: the hidden state, side tensors, ports.
-
-    Args:
-        received: messages by producer.
-        module: the stage's.
-    """
+    """Return hidden state, side tensors and ports received from earlier stages of a module."""
     hidden: torch.Tensor | None = None
     side: dict[str, torch.Tensor] = {}
     ports: dict[str, torch.Tensor] = {}
@@ -124,17 +110,12 @@ def from_stages(
         if HIDDEN in named:
             hidden, side = named.pop(HIDDEN), message.side
         ports.update(named)
-    assert hidden is not None  # of the stage before
+    assert hidden is not None  # sent by the previous stage
     return hidden, {n: entry for n, entry in side.items() if _shape_of(n) not in ports}, ports
 
 
 def joined(messages: Sequence[Message]) -> Message:
-    """One message of those of single items: of what comes beside the hidden state, integers and
-    floats that travel have a row per item, shapes and plain data are the same of all.
-
-    Args:
-        messages: one or more, in the order of the items.
-    """
+    """Concatenate messages of single items in item order; shapes and plain data must be equal."""
     side = dict(messages[0].side)
     for name, entry in side.items():
         if name.startswith(SHAPE):
@@ -145,11 +126,9 @@ def joined(messages: Sequence[Message]) -> Message:
 
 
 def kept_entries(message: Message) -> dict[str, torch.Tensor]:
-    """What is kept of a message, (items, ...) each. What has no row per item is in the names of
-    entries, where who has the shapes of tensors only can read it, too.
+    """Return the stored entries (items, ...) of a message from :func:`joined`.
 
-    Args:
-        message: of :func:`joined`.
+    Data without a row per item is encoded in the entry names, to be readable without tensor values.
     """
     (hidden,) = message.tensors
     entries = {FEATURES: hidden}
@@ -163,11 +142,7 @@ def kept_entries(message: Message) -> dict[str, torch.Tensor]:
 
 
 def message_of_entries(entries: Mapping[str, torch.Tensor]) -> Message:
-    """The inverse of :func:`kept_entries`.
-
-    Args:
-        entries: of items, beside which may be other tensors.
-    """
+    """Invert :func:`kept_entries`; ignore other entries."""
     hidden, side = entries[FEATURES], {}
     for name, entry in entries.items():
         if name.startswith(_ROWS):
@@ -182,18 +157,17 @@ def message_of_entries(entries: Mapping[str, torch.Tensor]) -> Message:
 
 
 def _shape_of(name: str) -> str | None:
-    """Of which tensor a side tensor is the shape."""
+    """Return the tensor whose shape a side tensor stores; None for other side tensors."""
     return name.removeprefix(SHAPE).partition("/")[2] if name.startswith(SHAPE) else None
 
 
 def ghosts(side: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Inputs of which a stage has the shape only."""
+    """Return the inputs that a stage knows only by shape."""
     return frozenset(name for entry in side if (name := _shape_of(entry)) is not None)
 
 
 class Reads:
-    """What a callback has read that is not there: an error that it swallowed is raised when it
-    has returned."""
+    """Record of a callback's reads of unavailable values; raises errors that it swallowed."""
 
     def __init__(self, callback: str, module: str) -> None:
         self._callback, self._module = callback, module
@@ -217,13 +191,7 @@ class Reads:
 
 
 def shown_inputs(inputs: Mapping[str, Any], absent: Collection[str], reads: Reads) -> dict:
-    """Inputs for a callback, of which some have a shape only.
-
-    Args:
-        inputs: by name; those of ``absent`` may be on the meta device.
-        absent: names of inputs that this stage has no values of.
-        reads: notes what the callback reads.
-    """
+    """Return inputs for a callback; reading values of ``absent`` ones (maybe on meta) raises."""
     return {
         name: _absent_tensor(value, f"inputs[{name!r}]", name, reads) if name in absent else value
         for name, value in inputs.items()
@@ -231,13 +199,7 @@ def shown_inputs(inputs: Mapping[str, Any], absent: Collection[str], reads: Read
 
 
 def shown_output(output: Any, lost: Collection[str], reads: Reads) -> Any:
-    """A module's output for a callback, without the fields that are not the whole module's.
-
-    Args:
-        output: a tensor, or a mapping or object with fields.
-        lost: names of fields that are a part's only.
-        reads: notes what the callback reads.
-    """
+    """Return a module's output for a callback; reading a ``lost`` (incomplete) field raises."""
     if not lost:
         return output
     if isinstance(output, Mapping):
@@ -255,7 +217,7 @@ def shown_output(output: Any, lost: Collection[str], reads: Reads) -> Any:
 
 
 def fields(output: Any) -> dict[str, Any]:
-    """Fields of a module's output by name, entries of a tuple by number."""
+    """Return the fields of a module's output by name, and entries of a tuple by number."""
     if isinstance(output, Mapping):
         return {str(name): value for name, value in output.items()}
     if isinstance(output, tuple | list):
@@ -272,7 +234,7 @@ def _absent(value: Any, name: str, reads: Reads) -> Any:
 def _absent_tensor(
     value: torch.Tensor, name: str, key: str | None, reads: Reads
 ) -> AbsentTensor:
-    # Not a number: what reads around the subclass (torch.tensor) must not look like data.
+    # NaN, so that reads that bypass the subclass (torch.tensor) do not look like data.
     fill = float("nan") if value.is_floating_point() or value.is_complex() else 0
     filled = torch.full((), fill, dtype=value.dtype, device=value.device).expand(value.shape)
     tensor = filled.as_subclass(AbsentTensor)
@@ -281,7 +243,7 @@ def _absent_tensor(
 
 
 class AbsentValue:
-    """In place of a list or mapping that a stage does not have: raises on any use."""
+    """Placeholder for a list or mapping that a stage does not have; raises on any use."""
 
     def __init__(self, name: str, reads: Reads) -> None:
         self.__dict__["_refuse"] = lambda: reads.refuse(name, None)
@@ -294,10 +256,10 @@ class AbsentValue:
 
     __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __reversed__ = __add__ = _raise
     __radd__ = __eq__ = _raise
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  as of classes with __eq__
+    __hash__ = None  # pyright: ignore[reportAssignmentType] as for classes with __eq__
 
 
-# Any: to type checkers, attributes of the class are what its instances have.
+# Typed as Any because type checkers give class attributes the types of instance attributes.
 _T: Any = torch.Tensor
 _SHAPE_ONLY: frozenset[Callable[..., Any]] = frozenset({
     _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.layout.__get__,
@@ -310,7 +272,8 @@ _SHAPE_ONLY: frozenset[Callable[..., Any]] = frozenset({
 
 
 class AbsentTensor(torch.Tensor):
-    """In place of a tensor of which a stage has the shape only: raises when its values are read."""
+    """Placeholder for a tensor that a stage knows only by shape; raises when its values are read.
+    """
 
     _refuse: Callable[[], ProbeError]
 
@@ -349,13 +312,7 @@ def _absent_among(value: Any) -> Iterator[AbsentTensor]:
 
 
 def for_model(name: str, value: Any, device: torch.device) -> Any:
-    """What the model is told of a microbatch, on its device.
-
-    Args:
-        name: of a side tensor.
-        value: it, or what is no tensor.
-        device: of the stage.
-    """
+    """Convert a side tensor to a model argument on the stage's device; keep other values."""
     if not isinstance(value, torch.Tensor):
         return value
     if name == "attention_mask" and value.dim() == 2:

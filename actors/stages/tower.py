@@ -1,4 +1,5 @@
-"""Stages of a tower of a whole model, which end in what its language model is handed of it."""
+"""Stages of a Hugging Face VLM's tower; the last one outputs the features for the language model.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +29,16 @@ _THERE, _OUTLINED = "there/", 2
 
 @dataclass(frozen=True)
 class TowerSpec(EncoderSpec):
-    """A tower as data that a rank can build its part from. Its source is a
-    :class:`raymm.actors.weights.model_part.PartSource`, whose call makes the features.
+    """Description of a tower, whose source is a
+    :class:`raymm.actors.weights.model_part.PartSource`.
 
     Attributes:
         constants: arguments of the call that are the same for all microbatches.
-        form: structure of what the call returns.
-        layers: which of it are lists with an entry of all items, where others have one of each;
-            known where processes are to share items.
-        zeros_left_out: whether nothing comes of items of nothing but zeros (padding of samples
-            with fewer); known as ``layers``.
-        root: what its frozen part returns, where features of that are kept.
+        form: structure of the call's output.
+        layers: leaves that are lists with an entry per layer for all items, rather than an entry
+            per item; set if items are split over processes, like ``zeros_left_out``.
+        zeros_left_out: True if items that are all zeros (padding) give no features.
+        root: output structure of the frozen part, if its features are cached.
     """
 
     constants: tuple[tuple[str, Any], ...] = ()
@@ -49,12 +49,7 @@ class TowerSpec(EncoderSpec):
 
 
 class TowerStage(EncoderStage):
-    """Blocks [lo, hi) of a tower.
-
-    Args:
-        spec: of the whole tower.
-        lo, hi, module, projector: as of :class:`EncoderStage`; there is no projector.
-    """
+    """Blocks [lo, hi) of a tower, without projector."""
 
     spec: TowerSpec
 
@@ -64,18 +59,13 @@ class TowerStage(EncoderStage):
         received: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:
-        """Run one microbatch.
-
-        Args:
-            inputs: arguments of the call, of the tower's first stage.
-            received: the message of the stage before.
-            context: of the microbatch.
+        """Run one microbatch; ``inputs`` are arguments of the call, on the tower's first stage.
 
         Raises:
-            ModelError: features of another structure than that of the probe.
+            ModelError: the features have another structure than in the probe.
         """
         spec = self.spec
-        assert self._forward is not None and spec.form is not None  # it has blocks, and was tried
+        assert self._forward is not None and spec.form is not None  # a probed tower
         hidden, relays = None, ()
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
@@ -102,7 +92,7 @@ class TowerStage(EncoderStage):
         return self._features(output, side)
 
     def _features(self, output: Any, side: dict[str, torch.Tensor]) -> Message:
-        """What the language model is handed, of all items."""
+        """Return the message to the language model, with the features of all items."""
         form = self.spec.form
         assert form is not None  # see run
         tensors, own = form.packed(output)
@@ -111,7 +101,7 @@ class TowerStage(EncoderStage):
         if self._items is None:
             return Message(tensors, own)
         parts = form.parts(tensors, own, self.spec.layers)
-        if not int(on_host(side[ITEMS])):  # another's item, in vain
+        if not int(on_host(side[ITEMS])):  # the process had no item and ran another process's one
             parts = [part[:0] for part in parts]
         whole = gather_parts(parts, self._items.exchange)
         return Message(*form.of_parts(whole, own, self.spec.layers))
@@ -121,17 +111,15 @@ def features_of_items(
     module: nn.Module, form: RootForm, name: str, inputs: Mapping[str, Any],
     constants: Mapping[str, Any],
 ) -> list[list[torch.Tensor]]:
-    """What a tower's frozen part makes of every item by itself.
+    """Run a tower's frozen part on every item separately and return the features.
 
     Args:
-        module: the tower, whose part has a :class:`RootCall` that runs it.
-        form: of the part.
-        name: of the tower, for errors.
-        inputs: of the tower.
-        constants: arguments that are always the same.
+        module: the tower; its frozen part must be replaced by a :class:`RootCall` that runs it.
+        form: output structure of the frozen part.
+        constants: arguments that are the same for all microbatches.
 
     Raises:
-        ModelError: what comes of an item is not as when it was tried.
+        ModelError: the features of an item have another structure than in the probe.
     """
     items = []
     for item in each_item(name, inputs, form.zeros_left_out):
@@ -146,11 +134,9 @@ def features_of_items(
 
 
 class FeaturedTowerStage(TowerStage):
-    """A whole tower, whose frozen part runs on every item by itself, and not on items whose
-    features are known. Arguments as of :class:`TowerStage`.
+    """Complete tower that runs its frozen part per item, and only on items without cached features.
 
-    Attributes:
-        writer: keeps features; None: nobody does.
+    ``writer`` stores features, if this process stores any.
     """
 
     writer: FeatureWriter | None = None
@@ -162,7 +148,7 @@ class FeaturedTowerStage(TowerStage):
         assert spec.root is not None and module is not None
         self._root = RootCall(module, spec.root.place)
         if isinstance(spec.source, PartSource) and spec.source.call is not None:
-            spec.source.called(module)  # the call may be the part's
+            spec.source.called(module)  # the call may be that of the frozen part
         super().__init__(spec, lo, hi, module, projector)
 
     def run(
@@ -172,10 +158,8 @@ class FeaturedTowerStage(TowerStage):
         """Run one microbatch.
 
         Args:
-            inputs: arguments of the call, and under :data:`KEYS` what features of each item are to
-                be kept under; or what :func:`featured_inputs` returned.
-            received: nothing.
-            context: of the microbatch.
+            inputs: arguments of the call, with the storage keys of the items' features under
+                :data:`KEYS`; or the return value of :func:`featured_inputs`.
         """
         spec, module = self.spec, self.module
         assert spec.root is not None and module is not None and self._forward is not None
@@ -211,24 +195,16 @@ def _number(name: str) -> tuple[int, str]:
 def featured_inputs(
     name: str, inputs: Mapping[str, torch.Tensor], features: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a tower is given of items whose features are known: these, and :func:`outlines`.
-
-    Args:
-        name: of the tower.
-        inputs: of it.
-        features: of all items together.
-    """
+    """Return a tower's inputs for items with cached features: the features and :func:`outlines`."""
     own = {f"{FEATURE}{number}": tensor for number, tensor in enumerate(features)}
     return {**outlines(name, inputs), **own}
 
 
 def outlines(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a tower's inputs what are no floats; of floats their shapes, and where along the first two
-    dimensions they are nothing but zeros, as what pads samples with fewer items is.
+    """Return a tower's inputs without the values of floats.
 
-    Args:
-        name: of the tower.
-        inputs: of it.
+    Floats are replaced by their shapes and by a mask that shows which entries of the first two
+    dimensions are not all zero. All-zero entries pad samples with fewer items.
     """
     there = {
         _THERE + entry: (value != 0).flatten(_OUTLINED).any(dim=-1)
@@ -239,12 +215,8 @@ def outlines(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def of_outlines(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
-    """Inputs as :func:`outlines` has them: ones of no memory, and zeros.
-
-    Args:
-        side: what that returned.
-        device: of the tower.
-    """
+    """Rebuild inputs from :func:`outlines`: ones that take no memory for non-zero entries, else
+    zeros."""
     inputs = from_side({n: v for n, v in side.items() if not n.startswith(_THERE)}, device)
     for name, value in side.items():
         if name.startswith(_THERE):
@@ -256,5 +228,5 @@ def of_outlines(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[
 
 
 def is_featured(inputs: Mapping[str, Any]) -> bool:
-    """Whether a tower's inputs are what :func:`featured_inputs` returned."""
+    """Return True if a tower's inputs come from :func:`featured_inputs`."""
     return any(name.startswith(FEATURE) for name in inputs)

@@ -1,8 +1,8 @@
-"""Stages of a whole model's language model: the model's own forward, to which its towers' calls
-return what their ranks have handed over.
+"""Stages of a Hugging Face VLM's language model.
 
-All that a batch has goes to the forward as it is, on every stage; of what towers are given, numbers
-that are no floats (grids, sizes) and of the others the shapes.
+They run the model's own forward, in which the calls of towers return the features received from the
+tower ranks. Every stage gets the batch unchanged, except tower inputs: integers such as grids and
+sizes are sent, of floats only the shapes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,7 @@ _TARGETS, _FEATURES, _REAL = "targets", "features/", "attention_mask"
 
 @dataclass(frozen=True)
 class TowerPort:
-    """What the language model is handed by a tower.
-
-    Attributes:
-        name: of the tower.
-        call: which function of the model returns it.
-        form: its structure.
-    """
+    """Features of structure ``form`` that ``call`` returns and the language model receives."""
 
     name: str
     call: Call
@@ -57,12 +51,8 @@ class TowerPort:
 
 @dataclass(frozen=True)
 class WholeLanguageSpec(LanguageSpec):
-    """A whole model without its towers.
-
-    Attributes:
-        towers: what they hand over.
-        relays: whether later stages read that, too.
-    """
+    """Description of a Hugging Face VLM without towers; with ``relays``, later stages read
+    features."""
 
     towers: tuple[TowerPort, ...] = ()
     relays: bool = False
@@ -71,11 +61,11 @@ class WholeLanguageSpec(LanguageSpec):
 def language_inputs(
     text: dict[str, Any], towers: dict[str, dict[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    """What the first stage is given of a microbatch.
+    """Return the first stage's inputs for a microbatch.
 
     Args:
-        text: what is of no tower: ``input_ids``, ``labels`` (B, T) int64, masks.
-        towers: by name, arguments of the model that go into a tower.
+        text: inputs that belong to no tower: ``input_ids``, ``labels`` (B, T) int64, masks.
+        towers: by tower name, the model arguments that the tower reads.
     """
     inputs = to_side(text, (), "the language model")
     for name, own in towers.items():
@@ -84,17 +74,12 @@ def language_inputs(
 
 
 class WholeLanguageStage(LanguageStage):
-    """Blocks [lo, hi) of a whole model's language model; the last stage returns the loss.
-
-    Args:
-        spec: of the whole language model.
-        lo, hi, module: as of :class:`LanguageStage`.
-    """
+    """Blocks [lo, hi) of a Hugging Face VLM's language model; the last stage returns the loss."""
 
     spec: WholeLanguageSpec
 
     def __init__(self, spec: WholeLanguageSpec, lo: int, hi: int, module: nn.Module) -> None:
-        # Packed rows are this class's, whose masks are the model's own.
+        # This class packs rows itself, because it uses the model's own masks.
         super().__init__(replace(spec, packing=False), lo, hi, module)
         self.spec = spec
         self._features = {port.name: ReceivedFeatures(port.name) for port in spec.towers}
@@ -107,25 +92,25 @@ class WholeLanguageStage(LanguageStage):
             self._use_own_masks()
 
     def share_samples(self, exchange: Exchange) -> None:
-        """As of :class:`LanguageStage`. The forward runs on all rows up to its text model."""
+        """Split samples over a group; up to its text model, the forward runs on all rows."""
         super().share_samples(exchange)
         self._use_entry()
 
     def share_tokens(self, exchange: Exchange) -> None:
-        """As of :class:`LanguageStage`. The forward runs on all tokens up to its text model, and
-        the model's own masks are of all tokens."""
+        """Split tokens over a group; the forward up to the text model and masks cover all tokens.
+        """
         self._exchange, self.is_shared = exchange, True
         self._use_own_masks()
 
     def _use_own_masks(self) -> None:
-        """Attention by raymm, under the masks that the model makes."""
+        """Use raymm's attention with the masks that the model builds."""
         hf_attention.register()
         self.module.set_attn_implementation(hf_attention.NAME)
         self._use_entry()
 
     def _use_entry(self) -> None:
         if self._entry is None:
-            assert self._forward.blocks is not None  # a probe has looked
+            assert self._forward.blocks is not None  # the probe has found blocks
             self._entry = TextEntry(
                 self.module, self._forward.blocks, self.spec.mixers, self._forward.rotary
             )
@@ -133,12 +118,11 @@ class WholeLanguageStage(LanguageStage):
     def _share(
         self, shape: tuple[int, int], real: torch.Tensor | None
     ) -> tuple[TokenShare | None, Any, Any, Grid | None]:
-        """Which tokens of a batch (B, T) are this process's, None for all; what attends, what
-        hands layers the tokens of all, and what random numbers are cut by.
+        """Return this process's tokens of (B, T) and how layers reach the other tokens.
 
-        Args:
-            shape: (B, T).
-            real: (B, T) on the host, 0 for padding; None if there is none.
+        The result has the tokens (None for all), the attention function, the function that gives
+        layers the tokens of all processes, and the slice of random numbers. ``real`` is 0 for
+        padding.
         """
         rows = attend = columns = together = ranges = None
         if self._samples is not None:
@@ -174,8 +158,8 @@ class WholeLanguageStage(LanguageStage):
     def _own(
         self, values: torch.Tensor, share: TokenShare | None, none: int | bool
     ) -> torch.Tensor:
-        """Of values (B, T) of tokens those of the process's tokens; of a row that is computed in
-        vain, nothing but ``none``."""
+        """Select this process's tokens from (B, T); use ``none`` if the process has no rows of its
+        own."""
         if share is None:
             return values
         own, samples = share.of_tokens(values), self._samples
@@ -190,16 +174,15 @@ class WholeLanguageStage(LanguageStage):
         received: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:
-        """One microbatch.
+        """Run one microbatch.
 
         Args:
-            inputs: of the first stage: what :func:`language_inputs` returns.
-            received: messages by tower (first stage), or of the stage before.
-            context: the step's label count.
+            inputs: on the first stage, the return value of :func:`language_inputs`.
+            received: messages by tower (first stage), or of the previous stage.
 
         Returns:
-            Hidden state and features that later stages read, with what the forward is given as
-            side tensors; from the last stage, the loss; of a step that writes texts, their tokens.
+            Hidden state and features that later stages read, with the forward's arguments as side
+            tensors. On the last stage the loss, or the next tokens (decoding).
         """
         hidden, relays = None, []
         if self.first:
@@ -244,14 +227,14 @@ class WholeLanguageStage(LanguageStage):
             self._labelled = None
             for port in self._features.values():
                 port.output = None
-        assert labelled is not None  # a stage before the last is left at its cut
+        assert labelled is not None  # earlier stages raise ForwardLeft
         message = self._outcome(labelled, logits, context, None)
         return self._routing.into(message, context)
 
     def _begun(
         self, inputs: dict[str, Any], received: dict[str, Message]
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """What goes on to all stages, and the towers' features."""
+        """Return the side tensors for all stages and the towers' features."""
         side = {name: value for name, value in inputs.items() if name != "labels"}
         labels = on_host(inputs["labels"])
         side[_TARGETS] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -270,7 +253,7 @@ class WholeLanguageStage(LanguageStage):
     def _show(
         self, side: dict[str, torch.Tensor], features: list[torch.Tensor], device: torch.device
     ) -> None:
-        """Let the towers' calls return what came, or, where that is not read, zeros."""
+        """Let the towers' calls return the received features, or zeros where they are not read."""
         came = iter(features)
         for port in self.spec.towers:
             start = f"{_FEATURES}{port.name}/"

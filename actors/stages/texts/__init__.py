@@ -1,1 +1,1 @@
-"""Stages of a language model that write texts."""
+"""Text generation in stages of a language model."""

@@ -1,11 +1,10 @@
-"""What stages of a language model need to write text: keys and values of the tokens before, and the
-likeliest next token.
+"""Text generation for stages of a language model: key-value caches and greedy decoding.
 
-A stage keeps keys and values of its own blocks. Of the others' the model's forward only asks how
-many tokens there were, of whichever block it looks at: theirs are of one number per token.
+A stage stores only the keys and values of its blocks. For blocks of other stages the model's
+forward needs only the token count, from an arbitrary block; their caches hold one number per token.
 
-Each text has keys and values of its own. Those of several are put together for a step
-(:mod:`raymm.actors.stages.texts.joined_texts`), so texts may begin and end whenever they do.
+Each text has a separate cache. The caches of several texts are joined for a step
+(:mod:`raymm.actors.stages.texts.joined_texts`), so texts may start and end at any time.
 """
 
 from __future__ import annotations
@@ -35,12 +34,9 @@ from raymm.kernels.collectives.tensor_group import TensorGroup
 
 
 class KeyValueCaches:
-    """Of every text that is under way.
+    """Key-value caches of all texts in progress, for blocks [lo, hi).
 
-    Args:
-        module: the model, or a stage's part of it; its config says of which kind each block's cache
-            is. Without one all are of full attention.
-        lo, hi: the stage's blocks.
+    The config of ``module`` determines the kind of each block's cache (default: full attention).
     """
 
     def __init__(self, module: nn.Module, lo: int, hi: int) -> None:
@@ -50,15 +46,14 @@ class KeyValueCaches:
 
     @contextmanager
     def arguments(self, decode: Decode | None, tokens: int) -> Iterator[dict[str, Any]]:
-        """What the model's forward is told, for the length of a block.
+        """Context manager that yields the cache arguments of a forward with ``tokens`` per row.
 
         Args:
-            decode: which texts the tokens are of; None: of none. In training, and with a first
-                text, whatever there was has ended.
-            tokens: of the forward, in each row.
+            decode: the texts of the tokens; None if the step does not decode. Training and a new
+                text 0 clear all caches.
 
         Raises:
-            ModelError: the model cannot go on with several texts at once.
+            ModelError: the model cannot continue several texts at once.
         """
         first = decode is not None and decode.first
         if torch.is_grad_enabled() or decode is not None and first and decode.texts == (0,):
@@ -89,27 +84,25 @@ class KeyValueCaches:
                 self._count_others(caches, tokens)
 
     def _count_others(self, caches: Sequence[DynamicCache], tokens: int) -> None:
-        """Tokens that blocks of other stages have seen, too."""
+        """Add the new tokens to the token counts of other stages' blocks."""
         nothing = torch.zeros(1, 1, tokens, 1)
         for cache in caches:
             for block, layer in enumerate(cache.layers):
-                # A layer of linear attention alone counts no tokens.
+                # Layers with only linear attention count no tokens.
                 if block not in self._blocks and isinstance(layer, CacheLayerMixin):
                     layer.update(nothing, nothing)
 
 
 class PreparedInputs:
-    """What a whole model's forward is given of the texts that are under way: its own functions say,
-    as transformers' ``generate`` calls them. They know what positions tokens after images have,
-    and that items are seen once.
+    """Forward inputs of a Hugging Face VLM for the texts in progress.
 
-    Args:
-        model: one of transformers, or a stage's part of it.
+    They come from the model's own functions, called as transformers' ``generate`` calls them. These
+    functions know the positions of tokens after images and pass items only once.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
-        # As long as a text's keys and values are there, which :class:`KeyValueCaches` ends.
+        # Entries live as long as the text's cache, which is owned by :class:`KeyValueCaches`.
         self._of_text: WeakKeyDictionary[
             DynamicCache, tuple[torch.Tensor, dict[str, Any]]
         ] = WeakKeyDictionary()
@@ -117,15 +110,14 @@ class PreparedInputs:
     def arguments(
         self, decode: Decode, inputs: Mapping[str, Any], caching: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Arguments of the forward of texts' tokens.
+        """Return the forward's arguments for new tokens of texts.
 
         Args:
-            decode: which texts they are of.
-            inputs: at first all that the model is given, then ``input_ids`` (texts, t) alone count.
-            caching: of :meth:`KeyValueCaches.arguments`.
+            inputs: for a new text all model inputs; later only ``input_ids`` (texts, t) is used.
+            caching: from :meth:`KeyValueCaches.arguments`.
 
         Raises:
-            ModelError: the model is not to be given several texts at once.
+            ModelError: the model does not accept several texts at once.
         """
         cache = caching[CACHE]
         if len(decode.texts) == 1:
@@ -170,15 +162,10 @@ class PreparedInputs:
 def likeliest(
     logits: torch.Tensor, start: int = 0, group: TensorGroup | None = None
 ) -> torch.Tensor:
-    """Of every text the token with the largest logit; of several the first.
+    """Return (texts,) float64, the smallest token with the largest logit, identical on a group.
 
     Args:
-        logits: (texts, V), or columns from ``start`` on of a vocabulary that is split over a group.
-        start: this member's first column.
-        group: the members; None for one alone.
-
-    Returns:
-        (texts,) float64, the same on all members.
+        logits: (texts, V), or columns from ``start`` on of a vocabulary sharded over ``group``.
     """
     if group is None:
         return logits.argmax(-1).double()

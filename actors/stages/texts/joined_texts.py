@@ -1,8 +1,8 @@
-"""Several texts as the rows of one batch, of which each has keys and values of its own.
+"""Batches of several texts, each with its own key-value cache.
 
-Shorter texts have padding before them, as in a batch of transformers' ``generate``, which no token
-sees. It is made anew for every step: what a cache of transformers copies in every step anyway, as
-it grows, is copied to where it is needed.
+Shorter texts are padded on the left, as in a batch of transformers' ``generate``. The batch is
+rebuilt in every step, at no extra cost: growing caches of transformers are copied in every step
+anyway.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ _APART = "the model cannot continue several texts at once"
 
 
 class JoinedLayer(DynamicLayer):
-    """Keys and values of a block, of texts as rows.
-
-    Args:
-        layers: of each text.
-    """
+    """Keys and values of one block, with a row per text."""
 
     def __init__(self, layers: Sequence[DynamicLayer]) -> None:
         self._layers = layers
@@ -44,15 +40,8 @@ class JoinedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of any layer; every text keeps its own.
-
-        Args:
-            key_states, value_states: of the new tokens, (texts, heads, 1, width).
-            args, kwargs: for the layers of texts.
-
-        Returns:
-            (texts, heads, T, width) each.
-        """
+        """Append (texts, heads, 1, width) to each text's cache; return all (texts, heads, T,
+        width)."""
         rows = zip(self._layers, key_states.split(1), value_states.split(1), strict=True)
         both = [layer.update(key, value, *args, **kwargs) for layer, key, value in rows]
         keys, values = (_behind_padding(own, 2) for own in zip(*both, strict=True))
@@ -60,21 +49,21 @@ class JoinedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As of any layer: what is kept. Some models read it of other blocks than their own."""
+        """Stored keys. Some models read those of other blocks."""
         return self._kept([layer.keys for layer in self._layers])
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        """Each text has its own."""
+        """Ignore the value: each text stores its own keys."""
 
     @property
     def values(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As :attr:`keys`."""
+        """Stored values."""
         return self._kept([layer.values for layer in self._layers])
 
     @values.setter
     def values(self, value: Any) -> None:
-        """Each text has its own."""
+        """Ignore the value: each text stores its own values."""
 
     @staticmethod
     def _kept(of_texts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -82,20 +71,16 @@ class JoinedLayer(DynamicLayer):
         return _behind_padding(there, 2) if len(there) == len(of_texts) else None
 
     def get_seq_length(self, *args: Any) -> int:
-        """As of any layer, with padding."""
+        """Return the token count, with padding."""
         return self._longest.get_seq_length(*args)
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
-        """As of any layer, with padding."""
+        """Return the mask sizes, with padding."""
         return self._longest.get_mask_sizes(*args)
 
 
 class JoinedCache(Cache):
-    """Keys and values of texts as rows.
-
-    Args:
-        of_texts: of each text.
-    """
+    """Key-value cache with a row per text."""
 
     def __init__(self, of_texts: Sequence[DynamicCache]) -> None:
         self.of_texts = of_texts
@@ -104,19 +89,15 @@ class JoinedCache(Cache):
 
 
 def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
-    """
-    Args:
-        caches: of texts.
-        module: the model, or a part of it.
+    """Raise if the caches of several texts cannot be joined.
 
     Raises:
-        ModelError: what blocks keep of a text is something else than keys and values of its
-            tokens, or the model cannot be told which positions these have: where they are not
-            rotary, each model counts them in its own way. Or the longest text decides how positions
-            of all are rotated.
+        ModelError: blocks cache something other than keys and values per token; the model does not
+            accept token positions, or has no rotary embeddings (such models count positions in
+            their own way); or the longest text would change how all positions are rotated.
     """
     for cache in caches:
-        # Of exactly these: what inherits from them keeps more, and others have no length.
+        # Exact types: subclasses store more, and other layers have no length.
         if any(type(own) not in (DynamicLayer, DynamicSlidingWindowLayer) for own in cache.layers):
             raise ModelError(_APART)
         if len({cast(DynamicLayer, own).get_seq_length() for own in cache.layers}) != 1:
@@ -130,8 +111,7 @@ def check_joins(caches: Sequence[DynamicCache], module: nn.Module) -> None:
 
 
 def _rotated_alike(module: nn.Module) -> float:
-    """Tokens up to which the length of a batch does not change how its positions are rotated:
-    ``dynamic_rope_update`` of transformers has frequencies of its own for longer ones."""
+    """Return the length above which ``dynamic_rope_update`` rotates all positions differently."""
     alike = math.inf
     for rotary in module.modules():
         kinds: Any = getattr(rotary, "rope_type", None)
@@ -147,16 +127,10 @@ def _rotated_alike(module: nn.Module) -> float:
 def seen_tokens(
     caches: Sequence[DynamicCache], tokens: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """What the forward is told of texts that are not of one length.
+    """Return mask (texts, T) and positions (texts, tokens), int64, for ``tokens`` new ones per
+    text.
 
-    Args:
-        caches: of texts.
-        tokens: of the forward, in each row.
-        device: of the model.
-
-    Returns:
-        Which tokens there are (texts, T) int64, and the new ones' positions (texts, tokens) int64;
-        nothing if all are as long.
+    Texts of equal length need neither; then the result is empty.
     """
     lengths = torch.tensor([cache.get_seq_length() for cache in caches])
     if bool((lengths == lengths[0]).all()):
@@ -168,15 +142,14 @@ def seen_tokens(
 
 
 def joined_arguments(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arguments of a forward of all texts, as a batch of transformers' ``generate`` has them:
-    tensors of rows and of items behind one another, of tokens behind padding.
+    """Join the forward arguments of single texts into a batch, as transformers' ``generate`` has
+    it.
 
-    Args:
-        rows: of each text alone, as its model prepares them; caches are left out.
+    Tensors of rows and items are concatenated; tensors of tokens are padded on the left first.
+    Caches are ignored.
 
     Raises:
-        ModelError: there are some of which nobody knows what they would be of all, or the model
-            counts positions from its cache.
+        ModelError: an argument cannot be joined, or the model derives positions from its cache.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     joined = {name: _joined(name, rows) for name in names if name != CACHE}
@@ -203,17 +176,12 @@ def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     if any(value.shape[1:] != first.shape[1:] for value in values):
         raise ModelError(_APART)
     if len(having) < len(rows) and first.shape == having[0][IDS].shape:
-        raise ModelError(_APART)  # of the tokens of some texts
+        raise ModelError(_APART)  # token argument that only some texts have
     return torch.cat(values)
 
 
 def _behind_padding(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Tensors (1, ...) one after the other, as long as the longest of them.
-
-    Args:
-        values: alike in all but ``dim``.
-        dim: of tokens.
-    """
+    """Concatenate tensors (1, ...), each padded on the left of ``dim`` to the longest."""
     longest = max(value.shape[dim] for value in values)
     after = values[0].dim() - 1 - dim
     return torch.cat([
@@ -222,10 +190,9 @@ def _behind_padding(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def apart_if_need_be(run: Callable[..., Message]) -> Callable[..., Message]:
-    """A stage that runs texts one after the other where they cannot be joined.
+    """Wrap a stage's ``run``: texts that cannot be joined run one after the other.
 
-    Args:
-        run: of the stage, which raises :class:`ModelError` before any block has run.
+    ``run`` must raise :class:`ModelError` before any block has run.
     """
 
     @wraps(run)
@@ -263,7 +230,7 @@ def _row(values: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def _of_rows(messages: Sequence[Message]) -> Message:
-    """Of a text each, of all: hidden states and next tokens."""
+    """Concatenate the messages of single texts: hidden states and next tokens."""
     sides = [message.side for message in messages]
     scores = [message.scores for message in messages if message.scores is not None]
     return messages[0]._replace(
