@@ -1,1 +1,1 @@
-"""A module taken apart: blocks, cuts, merging, projectors, messages, random draws."""
+"""Parts of modules: blocks, cuts, merge policies, projectors, messages and random draws."""

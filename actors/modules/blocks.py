@@ -1,4 +1,4 @@
-"""Finding the list of blocks a module can be cut between, and what runs through them."""
+"""Search for the list of blocks between which a module can be cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEPTH_NAMES = (
 
 
 def config_depth_names(config: object) -> list[str]:
-    """Names under which a Hugging Face config holds its number of layers."""
+    """Return the names under which a Hugging Face config stores its number of layers."""
     return [name for name in _DEPTH_NAMES if isinstance(getattr(config, name, None), int)]
 
 
@@ -25,11 +25,11 @@ def _numel(module: nn.Module) -> int:
 
 
 def find_blocks(module: nn.Module) -> str | None:
-    """Dotted name of the list of blocks, or None if the module has none.
+    """Return the dotted name of the list of blocks, or None if the module has none.
 
-    It is the ``ModuleList`` (or ``Sequential`` of numbered entries) whose length is the config's
-    layer count, or, without a config, any of at least two entries; the largest by parameters. Of a
-    language model with towers it is one of its decoder.
+    A candidate is a ``ModuleList``, or a ``Sequential`` of numbered entries, whose length is the
+    config's layer count; without a match, any with at least two entries. The one with the most
+    parameters wins. For a language model with towers, only its decoder is searched.
     """
     searched = _decoder(module)
     config = getattr(searched, "config", None)
@@ -49,33 +49,31 @@ def find_blocks(module: nn.Module) -> str | None:
 
 
 def block_list(module: nn.Module, blocks: str) -> nn.ModuleList:
-    """The list of blocks of this dotted name (of :func:`find_blocks`); a ``Sequential`` is one,
-    too, in all that blocks are taken by."""
+    """Return the list of blocks with this dotted name (a ``Sequential`` behaves the same)."""
     return cast(nn.ModuleList, module.get_submodule(blocks))
 
 
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A method of the module's own class, of which ``nn.Module`` knows nothing."""
+    """Return a method of the module's own class that ``nn.Module`` does not declare."""
     return getattr(module, name)
 
 
 def input_embeddings(module: nn.Module) -> nn.Embedding:
-    """The table of token embeddings of a transformers model."""
+    """Return the token embeddings of a transformers model."""
     return cast(nn.Embedding, method_of(module, "get_input_embeddings")())
 
 
 def _is_numbered(entries: nn.ModuleList | nn.Sequential) -> bool:
-    """Whether entries are called by their numbers, by which their parameters are told apart."""
+    """Return True if entries are named by their index, which parameter names rely on."""
     return all(name == str(index) for index, name in enumerate(entries._modules))
 
 
 SEARCHED = "raymm_searched"
-"""Attribute of a part of a model: the name of the submodule that has its blocks."""
+"""Attribute of a part of a model: name of the submodule that has its blocks."""
 
 
 def _decoder(module: nn.Module) -> nn.Module:
-    """The part of a language model that its head reads, or that the module says; any other module
-    itself."""
+    """Return the submodule to search: named by :data:`SEARCHED`, or a language model's decoder."""
     if (searched := vars(module).get(SEARCHED)) is not None:
         return module.get_submodule(searched)
     head = getattr(module, "get_output_embeddings", lambda: None)
@@ -86,29 +84,24 @@ def _decoder(module: nn.Module) -> nn.Module:
 
 
 def checkpoints_itself(module: nn.Module) -> bool:
-    """Whether a transformers model runs layers again in its backward by its own means."""
+    """Return True if a transformers model has its own gradient checkpointing enabled."""
     return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 def num_blocks(module: nn.Module) -> int:
-    """How many blocks the module has; 1 if it cannot be cut."""
+    """Return the number of blocks; 1 if the module cannot be cut."""
     name = find_blocks(module)
     return len(block_list(module, name)) if name else 1
 
 
 def hidden_name(block: nn.Module) -> str:
-    """How a block calls the hidden state, where it gets it by name: ``hidden_states``, or, of a
-    forward that knows no such argument, its first parameter."""
+    """Return the block's parameter name of the hidden state: ``hidden_states``, or the first one.
+    """
     return _hidden_parameter(type(block))
 
 
 def hidden_state(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The hidden state among what a block is called with.
-
-    Args:
-        block: whose forward is called.
-        args, kwargs: of that call; the hidden state is a tensor (B, T, H).
-    """
+    """Return the hidden state (B, T, H) from the arguments of a block's call."""
     return args[0] if args else kwargs[hidden_name(block)]
 
 

@@ -1,14 +1,14 @@
-"""What an error says, in a line."""
+"""One-line descriptions of errors."""
 
 from __future__ import annotations
 
 from raymm.errors import Error
 
-_MOST_CHARACTERS = 300  # of another library's error that are shown
+_MOST_CHARACTERS = 300  # limit for errors of other libraries
 
 
 def brief(error: BaseException) -> str:
-    """Return an error in a line: a sentence of raymm, or another library's error with its class."""
+    """Return an error in one line, with the class name unless raymm raised the error."""
     text = " ".join(str(error).split())
     if text and isinstance(error, Error):
         return text
@@ -17,13 +17,12 @@ def brief(error: BaseException) -> str:
 
 
 def because(error: BaseException, why: str = "") -> str:
-    """Return the end of a sentence that says why something is refused.
+    """Return the end of a sentence that explains a rejection.
 
-    A sentence of raymm is the reason. The text of another library's error is a detail in
-    parentheses, so that the sentence before it must be understood without that text.
+    A raymm error is the reason itself. The text of another library's error is only a detail in
+    parentheses, so the sentence must be clear without it.
 
     Args:
-        error: what was raised.
         why: the reason, if another library raised the error.
     """
     if isinstance(error, Error):

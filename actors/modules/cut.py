@@ -1,21 +1,20 @@
-"""Cut and inject: run any part of a model through its own, unmodified forward.
+"""Execution of a part of a model through the model's own, unmodified forward.
 
-The list of blocks keeps its indices, so parameter names stay checkpoint names. Blocks
-outside a stage hold no parameters: those before it return the hidden state that came from the
-previous stage, those after it end the forward by raising :class:`ForwardLeft` with what they
-were called with. Parameters outside the blocks that the stage does not own become zero-stride
-ghosts, which take no memory.
+The list of blocks keeps its indices, so parameter names remain checkpoint names. Blocks outside a
+stage hold no parameters. Earlier blocks return the hidden state received from the previous stage.
+Later blocks end the forward: they raise :class:`ForwardLeft` with their input. Parameters outside
+the blocks that the stage does not own become zero-stride ghosts, which take no memory.
 
-A forward may skip any blocks, as long as all stages skip the same
-(:mod:`raymm.actors.modules.draws`). What came from the previous stage is the input of whatever
-block is called first from the stage's first one on; the forward is cut at the next one called
-after the stage. Where none is, what the last one returned goes on, for which its stand-in in
-the next stage returns it: code between blocks runs once, on one side of the cut.
+A forward may skip blocks, as long as all stages skip the same ones
+(:mod:`raymm.actors.modules.draws`). The received hidden state is the input of the first block
+called in the stage. The forward is cut at the next block called after the stage. If there is none,
+the output of the stage's last block is sent, and that block's placeholder returns it in the next
+stage: code between blocks runs once, on one side of the cut.
 
-Code after the blocks may read what some of them returned (features of several layers, of the last
-but one). Those outputs are relayed: each stage hands them on beside the hidden state, and the
-stand-ins of their blocks return them. Stand-ins are of their block's class, as what collects
-hidden states looks for blocks by class.
+Code after the blocks may read the outputs of some blocks (feature maps of several layers). These
+outputs are relayed: each stage sends them with the hidden state, and the placeholders of their
+blocks return them. Placeholders are instances of their block's class, because code that collects
+hidden states finds blocks by class.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ from raymm.errors import ForwardLeft, InputError
 
 @dataclass(frozen=True)
 class CutInfo:
-    """What a probe learned about a model class (names are relative to the module).
+    """Result of probing how a module can be cut; names are relative to the module.
 
     Attributes:
-        blocks: dotted name of the list of blocks.
         tuple_length: 0 if a block returns a tensor, else the length of its tuple or list.
-        first, middle, last: names of the parameters outside the blocks that the first,
-            any middle, and the last stage use.
-        relayed: blocks whose outputs are read by others than the next block.
+        first, middle, last: names of the parameters outside the blocks that the first, any middle,
+            and the last stage use.
+        relayed: blocks whose outputs are not only read by the next block.
     """
 
     blocks: str
@@ -53,11 +51,11 @@ class CutInfo:
     relayed: tuple[int, ...] = ()
 
     def relayed_before(self, block: int) -> tuple[int, ...]:
-        """Blocks before this one whose outputs are handed to the stage that begins with it."""
+        """Return earlier blocks whose outputs are sent to the stage that starts with ``block``."""
         return tuple(index for index in self.relayed if index < block)
 
     def outer(self, is_first: bool, is_last: bool) -> frozenset[str]:
-        """Parameters outside the blocks that a stage at this position owns."""
+        """Return the parameters outside the blocks that a stage at this position owns."""
         names = self.middle
         if is_first:
             names = names | self.first
@@ -67,8 +65,7 @@ class CutInfo:
 
 
 class _Layers:
-    """In place of a layer of a block that another stage has: its parameters on the meta device, of
-    which a forward may ask the dtype, not the values."""
+    """Placeholder for a layer of another stage's block: its parameters are on the meta device."""
 
     def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self._name, self._tensors = name, tensors
@@ -91,12 +88,10 @@ def _of_layers(name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Placeholder(nn.Module):
-    """A block without parameters that still shows the plain attributes of the real one and
-    of its class (models read things like ``layer.attention_type`` from outside), and what its
-    parameters are like (``layer.norm.weight.dtype``)."""
+    """Block without parameters, but with the block's plain attributes and parameter dtypes."""
 
     def __init__(self, block: nn.Module) -> None:
-        nn.Module.__init__(self)  # not that of the block's class, which may be behind this one
+        nn.Module.__init__(self)  # skips __init__ of the block's class, which may follow in the MRO
         self._hidden_name = hidden_name(block)
         for base in reversed(type(block).__mro__):
             if issubclass(base, nn.Module) and base is not nn.Module:
@@ -120,13 +115,7 @@ class _Placeholder(nn.Module):
 
 
 class PassThrough(_Placeholder):
-    """Returns what the stage received, in the shape a block returns.
-
-    Args:
-        block: whose place it takes.
-        tuple_length: as of :class:`CutInfo`.
-        index: the block's number.
-    """
+    """Placeholder for an earlier block; returns the received state in the block's output format."""
 
     def __init__(self, block: nn.Module, tuple_length: int, index: int) -> None:
         super().__init__(block)
@@ -134,7 +123,7 @@ class PassThrough(_Placeholder):
         self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.passage is not None  # a Passage is made of every pruned module
+        assert self.passage is not None  # every pruned module has a Passage
         hidden = self.passage.passed(self._hidden(args, kwargs), self._index)
         if self._tuple_length:
             return (hidden,) + (None,) * (self._tuple_length - 1)
@@ -142,7 +131,7 @@ class PassThrough(_Placeholder):
 
 
 class CutPoint(_Placeholder):
-    """Ends the forward."""
+    """Placeholder for a later block; ends the forward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
@@ -154,24 +143,21 @@ class CutPoint(_Placeholder):
 
 
 def _stand_in(kind: type[_Placeholder], block: nn.Module, *args: Any) -> nn.Module:
-    """A placeholder that is of the block's class, too."""
+    """Return a placeholder that is also an instance of the block's class."""
     return type(kind.__name__, (kind, type(block)), {"__module__": __name__})(block, *args)
 
 
 def _in_blocks(name: str, blocks: str) -> int | None:
-    """Index of the block that a parameter belongs to; None if outside."""
+    """Return the index of the block that a parameter belongs to; None if outside."""
     prefix = blocks + "."
     return int(name[len(prefix) :].split(".")[0]) if name.startswith(prefix) else None
 
 
 def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list[str]:
-    """Names of the parameters that blocks [lo, hi) and their surroundings own.
+    """Return the names of the parameters that blocks [lo, hi) own.
 
-    Args:
-        module: the whole module, or its skeleton.
-        info: how it can be cut.
-        lo, hi: blocks [lo, hi); blocks 0 and the last bring along what is before and after the
-            list.
+    The first and last block include the code before and after the list. ``module`` is the complete
+    module or its skeleton.
     """
     _check_shared(module, info.blocks, lo, hi)
     total = len(block_list(module, info.blocks))
@@ -181,9 +167,10 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
     for name, _ in module.named_parameters():
         index = _in_blocks(name, info.blocks)
         if index is None:
-            # What was added to a layer since it was probed (an adapter) is where its weight is.
+            # Parameters added after the probe (adapters) belong to the stage of their layer's
+            # weight.
             place = name if name in probed else f"{name.rpartition('.')[0]}.weight"
-            # A parameter that no gradient ever reached still has to live somewhere.
+            # A parameter that never gets a gradient needs an owner, too.
             owned = place in outer or (place not in probed and hi == total)
         else:
             owned = lo <= index < hi
@@ -193,10 +180,9 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
 
 
 def _check_shared(module: nn.Module, blocks: str, lo: int, hi: int) -> None:
-    """
-    Raises:
-        InputError: if blocks [lo, hi) share parameters with others, or with what is around
-            the blocks: a stage would have none of them, or one of its own.
+    """Raise InputError if blocks [lo, hi) share parameters with the rest of the module.
+
+    Such parameters would be missing from a stage, or duplicated.
     """
     places: dict[int, dict[int | None, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -213,7 +199,7 @@ def _check_shared(module: nn.Module, blocks: str, lo: int, hi: int) -> None:
 
 
 def ghost_parameter(module: nn.Module, name: str) -> None:
-    """Replace a parameter by a zero-stride tensor that is no parameter."""
+    """Replace a parameter by a zero-stride tensor that is not a parameter."""
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
     parameter = owner._parameters.pop(leaf)
@@ -222,9 +208,10 @@ def ghost_parameter(module: nn.Module, name: str) -> None:
 
 
 def own_buffers(module: nn.Module) -> frozenset[str]:
-    """Names of the buffers that are a stage's own: not those of modules around the blocks whose
-    parameters another stage has, which run on ghosts here (a batch norm before the first block
-    would see nothing of the data)."""
+    """Return the names of the buffers that a stage owns.
+
+    Modules around the blocks with ghost parameters are excluded: they would not see real data.
+    """
     return frozenset(
         f"{where}.{name}" if where else name
         for where, child in module.named_modules()
@@ -238,14 +225,10 @@ def _is_ghost(value: Any) -> bool:
 
 
 def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
-    """Reduce a module in place to blocks [lo, hi) and what surrounds them. Blocks before them
-    become pass-throughs, those after them end the forward, and parameters that the stage does not
-    own become ghosts without memory.
+    """Reduce a module in place to blocks [lo, hi) and the code around them.
 
-    Args:
-        module: the whole module; it is changed.
-        info: how it can be cut.
-        lo, hi: blocks that stay.
+    Earlier blocks become pass-throughs, later blocks end the forward, and parameters that the stage
+    does not own become ghosts without memory.
     """
     blocks = block_list(module, info.blocks)
     owned = set(stage_parameters(module, info, lo, hi))
@@ -255,7 +238,7 @@ def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
         elif index >= hi:
             blocks[index] = _stand_in(CutPoint, blocks[index])
     kept = {id(p) for n, p in module.named_parameters() if n in owned}
-    # remove_duplicate=False: a tied parameter is ghosted, or kept, under all its names.
+    # remove_duplicate=False: a tied parameter is ghosted or kept under all its names.
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if id(parameter) not in kept:
             ghost_parameter(module, name)
@@ -263,16 +246,11 @@ def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
 
 
 class Passage:
-    """The way of a microbatch's hidden state through blocks [lo, hi) of a pruned module.
-
-    Args:
-        module: what :func:`prune` has left of it, with these blocks.
-        info: how the module was cut.
-        lo, hi: the blocks that are left of it.
+    """Path of a microbatch's hidden state through blocks [lo, hi) of a pruned module.
 
     Attributes:
-        skips: whether the forward may skip blocks. If not, blocks of earlier stages return what
-            they are called with, as their results are never used.
+        skips: True if the forward may skip blocks. Otherwise blocks of earlier stages return their
+            input, because their results are never used.
     """
 
     def __init__(self, module: nn.Module, info: CutInfo, lo: int, hi: int) -> None:
@@ -298,16 +276,15 @@ class Passage:
     def open(
         self, received: torch.Tensor | None, what: str, relays: Sequence[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """For one forward of the module.
+        """Context manager around one forward of the module, described by ``what`` in errors.
 
         Args:
-            received: what the previous stage handed on; None in the first one.
-            what: which forward it is, for errors.
-            relays: outputs of blocks before, of :meth:`CutInfo.relayed_before`.
+            received: hidden state from the previous stage; None in the first one.
+            relays: outputs of the blocks in :meth:`CutInfo.relayed_before`.
 
         Raises:
-            ForwardLeft: the forward is over, of any stage but the last.
-            InputError: it skipped every block of the module.
+            ForwardLeft: the forward of any stage but the last ended.
+            InputError: the forward skipped every block of the module.
         """
         self._received, self._arrived, self._left = received, received is None, None
         self._relays = dict(zip(self._arriving, relays, strict=True))
@@ -321,11 +298,11 @@ class Passage:
             self._relays = {}
 
     def cut(self, hidden: torch.Tensor) -> ForwardLeft:
-        """What ends the forward of any stage but the last."""
+        """Return the exception that ends the forward of any stage but the last."""
         return ForwardLeft(hidden, tuple(self._relays[n] for n in self._leaving_relays))
 
     def _end(self, what: str) -> None:
-        """The forward has come to its end."""
+        """Check the end of a forward and leave it, unless this is the last stage."""
         if self._left is None:
             raise InputError(
                 f"{what} skipped every block, but a stage can send only what a block returns; give "
@@ -342,7 +319,7 @@ class Passage:
         raise self.cut(self._left)
 
     def arriving(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What a block is really called with, where it would be with ``hidden``."""
+        """Return the hidden state with which a block is really called."""
         if self._arrived:
             return hidden
         assert self._received is not None
@@ -350,7 +327,7 @@ class Passage:
         return self._received
 
     def passed(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
-        """What a block of an earlier stage returned: a copy, as models may change it in place."""
+        """Return an earlier block's output: a copy, as models may change it in place."""
         if index in self._relays:
             return self._relays[index].clone()
         if not self.skips:
@@ -361,8 +338,7 @@ class Passage:
         self._leaving(self._received)
         return self._copy
 
-    # While gradients are computed, checkpointing may call a block again, with what it was called
-    # with the first time.
+    # During backward, checkpointing may call a block again with its original input.
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._running:

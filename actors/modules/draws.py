@@ -1,17 +1,19 @@
-"""Which random numbers a module draws: the same wherever it is cut.
+"""Random numbers of a module that do not depend on how the module is cut.
 
-Every place of a module (a callback, its forward outside the blocks, each block, its projector) has
-a stream of its own, which follows from the run's seed, the step, the batch (of several whose
-gradients a step accumulates), the module, the microbatch and the place, not from the stage. So a
-draw outside the blocks (which blocks this forward skips, a rotary table's scale) is the same in all
-stages, which all make it; a draw in a block is what the whole module in one process draws there;
-and a forward that is run again draws what it drew.
+Each place of a module (a callback, the forward outside the blocks, each block, the projector) has a
+separate stream. Its seed is derived from the run's seed, the step, the batch (with gradient
+accumulation), the module, the microbatch and the place, but not from the stage. Hence:
 
-The stream outside the blocks begins anew after each block: whatever a block drew, or another
-stage's block would have drawn, no later number depends on it.
+- Draws outside the blocks (which blocks to skip, the scale of a rotary table) are equal in all
+  stages, which all repeat them.
+- Draws in a block equal those of the complete module in one process.
+- A forward that runs again draws the same numbers.
 
-Processes that share a module draw the numbers of one process, each in the shape of the full tensor,
-and take those of their part (:mod:`raymm.kernels.shared_draws`).
+The stream outside the blocks restarts after each block, so later numbers do not depend on draws in
+blocks, which may be on other stages.
+
+Processes that share a module draw the numbers of one process, in the shape of the full tensor, and
+use their slice (:mod:`raymm.kernels.shared_draws`).
 """
 
 from __future__ import annotations
@@ -28,20 +30,15 @@ from raymm.actors.quota.generators import generator_state, seed_generators
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from anything with a stable ``str``, whatever the layout."""
+    """Return a 63-bit seed derived from objects with a stable ``str``."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 class Draws:
-    """One module's random numbers in one microbatch.
+    """Random number streams of one module in one microbatch (:func:`module_draws`).
 
-    Args:
-        seed: that all of them follow from (:func:`module_draws`).
-        observed: True to record in ``drawn`` that numbers were drawn.
-
-    Attributes:
-        drawn: whether there were, until :meth:`end`.
+    If ``observed``, ``drawn`` records whether numbers were drawn before the last :meth:`end`.
     """
 
     def __init__(self, seed: int, observed: bool = False) -> None:
@@ -50,18 +47,18 @@ class Draws:
         self.drawn = False
 
     def enter(self, place: str) -> None:
-        """What is drawn from now on belongs to this place."""
+        """Switch to the stream of a place."""
         self.reseed(derive_seed(self._seed, place))
 
     def reseed(self, seed: int) -> None:
-        """What is drawn from now on follows from this seed."""
+        """Switch to the stream of a seed."""
         self.end()
         seed_generators(seed)
         if self._observed:
             self._untouched = generator_state()
 
     def end(self) -> None:
-        """Nothing is drawn any more, for now."""
+        """Stop observing draws until the next switch."""
         if self._observed and self._untouched is not None:
             self.drawn |= generator_state() != self._untouched
 
@@ -69,28 +66,22 @@ class Draws:
 def module_draws(
     seed: int, step: int, module: str, microbatch: int, observed: bool = False, batch: int = 0
 ) -> Draws:
-    """A module's random numbers in a microbatch of a step.
+    """Return a module's random number streams for a microbatch of a step.
 
     Args:
-        seed: of the run.
-        step: number of the optimizer step.
-        module: its name, the same for all of its stages and copies.
-        microbatch: its number within the batch.
-        observed: note whether any are drawn.
-        batch: number of the batch, of those whose gradients the step accumulates.
+        module: name, the same for all of its stages and replicas.
+        microbatch: number within the batch.
+        batch: number of the batch among those whose gradients the step accumulates.
     """
     accumulated = ("batch", batch) if batch else ()
     return Draws(derive_seed(seed, step, module, microbatch, *accumulated), observed)
 
 
 class BlockDraws:
-    """Gives each block of a list its own random numbers, from outside.
+    """Hooks that give each block of a list a separate random number stream.
 
-    Args:
-        blocks: the whole list; of a stage, with what stands in for other stages' blocks.
-
-    Attributes:
-        draws: of the forward under way, or of the last one; None: leave the generators alone.
+    The list must include placeholders for the blocks of other stages. ``draws`` belongs to the
+    current or last forward; None leaves the generators unchanged.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -98,19 +89,19 @@ class BlockDraws:
         self._outside: list[int] = []
         self._hooks = []
         for index, block in enumerate(blocks):
-            # Around all other hooks. Leaving is noted also where recomputation stops early.
+            # Runs around all other hooks; always_call covers recomputation that stops early.
             self._hooks += [
                 block.register_forward_pre_hook(partial(self._enter, index), prepend=True),
                 block.register_forward_hook(partial(self._leave, index), always_call=True),
             ]
 
     def remove(self) -> None:
-        """Leave the blocks as they were."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    # The seed of the stream outside is asked of torch's generator, where checkpointing puts it
-    # back before it runs a block again: by then other microbatches have been under way.
+    # The seed of the outside stream is read from torch's generator because checkpointing restores
+    # the generator before it reruns a block. By then other microbatches have run.
 
     def _enter(self, index: int, *_: Any) -> None:
         if self.draws is None:

@@ -1,33 +1,32 @@
-"""Merge policies: how encoder outputs enter the language model's sequence.
+"""Merge policies, which insert encoder outputs into the language model's sequence.
 
-A policy is a callable ``policy(encoder_outputs, inputs) -> inputs`` (Cornstarch v1,
-Listing 2, ``cb_before_llm``). ``encoder_outputs[name]`` is (n_items, n_tokens, H);
-``inputs`` holds ``inputs_embeds`` (B, T, H), ``input_ids`` (B, T), ``attention_mask``
-(B, T), ``labels`` (B, T) and ``sample_index``, a dict of (n_items,) row numbers per
-encoder. What is returned must hold ``inputs_embeds`` and ``labels`` of the merged length
-and may hold ``attention_mask`` and ``position_ids``. It may add positions, labelled -100,
-but never add or drop label tokens.
+A policy is a callable ``policy(encoder_outputs, inputs) -> inputs`` (Cornstarch v1, Listing 2,
+``cb_before_llm``). ``encoder_outputs[name]`` is (n_items, n_tokens, H). ``inputs`` has
+``inputs_embeds`` (B, T, H), ``input_ids`` (B, T), ``attention_mask`` (B, T), ``labels`` (B, T) and
+``sample_index``, a dict of (n_items,) row numbers per encoder. The result must have
+``inputs_embeds`` and ``labels`` of the merged length and may have ``attention_mask`` and
+``position_ids``. A policy may add positions, labelled -100, but must not add or drop label tokens.
 
-On a GPU the host knows the integers among the inputs, and what policies here return: a policy that
-reads them with :func:`raymm.kernels.host_copies.on_host`, and moves what it makes of them there
-with :func:`raymm.kernels.host_copies.to_device`, does not wait for the device.
+On a GPU, integer inputs and the results of the policies below are also known on the host. A policy
+that reads them with :func:`raymm.kernels.host_copies.on_host` and moves results back with
+:func:`raymm.kernels.host_copies.to_device` does not wait for the device.
 
-A policy may hand the language model's layers tensors beside its sequence, whose gradients go back
-(states for cross attention, features for some layers): ``ports`` names those that it may return.
-Which layers read them is found by trying. Its ``model_arguments(arguments)``, if it has one, is
-asked in every stage for the model's keyword arguments, given what it has returned. For trying it,
-its ``tried``, if it has one, is the same policy without placeholders.
+Optional attributes of a policy:
 
-If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a number from 1 per
-encoder, and what is returned must hold ``token_layout``
-(:mod:`raymm.actors.modules.token_layout`).
+- ``ports``: names of returned tensors that layers read directly, with gradients (states for cross
+  attention, features for some layers). A probe finds the layers that read them.
+- ``model_arguments(arguments)``: called in every stage; maps the returned values to the model's
+  keyword arguments.
+- ``tried``: the same policy without placeholders, used to probe the model.
+- ``check(inputs, tokens)``: called for every batch in memory and every sample on disk before it is
+  sent to a rank, where an error would end the model. ``inputs`` has ``input_ids``,
+  ``attention_mask``, ``labels`` and ``sample_index``; ``tokens[name]`` is the token count per item
+  of each encoder that has items. It raises :class:`ModelError` where the policy would, and returns
+  the merged length. Policies without it are tried with features of zeros
+  (:mod:`raymm.batch.merge_trial`).
 
-A policy may have a method ``check(inputs, tokens)``, which is asked about every batch in memory,
-and every sample of data on disk, before it is sent to a rank, where an error would end the model:
-``inputs`` holds ``input_ids``, ``attention_mask``, ``labels`` and ``sample_index``,
-``tokens[name]`` is how many an item of each encoder that has items becomes. It raises
-:class:`ModelError` where the policy would, and returns the merged length. Policies without one are
-tried on features of zeros (:mod:`raymm.batch.merge_trial`).
+If the model has a mask policy, ``inputs`` also has ``encoder_kinds``, a number from 1 per encoder,
+and the result must have ``token_layout`` (:mod:`raymm.actors.modules.token_layout`).
 """
 
 from __future__ import annotations
@@ -56,19 +55,18 @@ MergePolicy = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, Any]
 def merge_rows(
     policy: MergePolicy, features: dict[str, torch.Tensor], inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Call a merge policy and check what it returns.
+    """Call a merge policy and check the result.
 
     Args:
-        policy: the merge policy.
-        features: by encoder, the received features (items, tokens, H) or what the policy takes.
-        inputs: ``inputs_embeds`` (B, T, H), ``labels`` (B, T) int64, and what else the first stage
-            has.
+        features: by encoder, (items, tokens, H) or another input of the policy.
+        inputs: ``inputs_embeds`` (B, T, H), ``labels`` (B, T) int64, and other inputs of the first
+            stage.
 
     Raises:
-        ModelError: it lacks something, or other tokens are labels. Else what the policy raises.
+        ModelError: the result lacks an entry or has another number of label tokens.
     """
     rows, width = len(inputs["labels"]), inputs["inputs_embeds"].shape[2]
-    labelled = _label_count(inputs["labels"])  # before the policy, which may write into them
+    labelled = _label_count(inputs["labels"])  # counted first: the policy may change them in place
     returned = policy(features, inputs)
     if not isinstance(returned, Mapping):
         raise ModelError(f"the merge policy returned a {type(returned).__name__}; accepted: a dict")
@@ -102,11 +100,11 @@ def _label_count(labels: torch.Tensor) -> int:
 
 
 def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.Tensor:
-    """Where the tokens are that a policy returns, for a model's mask (None: causal, for which only
-    padding matters); on the host.
+    """Return the token layout of a policy's result, on the host; without ``mask``, from padding
+    alone.
 
     Raises:
-        ModelError: it says no such thing.
+        ModelError: the layout is missing or malformed.
     """
     layout, shape = merged.get("token_layout"), merged["labels"].shape
     seen = merged.get("attention_mask")
@@ -132,13 +130,13 @@ def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.T
 
 @dataclass(frozen=True)
 class Prepend:
-    """Put each sample's modality tokens before its text, encoder by encoder.
+    """Merge policy that puts each sample's modality tokens before its text, encoder by encoder.
 
     Padding in the text is dropped and the merged rows are padded on the right.
     """
 
     def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
-        """The merged length."""
+        """Return the merged length."""
         if not tokens:
             return inputs["labels"].shape[1]
         lengths = inputs["attention_mask"].sum(dim=1)
@@ -155,7 +153,7 @@ class Prepend:
             return {**inputs, **_text_only(inputs)}
         embeds, labels = inputs["inputs_embeds"], on_host(inputs["labels"])
         B, T, H = embeds.shape
-        # Of rows of tokens, one after another: the text's, every encoder's, and one of zeros.
+        # Rows of all tokens: text, then every encoder, then one row of zeros.
         pool = [embeds.flatten(0, 1)]
         pool += [f.flatten(0, 1).to(embeds.dtype) for f in encoder_outputs.values()]
         first = dict(zip(encoder_outputs, np.cumsum([len(part) for part in pool]), strict=False))
@@ -197,7 +195,7 @@ class Prepend:
 
 
 def _text_only(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The layout of a microbatch without items, if it is wanted; on the host."""
+    """Return the host layout of a microbatch without items, if the model has a mask policy."""
     if "encoder_kinds" not in inputs:
         return {}
     return {"token_layout": text_layout(on_host(inputs["attention_mask"]))}
@@ -205,11 +203,10 @@ def _text_only(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class ReplaceTokens:
-    """Put modality tokens where the text has placeholder tokens.
+    """Merge policy that replaces placeholder tokens in the text by modality tokens.
 
-    Attributes:
-        token_ids: the placeholder's token id per encoder. Each sample must have exactly
-            as many of them as its items of that modality have tokens.
+    ``token_ids`` maps encoders to placeholder token ids. Each sample must have exactly as many
+    placeholders as its items of that modality have tokens.
     """
 
     token_ids: Mapping[str, int]
@@ -240,16 +237,16 @@ class ReplaceTokens:
         return {**inputs, "inputs_embeds": rows.view_as(embeds), **on_device}
 
     def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
-        """The merged length: that of the text.
+        """Return the merged length, which is that of the text.
 
         Raises:
-            ModelError: placeholders that are not as many as the items' tokens, or are labels.
+            ModelError: placeholders do not match the items' tokens, or are labels.
         """
         self._check_counts(inputs, tokens)
         labels = inputs["labels"]
         for name, token_id in self.token_ids.items():
             wrong = (inputs["input_ids"] == token_id) & (labels != IGNORE_INDEX)
-            wrong[:, 0] = False  # never a label
+            wrong[:, 0] = False  # the first token is never a label
             if wrong.any():
                 row, place = wrong.nonzero()[0].tolist()
                 raise ModelError(
@@ -284,15 +281,12 @@ class ReplaceTokens:
 
 @dataclass(frozen=True)
 class CrossAttend:
-    """Leave the text as it is, and hand modality tokens to cross-attention layers, as Mllama has
-    them: ``cross_attention_states`` (B, V, H), a row's items one after another.
+    """Merge policy that passes modality tokens to cross-attention layers, as in Mllama.
 
-    Text tokens are shown the items of their row; with ``token_id``, from an item's placeholder in
-    the text on, of which a row has as many as items. What is shown travels as a byte per token
-    and item (``cross_shown``), of which every stage makes the model's masks.
-
-    Attributes:
-        token_id: of the placeholder.
+    Layers get ``cross_attention_states`` (B, V, H) with the items of each row concatenated; the
+    text is unchanged. With ``token_id``, text tokens see an item from its placeholder on, else all
+    items of their row. All stages get ``cross_shown``, one byte per token and item, and build the
+    masks from it.
     """
 
     token_id: int | None = None
@@ -301,11 +295,11 @@ class CrossAttend:
 
     @property
     def tried(self) -> CrossAttend:
-        """Without placeholders."""
+        """The policy without placeholders, for probes."""
         return CrossAttend()
 
     def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
-        """The merged length: that of the text."""
+        """Return the merged length, which is that of the text."""
         if len(tokens) > 1:
             raise ModelError(f"cross attention reads items of one encoder, not {list(tokens)}")
         for name in tokens:
@@ -332,7 +326,7 @@ class CrossAttend:
         }
 
     def _shown(self, inputs: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
-        # (B, T, I) uint8 on the host: 1 of an item of the token's row, 2 of one that it is shown
+        # (B, T, I) uint8 on the host: 1 for an item of the token's row, 2 if the token also sees it
         there = (torch.arange(int(counts.max())) < counts[:, None])[:, None].to(torch.uint8)
         ids = on_host(inputs["input_ids"])
         if self.token_id is None:
@@ -350,11 +344,10 @@ class CrossAttend:
         return there * (1 + begun.to(torch.uint8))
 
     def model_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The model's keyword arguments, with its masks instead of what is shown.
+        """Return the model's keyword arguments, with attention masks in place of ``cross_shown``.
 
-        Args:
-            arguments: with ``cross_shown`` (B, T, I) and ``cross_attention_states`` (B, V, H), of a
-                microbatch with items.
+        With items, ``arguments`` has ``cross_shown`` (B, T, I) and ``cross_attention_states`` (B,
+        V, H).
         """
         arguments = dict(arguments)
         shown = arguments.pop("cross_shown", None)
@@ -373,11 +366,10 @@ class CrossAttend:
 
 
 def seen_items(shown: torch.Tensor) -> torch.Tensor:
-    """What text tokens attend to, (B, T, I) bool on the host: items that they are shown, or, as in
-    Mllama, whose layers leave out the rest of their work then, all of their row.
+    """Return the items that text tokens attend to, (B, T, I) bool on the host.
 
-    Args:
-        shown: (B, T, I) uint8, as :class:`CrossAttend` returns it.
+    Tokens that see no item attend to all items of their row, as in Mllama, whose layers then
+    discard the result. ``shown`` (B, T, I) uint8 comes from :class:`CrossAttend`.
     """
     shown = on_host(shown)
     return shown == shown.amax(-1, keepdim=True)
@@ -386,7 +378,7 @@ def seen_items(shown: torch.Tensor) -> torch.Tensor:
 def _slots(
     inputs: Mapping[str, Any], name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """On the host: of each item of an encoder its row and its number there; items by row."""
+    """Return on the host each item's row and index within it, and the item count per row."""
     rows = on_host(inputs["sample_index"][name])
     counts = torch.bincount(rows, minlength=len(inputs["labels"]))
     order = torch.argsort(rows, stable=True)

@@ -1,8 +1,7 @@
-"""What a stage hands to the next one.
+"""Messages between stages.
 
-Only the first stage of a module reads data, and the merge policy runs once, on the language model's
-first stage: what later stages need (mask, labels, integer inputs) travels with the hidden state, so
-a user's callback may do what it likes there.
+Only the first stage of a module reads data and, in the language model, runs the merge policy.
+Values that later stages need (mask, labels, integer inputs) are sent with the hidden state.
 """
 
 from __future__ import annotations
@@ -17,46 +16,45 @@ from raymm.actors.modules.draws import Draws
 from raymm.actors.modules.noise import SampleSeeds
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 
-# The name of the hidden state beside ports.
+# Name of the hidden state in messages that also have ports.
 HIDDEN = ""
-# What stages hand one another of the tokens that count for routers: (B, T) bool.
+# Side tensor (B, T) bool: tokens that count for routers.
 ROUTED_TOKENS = "routed_tokens"
 
 
 class Routed(NamedTuple):
-    """What the routers of a stage's layers decided for one microbatch.
+    """Router decisions of a stage's layers for one microbatch.
 
     Attributes:
-        loads: by name of a layer's experts, (E,) int64: tokens that each of them got.
-        counts: (E,) float32: how often each is among the likeliest of a token, in all layers of the
-            stage, as the routers' loss counts; None of a model without such a loss.
+        loads: by name of a layer's experts, (E,) int64: number of tokens routed to each.
+        counts: (E,) float32: how often each expert is among a token's top choices, over all layers
+            of the stage, as counted by the routers' loss; None for a model without such a loss.
     """
 
     loads: Mapping[str, torch.Tensor]
     counts: torch.Tensor | None = None
 
 
-# By number of a source: a sum of cross entropies, a scalar on the device, and over how many labels.
+# By source number: the sum of cross entropies (scalar on the device) and the number of labels.
 SourceSums = dict[int, tuple[torch.Tensor, int]]
-# Of a microbatch's text: (B,) int64, numbers of its samples' sources, where there are several.
+# Text entry (B,) int64: source numbers of the samples, if there are several sources.
 SOURCES = "sources"
 
 
 class Message(NamedTuple):
     """One microbatch's data on one edge.
 
+    ``loss``, ``routed``, ``by_source`` and ``scores`` are results of the step and are not sent.
+
     Attributes:
-        tensors: floating-point tensors gradients may flow back through, in fixed order.
-        side: named tensors without gradient that later stages need (attention mask,
-            labels, position ids, input shapes), any dtype.
-        names: of ``tensors``, where who reads them knows them by names: outputs of a module, or,
-            within one, the hidden state and what else layers read of other modules (ports).
-        loss: what the stage computes of the step's loss, a scalar; it stays where it is. Of a step
-            that writes text, the next token.
-        routed: of a mixture of experts; it stays where it is, too.
-        by_source: where samples say which source they are of, what the loss is the sum of before it
-            is divided; it stays where it is.
-        scores: (B,), of pairs of answers the rows' log-probabilities; they stay there, too.
+        tensors: floating-point tensors that gradients may flow back through, in fixed order.
+        side: named tensors without gradient, of any dtype, that later stages need (attention mask,
+            labels, position ids, input shapes).
+        names: names of ``tensors``, if the reader needs them: outputs of a module, or, within a
+            module, the hidden state and ports (tensors of other modules that layers read).
+        loss: scalar contribution of the stage to the step's loss.
+        by_source: the undivided loss per source, if samples have sources.
+        scores: (B,), log-probabilities of answer pairs, or next tokens (decoding).
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -69,18 +67,16 @@ class Message(NamedTuple):
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        """All that a backward may begin at."""
+        """All tensors at which a backward may start."""
         return self.tensors if self.loss is None else (*self.tensors, self.loss)
 
 
 class Decode(NamedTuple):
-    """What every stage of a language model is told of a step that gives the next token of texts.
+    """Decoding step, in which a language model predicts the next token of each row's text.
 
     Attributes:
-        texts: number of the text of each of the microbatch's rows.
-        first: whether the microbatch is the beginning of one (a prompt); else each row is the token
-            that came last.
-        ended: numbers of texts whose keys and values nobody needs any more.
+        first: True if the microbatch is a prompt; otherwise each row is the last token of a text.
+        ended: numbers of texts whose keys and values can be freed.
     """
 
     texts: tuple[int, ...]
@@ -89,23 +85,20 @@ class Decode(NamedTuple):
 
 
 class MicrobatchContext(NamedTuple):
-    """What a stage may know of the step besides its inputs.
+    """Properties of the step that a stage may use in addition to its inputs.
 
     Attributes:
-        label_tokens: number of label tokens, or of pairs of answers, in the *whole* step; the loss
-            is the sum over these divided by this, whatever the microbatching.
-        microbatch: number of the microbatch within the step.
-        sample_ids: names of the microbatch's samples, for error messages.
-        draws: where random numbers come from; None: from wherever the generators are.
-        scales: by module, what the sum of its samples' losses is multiplied with.
-        samples: that the stage works on; without any, all of the microbatch.
-        offsets: by module that has any number of rows of a sample, each sample's first row, and
-            behind the last one the number of rows.
-        decode: of a step that writes texts, which.
-        seeds: that noise of samples follows from; None where none is drawn.
-        reference: the log-probabilities of the rows' labels are asked for, without adapters.
-        router_loss: whether the loss is to have what the model adds to it for its routers.
-        router_counts: as of :class:`raymm.actors.executor.step_meta.StepMeta`.
+        label_tokens: number of label tokens, or of answer pairs, in the *entire* step. The loss is
+            a sum divided by this number, for any number of microbatches.
+        draws: random number streams; None leaves the generators unchanged.
+        scales: by module, factor of the sum of its samples' losses.
+        samples: samples of the stage; empty for all of the microbatch.
+        offsets: for modules with a variable number of rows per sample: first row of each sample,
+            then the total number of rows.
+        seeds: seeds of sample noise; None if there is no noise.
+        reference: True to compute reference log-probabilities of the labels, without adapters.
+        router_loss: True to add the model's loss for its routers.
+        router_counts: see :class:`raymm.actors.executor.step_meta.StepMeta`.
         sample_count: number of the microbatch's samples, 0 if unknown.
     """
 
@@ -124,8 +117,8 @@ class MicrobatchContext(NamedTuple):
     sample_count: int = 0
 
     def own_rows(self, module: str) -> Range:
-        """Where the rows that a module has of the stage's samples lie among all that it has of the
-        microbatch; next to one another, as samples between them have none."""
+        """Return the (contiguous) rows of the stage's samples within the module's microbatch rows.
+        """
         first, last = self.samples[0], self.samples[-1]
         return rows_of(Range(first.lo, last.hi), self.offsets.get(module))
 
@@ -137,17 +130,17 @@ class MicrobatchContext(NamedTuple):
         return tuple(name for own in self.samples for name in self.sample_ids[slice(*own)])
 
     def enter(self, place: str) -> None:
-        """What is drawn from now on belongs to this place of the module."""
+        """Switch to the random number stream of a place of the module."""
         if self.draws is not None:
             self.draws.enter(place)
 
 
 class StageModule(nn.Module):
-    """What the executor needs of a stage.
+    """Interface of a stage for the executor.
 
-    A stage without an attribute ``may_draw`` may draw random numbers, at the places that it says
-    to ``context.enter``. A stage with a true attribute ``is_shared`` computes a part of what one
-    process would, as several processes share its microbatches or its parameters' products.
+    A stage may draw random numbers at the places passed to ``context.enter``, unless its attribute
+    ``may_draw`` is False. Its attribute ``is_shared`` is True if it computes only a part of the
+    results.
     """
 
     def run(
@@ -156,36 +149,30 @@ class StageModule(nn.Module):
         received: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:
-        """One microbatch.
+        """Run one microbatch; the message includes the loss, if the stage computes one.
 
         Args:
-            inputs: of a stage that reads data.
-            received: messages by producer: names of stages, or of modules where the producer is
-                another module.
-            context: what else it may know of the step.
-
-        Returns:
-            What it hands on, and the loss that it computes.
+            inputs: batch entries, if the stage reads data.
+            received: messages by producer: stage name, or module name for other modules.
         """
         raise NotImplementedError
 
 
-# Of what a module's forward returned, what others read, as one tensor.
+# Maps the return value of a forward to the part that other modules read, as one tensor.
 Read = Callable[[Any], torch.Tensor]
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """The tensor itself, ``last_hidden_state`` or the only feature map of a model output, or a
-    tuple's first entry.
+    """Return an encoder's feature tensor: the output, its hidden state, only map, or first entry.
 
     Raises:
-        TypeError: if there is none.
+        TypeError: there is none.
     """
     if isinstance(output, torch.Tensor):
         return output
     if getattr(output, "last_hidden_state", None) is not None:
         return output.last_hidden_state
-    maps = getattr(output, "feature_maps", None)  # a backbone's
+    maps = getattr(output, "feature_maps", None)  # backbones have feature maps
     if maps is not None and len(maps) == 1:
         return maps[0]
     if isinstance(output, tuple | list) and isinstance(output[0], torch.Tensor):

@@ -1,8 +1,7 @@
-"""Parts of messages: what they have of some of a microbatch's samples only, and of some ports.
+"""Slicing and joining of messages by samples and ports.
 
-Samples are ascending ranges; without any, it is all that there are. In dimension 0 a tensor has the
-rows of its samples, one after another: one row of each, or as many as ``offsets`` says, by sample
-the first row and behind the last one their number.
+Samples are ascending ranges; no range means all samples. Dimension 0 of a tensor has the rows of
+its samples: one each, or as given by ``offsets`` (each sample's first row, then the row count).
 """
 
 from __future__ import annotations
@@ -22,25 +21,20 @@ Tensors = tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-# Side tensors "shape/float32/name" hold the shape of a floating-point tensor that does not travel.
+# Side tensors "shape/float32/name" hold the shape of a floating-point tensor that is not sent.
 SHAPE = "shape/"
-# The side tensor of gradients that says of which tensors there are any.
+# Side tensor of a gradient message: flags of the tensors that have a gradient.
 USED = "used"
 
 
 def shape_entry(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """What goes along instead of a tensor: a side tensor with its shape, and the name of it."""
+    """Return name and value of a side tensor that holds the shape of a tensor that is not sent."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{SHAPE}{dtype}/{name}", torch.tensor(tensor.shape, device="cpu")
 
 
 def with_ports(message: Message, ports: EdgePorts) -> Message:
-    """What an edge carries of all that a stage has for others.
-
-    Args:
-        message: with names, if the stage has any ports.
-        ports: of the edge.
-    """
+    """Return the part of a stage's message that an edge carries."""
     kept = _carried(message, ports)
     side = {} if ports.alone else dict(message.side)
     for name, tensor in zip(message.names, message.tensors, strict=False):
@@ -53,15 +47,7 @@ def with_ports(message: Message, ports: EdgePorts) -> Message:
 
 
 def of_all_ports(gradients: Gradients, message: Message, ports: EdgePorts) -> Gradients:
-    """Gradients of what an edge carries as gradients of all that the stage has for others.
-
-    Args:
-        gradients: of what the edge carries.
-        message: all that the stage has.
-        ports: of the edge.
-
-    Returns:
-        One per tensor of ``message``; None of what the edge does not carry.
+    """Expand the gradients of an edge to the tensors of ``message``; None where the edge has none.
     """
     every: list[torch.Tensor | None] = [None] * len(message.tensors)
     for number, gradient in zip(_carried(message, ports), gradients, strict=True):
@@ -73,15 +59,14 @@ def used_tensors(
     gradients: Sequence[torch.Tensor | None], sent: bool,
     agree: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
-    """What goes beside a stage's gradients of tensors with names, which it may have left alone: a
-    byte each says whether there is one, or zeros in its place. Then what only such a tensor
-    depends on gets no gradient of zeros, which AdamW would take for one.
+    """Return one-byte flags of the named tensors that have a gradient.
+
+    Unused tensors get zeros, which AdamW would treat as a gradient without this flag.
 
     Args:
-        gradients: per tensor; None where there is none.
-        sent: to another rank, and so in any case, as both ends of an edge expect it.
-        agree: of bytes on the host, the largest among the processes that share the microbatch, each
-            of which calls it: one may have used what another has not. None for a process alone.
+        sent: True if the gradients are sent to another rank, which then expects flags.
+        agree: collective maximum of host bytes over the processes that share the microbatch, which
+            may use different tensors; None for a single process.
     """
     used = [gradient is not None for gradient in gradients]
     if agree is None and not sent and all(used):
@@ -91,7 +76,7 @@ def used_tensors(
 
 
 def gradients_of(message: Message) -> Gradients:
-    """Of a message from a reader of tensors with names: None of those that it did not use."""
+    """Return the gradients of a message; None for tensors that the reader did not use."""
     if (used := message.side.get(USED)) is None:
         return message.tensors
     return tuple([t if u else None for t, u in zip(message.tensors, used.tolist(), strict=True)])
@@ -101,11 +86,7 @@ def summed_gradients(
     messages: Sequence[Message], of: Sequence[Samples], samples: Samples,
     offsets: Sequence[int] | None,
 ) -> Message:
-    """The gradients that several stages have handed back of one message, as one message.
-
-    Args:
-        messages: with gradients (rows, ...).
-        of, samples, offsets: as of :func:`summed`.
+    """Sum the gradient messages that several stages returned for one message; see :func:`summed`.
     """
     tensors = cast(Tensors, summed([m.tensors for m in messages], of, samples, offsets))
     used = [m.side[USED] for m in messages if USED in m.side]
@@ -113,8 +94,8 @@ def summed_gradients(
 
 
 def _carried(message: Message, ports: EdgePorts) -> list[int]:
-    """The numbers of the tensors that an edge carries."""
-    if not message.names:  # the microbatch has no ports
+    """Return the numbers of the tensors that an edge carries."""
+    if not message.names:
         return [] if ports.alone else list(range(len(message.tensors)))
     return [
         number for number, name in enumerate(message.names)
@@ -123,14 +104,9 @@ def _carried(message: Message, ports: EdgePorts) -> list[int]:
 
 
 def cut(tensors: Tensors, has: Samples, reads: Samples, offsets: Sequence[int] | None) -> Tensors:
-    """Of tensors with the rows of some samples those of others that are among them: views where
-    they lie together.
+    """Select the rows of samples ``reads`` from tensors (rows, ...) of samples ``has``.
 
-    Args:
-        tensors: (rows, ...).
-        has: their samples.
-        reads: which are taken.
-        offsets: of the rows.
+    Contiguous rows become views.
     """
     if has == reads:
         return tensors
@@ -146,12 +122,7 @@ def _rows(tensor: torch.Tensor, places: Sequence[Range]) -> torch.Tensor:
 def cut_message(
     message: Message, has: Samples, reads: Samples, offsets: Sequence[int] | None
 ) -> Message:
-    """All that a message between modules has of some samples.
-
-    Args:
-        message: tensors (rows, ...).
-        has, reads, offsets: as of :func:`cut`.
-    """
+    """Select the rows of some samples from a message between modules; see :func:`cut`."""
     if has == reads:
         return message
     rows = sum(rows_of(part, offsets).size for part in reads)
@@ -168,14 +139,10 @@ def _with_rows(shape: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def joined(name: str, parts: Sequence[Message]) -> Message:
-    """Messages of samples that follow one another, of replicas of a module, as one.
-
-    Args:
-        name: of the module.
-        parts: in the order of their samples.
+    """Concatenate the messages of a module's replicas, whose samples are consecutive.
 
     Raises:
-        ModelError: what replicas hand on differs in more than the number of rows.
+        ModelError: the replicas' outputs differ in more than the number of rows.
     """
     first, *further = parts
     if not further:
@@ -206,14 +173,9 @@ def summed(
     parts: Sequence[Gradients], of: Sequence[Samples], samples: Samples,
     offsets: Sequence[int] | None,
 ) -> Gradients:
-    """Tensor by tensor, the sum of gradients that are each of some of the samples; 0 where none is,
-    None where nobody has one of the tensor.
+    """Sum gradients (rows, ...), each of the samples in ``of``, into those of ``samples``.
 
-    Args:
-        parts: gradients (rows, ...).
-        of: their samples.
-        samples: of the result.
-        offsets: of the rows.
+    Rows without gradient are 0; tensors without any gradient are None.
     """
     if all(own == samples for own in of):
         total, *further = parts
@@ -244,7 +206,7 @@ def _sum(first: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor
 
 
 def _places(has: Samples, reads: Samples, offsets: Sequence[int] | None) -> list[Range]:
-    """Where the rows of samples are among those of others."""
+    """Return the row ranges of samples within the rows of other samples."""
     places = []
     for part in reads:
         row = 0

@@ -1,5 +1,4 @@
-"""What a stage must not change while it runs: its mode, its statistics, its inputs; and whether
-it may change the random number generators' state."""
+"""Protection of a stage's state during a run: mode, statistics, inputs and random generators."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from raymm.actors.modules.message import Message
 from raymm.scheduler.plan.stage import StageId
 
-# Layers that draw no random numbers in training.
 _DRAWLESS = frozenset({
     nn.Identity, nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm,
     nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.ReLU, nn.SiLU,
@@ -23,8 +21,8 @@ _DRAWLESS = frozenset({
 
 
 def may_draw(module: nn.Module, drawless: Collection[type] = ()) -> bool:
-    """Whether a module has a part in training mode that may draw random numbers: all may but
-    layers of torch that do not, and those of the classes ``drawless``."""
+    """Return True if a part in training mode, other than drawless layers, may draw random numbers.
+    """
     return any(
         part.training and type(part) not in _DRAWLESS and type(part) not in drawless
         for part in module.modules()
@@ -33,7 +31,7 @@ def may_draw(module: nn.Module, drawless: Collection[type] = ()) -> bool:
 
 @contextlib.contextmanager
 def evaluating(stages: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Every module in eval mode; afterwards those that were in train mode are again."""
+    """Context manager that puts modules in eval mode and restores train mode afterwards."""
     switched = [module for stage in stages for module in stage.modules() if module.training]
     for module in switched:
         module.training = False
@@ -46,9 +44,9 @@ def evaluating(stages: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
-    """Context of forwards that do not update running statistics (batch norm).
+    """Context manager for forwards that must not update running statistics (batch norm).
 
-    Buffers are exchanged for copies, not restored: autograd may have saved them.
+    Buffers are replaced by copies, not restored, because autograd may have saved them.
     """
     kept = [
         (module, dict(module._buffers))
@@ -65,23 +63,21 @@ def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
 
 
 class ForwardBuffers:
-    """Buffers that training forwards of a module change, for forwards that run twice.
+    """Buffers that training forwards change (batch norm, spectral norm), for forwards that run
+    twice.
 
-    Such are running statistics of batch norms and the vectors of spectral norms. The second run
-    of a forward starts from the values that the first run started from, and is followed by the
-    values that all first runs have left.
-
-    Args:
-        module: a stage or a block.
+    A second run starts from the values before its first run. Afterwards, the values left by all
+    first runs are restored.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._changing: list[tuple[nn.Module, str]] | None = None  # known after one forward
+        self._changing: list[tuple[nn.Module, str]] | None = None  # set after one forward
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[tuple[nn.Module, str, torch.Tensor]]]:
-        """Context of a first run; gives what :meth:`restored` takes, complete after the run."""
+        """Context manager for a first run; yields the argument of :meth:`restored`, filled in
+        afterwards."""
         places = self._changing
         if places is None:
             places = [
@@ -99,12 +95,9 @@ class ForwardBuffers:
 
     @contextlib.contextmanager
     def restored(self, before: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-        """Context of a second run.
+        """Context manager for a second run, with the value recorded in the first run.
 
-        Buffers are exchanged, not written: autograd may have saved them.
-
-        Args:
-            before: of the first run.
+        Buffers are replaced, not written, because autograd may have saved them.
         """
         after = [(part, name, part._buffers[name]) for part, name, _ in before]
         for part, name, buffer in before:
@@ -120,16 +113,7 @@ class ForwardBuffers:
 def inputs_unchanged(
     stage: StageId, messages: Collection[Message], inputs: dict[str, Any] | None
 ) -> Iterator[None]:
-    """Refuse a stage that changes in place what its recomputation starts from.
-
-    Args:
-        stage: its name, for the error.
-        messages: that came in.
-        inputs: what the stage reads of the microbatch; None if it reads nothing.
-
-    Raises:
-        RuntimeError: if it does.
-    """
+    """Raise RuntimeError if a stage changes the inputs of its recomputation in place."""
     tensors = [t for message in messages for t in (*message.tensors, *message.side.values())]
     tensors += [t for t in (inputs or {}).values() if isinstance(t, torch.Tensor)]
     versions = [t._version for t in tensors]

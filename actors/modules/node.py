@@ -1,7 +1,6 @@
-"""A node of a graph of modules: a module, what it reads, what it hands on.
+"""Node of a module graph, in the single-process reference and in a run's processes.
 
-The same call in one process (the reference) and in those of a run. Samples are in dimension 0
-of every tensor.
+Samples are in dimension 0 of every tensor.
 """
 
 from __future__ import annotations
@@ -19,25 +18,23 @@ from raymm.actors.quota.work import tensors_in
 from raymm.errors import ModelError
 from raymm.scheduler.graph.sample_ranges import Range
 
-# The name of an output that is one tensor.
+# Output name of a module that returns a single tensor.
 ONLY = ""
-# The keyword by which a module that reads every sample is told which are its own.
+# Keyword argument with the node's slice of samples, for modules that read all samples.
 OWN = "own"
-# What a loss that others read returns its samples' losses as.
+# Output name of the losses, for losses with further outputs.
 LOSS = "loss"
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Input(NamedTuple):
-    """A keyword argument that another node makes.
+    """Keyword argument that another node computes.
 
     Attributes:
-        keyword: of the module's forward.
-        producer: the node.
-        output: which of its outputs; None: what it returned as a whole.
-        every: all samples of the batch, not only the node's own. The module is then also given
-            ``own``, the slice of them that are.
+        output: output of the producer; None for its entire return value.
+        every: read all samples of the batch. The module then also gets ``own``, the slice of the
+            node's samples.
     """
 
     keyword: str
@@ -48,18 +45,15 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A node as data that a process can build it from.
+    """Description of a node; a process builds the node from it.
 
     Attributes:
-        name: of it.
-        entries: (keyword, entry of the batch) pairs.
-        inputs: what other nodes make.
-        outputs: names to hand on of those that the module returns; all if empty.
+        entries: (keyword, batch entry) pairs.
+        outputs: names of the module's outputs that are passed to other nodes; all if empty.
         postprocess: ``f(arguments, output) -> output`` after the module.
-        loss: it returns losses (b,), one per sample of its own; one that has ``outputs``, which
-            others read, as :data:`LOSS`.
-        draws: whether it draws random numbers; None: if it is in training mode.
-        noise: (keyword, what is drawn) pairs.
+        loss: the module returns losses (b,) per sample; with ``outputs``, under :data:`LOSS`.
+        draws: True if it draws random numbers; None if it draws only in training mode.
+        noise: (keyword, distribution) pairs.
     """
 
     name: str
@@ -81,23 +75,18 @@ def call(
     own: Range,
     seeds: SampleSeeds | None = None,
 ) -> Tensors:
-    """Run a node on its own samples.
+    """Run a node on its own samples and return its outputs by name; losses (b,) under :data:`ONLY`.
 
     Args:
-        spec: of the node.
-        module: its module.
-        entries: of the batch, by entry; own samples.
+        entries: batch entries; own samples.
         inputs: outputs by producer; own samples.
         every: outputs by producer; all samples of the batch.
-        own: the node's samples, in the batch.
-        seeds: of noise; None for those of the first batch.
-
-    Returns:
-        What it hands on, by name; losses (b,) under :data:`ONLY`.
+        own: the node's samples within the batch.
+        seeds: seeds of noise; None for those of the first batch.
 
     Raises:
-        ModelError: an output that is not there, is no tensor, or has not ``own.size`` samples; an
-            input that was changed in place.
+        ModelError: an output is missing, is not a tensor, or does not have ``own.size`` samples; or
+            an input was changed in place.
     """
     arguments = arguments_of(spec, entries, inputs, every, own, seeds)
     with inputs_left_alone(spec, arguments):
@@ -115,11 +104,11 @@ def arguments_of(
     own: Range,
     seeds: SampleSeeds | None = None,
 ) -> dict[str, Any]:
-    """A module's keyword arguments. Arguments as of :func:`call`.
+    """Return a module's keyword arguments; parameters are those of :func:`call`.
 
     Raises:
-        ModelError: it reads an output that is not there.
-        InputError: noise is like an argument that is no tensor.
+        ModelError: the module reads a missing output.
+        InputError: the noise has the shape of an argument that is not a tensor.
     """
     arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
     for use in spec.inputs:
@@ -136,15 +125,13 @@ def arguments_of(
 
 @contextmanager
 def inputs_left_alone(spec: NodeSpec, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """
-    Raises:
-        ModelError: an input was changed in place meanwhile.
-    """
+    """Context manager that raises ModelError if a module changes its inputs in place."""
     read = [(o.keyword, t) for o in spec.inputs for t in tensors_in(arguments[o.keyword])]
     before = [_version(tensor) for _, tensor in read]
     yield
     for (keyword, tensor), version in zip(read, before, strict=True):
-        # Others read the same memory: what they see would depend on who is first.
+        # Other modules read the same memory, so their results would depend on the order of
+        # execution.
         if _version(tensor) != version:
             raise ModelError(
                 f"{spec.name!r} changes its input {keyword!r} in place; accepted: modules that do "
@@ -153,15 +140,10 @@ def inputs_left_alone(spec: NodeSpec, arguments: Mapping[str, Any]) -> Iterator[
 
 
 def outputs_of(spec: NodeSpec, output: Any, samples: int | None = None) -> Tensors:
-    """What a node hands on of what its module returned, by name; losses (b,) under :data:`ONLY`.
-
-    Args:
-        spec: of the node.
-        output: of its module, after ``postprocess``.
-        samples: how many there are; None if it is not known.
+    """Return a node's outputs by name, after ``postprocess``; losses (b,) under :data:`ONLY`.
 
     Raises:
-        ModelError: as of :func:`call`.
+        ModelError: see :func:`call`. The number of samples is not checked if ``samples`` is None.
     """
     outputs = _named(spec, output)
     for name, tensor in outputs.items():
@@ -180,7 +162,7 @@ def outputs_of(spec: NodeSpec, output: Any, samples: int | None = None) -> Tenso
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; tensors of inference mode do not count that."""
+    """Return the in-place version counter; inference-mode tensors have none (0)."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,10 +1,8 @@
-"""Noise that belongs to samples: the same for a sample in whatever microbatch, replica, stage or
-process it is worked on, and when a forward is run again.
+"""Random noise per sample, independent of layout and recomputation.
 
-Diffusion and flow-matching losses add noise to each sample. What a module draws by itself follows
-from the microbatch (:mod:`raymm.actors.modules.draws`), so another number of microbatches, or of
-replicas that share them, would be another loss. A row of this noise follows from the run's seed,
-the step, the sample's number in the step, the module and the argument instead.
+Diffusion and flow-matching losses add noise to each sample. Ordinary draws change with the number
+of microbatches and replicas (:mod:`raymm.actors.modules.draws`). This noise depends on the run's
+seed, the step, the sample's number in the step, the module and the argument instead.
 
 Legend: ``B`` samples.
 """
@@ -23,11 +21,9 @@ from raymm.scheduler.graph.sample_ranges import Range
 
 
 class Noise(NamedTuple):
-    """An argument that is drawn; see :func:`normal_noise` and :func:`uniform_noise`.
+    """Random argument of a module; see :func:`normal_noise` and :func:`uniform_noise`.
 
-    Attributes:
-        distribution: of every element.
-        like: the argument whose shape and dtype it has; None: one number per sample.
+    ``like`` is the argument whose shape and dtype it has; None for one number per sample.
     """
 
     distribution: Literal["normal", "uniform"]
@@ -35,29 +31,27 @@ class Noise(NamedTuple):
 
 
 def normal_noise(like: str | None = None) -> Noise:
-    """As an argument of a module of a graph: noise of mean 0 and variance 1, by samples.
+    """Declare an argument of a graph module as noise with mean 0 and variance 1 per sample.
 
     Args:
-        like: the keyword of another argument (B, ...), whose shape and dtype it has (that of
-            numbers that are not floating-point is torch's default); None: shape (B,).
+        like: keyword of another argument (B, ...) whose shape and dtype the noise has (torch's
+            default dtype, if that is not floating-point); None for shape (B,).
     """
     return Noise("normal", like)
 
 
 def uniform_noise(like: str | None = None) -> Noise:
-    """As :func:`normal_noise`, but uniform in [0, 1): times, masks."""
+    """Declare an argument as uniform noise in [0, 1), such as times or masks; see
+    :func:`normal_noise`."""
     return Noise("uniform", like)
 
 
 class SampleSeeds(NamedTuple):
-    """What noise follows from, beside the sample's place in its batch.
+    """Origin of a sample's noise, in addition to its position in the batch.
 
-    Attributes:
-        seed: of the run.
-        step: number of the optimizer step. Evaluation has that of step 0, so that losses can be
-            compared from step to step.
-        batch: number of the batch, of those whose gradients the step accumulates.
-        first: number within that batch of the microbatch's first sample.
+    Evaluation uses step 0, so that losses are comparable over steps. ``batch`` is the number among
+    those whose gradients the step accumulates, and ``first`` the number of the microbatch's first
+    sample in it.
     """
 
     seed: int = 0
@@ -69,17 +63,12 @@ class SampleSeeds(NamedTuple):
 def drawn(
     noise: Noise, arguments: Mapping[str, Any], samples: Range, seeds: SampleSeeds, *place: str
 ) -> torch.Tensor:
-    """An argument's noise (B, ...), made on the CPU, so that devices make no difference.
+    """Return an argument's noise (B, ...) for B samples, drawn on the CPU for all devices.
 
-    Args:
-        noise: what is drawn.
-        arguments: the module's other arguments.
-        samples: which of the microbatch, B of them.
-        seeds: of the microbatch.
-        place: what else differs between draws: the module, the argument.
+    ``place``, the module and the argument, is part of the seed.
 
     Raises:
-        InputError: ``like`` is no tensor.
+        InputError: ``like`` is not a tensor among the other arguments.
     """
     device = next(t.device for t in arguments.values() if isinstance(t, torch.Tensor))
     shape: tuple[int, ...] = ()

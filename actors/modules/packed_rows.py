@@ -1,8 +1,7 @@
-"""Packing: a microbatch's rows as one row of documents without padding.
+"""Packing of a microbatch's rows into one row of documents without padding (OmniBal §4.1).
 
-Whatever the merge policy made of the rows stays as it is; what is packed is what goes through
-the model. The mask keeps documents apart, position ids begin anew in each, and targets are
-taken row by row before, so the loss is that of the rows (OmniBal §4.1).
+Only the model's inputs change, after the merge policy. The mask separates documents and position
+ids restart in each. Targets are computed per row before.
 
 Legend: ``B`` rows, ``T`` tokens of the longest, ``P`` tokens of all rows without padding, ``H``
 hidden size.
@@ -23,18 +22,15 @@ _DOCUMENTS = torch.iinfo(torch.int16).max
 
 
 def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torch.Tensor]:
-    """
-    Args:
-        merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``position_ids``
-            (..., B, T) or (T,), ``routed_tokens`` (B, T); what is None is left out.
-        layout: (3, B, T), the rows' token layout; on the host, as targets may be.
+    """Pack the rows of a microbatch into one row: (1, P, H), (1, P), (..., 1, P).
 
-    Returns:
-        The same for one row: (1, P, H), (1, P), (..., 1, P), and ``token_layout`` (3, 1, P) with a
-        document per document of every row.
+    Args:
+        merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), optionally ``position_ids`` (...,
+            B, T) or (T,), and ``routed_tokens`` (B, T). None values are dropped.
+        layout: (3, B, T), the rows' token layout, on the host; becomes ``token_layout`` (3, 1, P).
 
     Raises:
-        ValueError: if there is anything else for the model that belongs to tokens.
+        ValueError: ``merged`` has other entries.
     """
     accepted = {"inputs_embeds", "targets", "position_ids", ROUTED_TOKENS}
     present = {name for name, value in merged.items() if value is not None}
@@ -48,7 +44,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     places = real.flatten().nonzero()[:, 0]
 
     def packed(value: torch.Tensor, dim: int) -> torch.Tensor:
-        """Real tokens of (..., B, T, ...), of which B is at ``dim``, in one row of their own."""
+        """Return the real tokens of (..., B, T, ...), with B at ``dim``, as a single row."""
         taken = to_device(places, value.device)
         return value.flatten(dim, dim + 1).index_select(dim, taken).unsqueeze(dim)
 
@@ -67,7 +63,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
 
 
 def _one_row(layout: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Documents numbered through, so that those of different rows differ."""
+    """Renumber documents so that those of different rows differ."""
     kinds, items, documents = (part[real] for part in layout)
     rows = torch.arange(real.shape[0], device=real.device)[:, None].expand_as(real)[real]
     first = torch.ones_like(rows, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Mixed precision: what autocast would cast anew in every forward, cast once."""
+"""Mixed precision: casts that autocast would repeat in every forward are done once."""
 
 from __future__ import annotations
 
@@ -9,40 +9,33 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-# Of an autograd node that runs before all others that could, but for those that accumulate.
+# Sequence number of an autograd node that runs as early as possible.
 _FIRST = 2**63 - 1
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose weights autocast casts at every use."""
 CAST_ONCE = "_computes_in_autocast"
-"""An attribute of other modules that are to compute with weights in autocast's dtype, too."""
+"""Attribute that marks other modules whose weights are also used in autocast's dtype."""
 
 
 def disable_tf32() -> None:
-    """Compute fp32 products and convolutions in fp32: cuDNN uses TF32 (10 bits of mantissa) by
-    default, and cuBLAS where ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`` is set, as in NVIDIA's images."""
+    """Compute fp32 products in full fp32: cuDNN, and cuBLAS in NVIDIA's images, default to TF32."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Keep frozen matrix-product weights in ``dtype``, in place.
+    """Convert frozen matrix-product weights to ``dtype``, in place; their fp32 values are lost.
 
-    Autocast caches only the casts of trainable weights, so a frozen one is cast in every
-    forward: for small microbatches that is a large part of the time. Numbers stay exactly
-    those of autocast: the same values are rounded once, only earlier, and what autocast
-    leaves in fp32 (norms, embeddings) is left alone. An embedding tied to a head keeps its
-    fp32 weight; the head gets its own copy.
-
-    Args:
-        module: a stage; its fp32 values of the cast weights are lost.
-        dtype: autocast's dtype.
+    Autocast casts frozen weights in every forward, which dominates small microbatches. Results are
+    bit-identical. Weights that autocast leaves in fp32 (norms, embeddings) are unchanged. An
+    embedding tied to a head keeps its fp32 weight; the head gets a copy.
     """
     cast: dict[int, nn.Parameter] = {}
     for child in module.modules():
         if not isinstance(child, CAST_BY_AUTOCAST):
             continue
-        for name in ("weight", "bias"):  # scales of a quantised weight stay as they are
+        for name in ("weight", "bias"):  # scales of a quantised weight are unchanged
             parameter = child._parameters.get(name)
             if parameter is None or parameter.requires_grad:
                 continue
@@ -54,21 +47,17 @@ def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class ComputeCopies:
-    """Trainable matrix-product weights in autocast's dtype, cast once for all microbatches of a
-    step.
+    """Copies of trainable matrix-product weights in autocast's dtype, shared by a step's
+    microbatches.
 
-    Autocast by itself casts a weight anew in every microbatch, and each microbatch keeps its copy
-    until its backward: with eight under way, eight copies of all weights. Numbers are exactly
-    autocast's: the same values rounded once, of which every microbatch's gradient comes in
-    autocast's dtype and is added up in fp32. What autocast leaves in fp32 is left alone, and so are
-    parameters themselves: modules are shown the copies in their place while a step runs.
-
-    Sharded parameters (FSDP2) have a policy of their own
-    (:func:`raymm.actors.sharding.fully_sharded.shard_parameters`).
+    Autocast would keep a copy per microbatch in flight. Results are bit-identical: gradients arrive
+    in autocast's dtype and are accumulated in fp32. Modules see the copies instead of their
+    parameters while a step runs. For FSDP2 see
+    :func:`raymm.actors.sharding.fully_sharded.shard_parameters`.
 
     Args:
-        stages: whose weights; built and on their device.
-        dtype: autocast's; None for no autocast, and no copies.
+        stages: built and on their device.
+        dtype: autocast's dtype; None for no autocast and no copies.
     """
 
     def __init__(self, stages: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
@@ -84,7 +73,8 @@ class ComputeCopies:
 
     @contextmanager
     def shown(self) -> Iterator[list[torch.Tensor]]:
-        """Context in which modules compute with copies of their parameters; yields the copies."""
+        """Context manager in which modules compute with copies of their parameters; yields the
+        copies."""
         try:
             self.show()
             yield [child.__dict__[name] for child, name, _ in self._places]
@@ -92,11 +82,10 @@ class ComputeCopies:
             self.hide()
 
     def show(self, stream: AbstractContextManager[None] | None = None) -> None:
-        """Have the modules compute with copies of their present parameters, until :meth:`hide`.
+        """Let modules compute with copies of their current parameters until :meth:`hide`.
 
-        Args:
-            stream: entered while the copies are made, if there are any. Autograd runs the backward
-                of the casts, and adds to the parameters' gradients, on the same stream.
+        Autograd runs the backward of the casts, and accumulates gradients, on ``stream``, which is
+        entered while copies are made.
         """
         copies: dict[int, torch.Tensor] = {}
         with torch.enable_grad(), (stream if stream and self._places else nullcontext()):
@@ -106,16 +95,17 @@ class ComputeCopies:
                 child.__dict__[name] = copies[id(parameter)]
 
     def hide(self) -> None:
-        """Let go of the copies, before parameters change."""
+        """Drop the copies, before parameters change."""
         for child, name, _ in self._places:
             child.__dict__.pop(name, None)
 
 
 def _early_gradient(copy: torch.Tensor) -> torch.Tensor:
-    """A copy whose gradient is added to its parameter's as soon as it is complete. Autograd runs
-    what was made last first, and copies are made before all else: their gradients, of all layers in
-    the compute dtype, would be there until a backward ends, and no sum over replicas would begin
-    before."""
+    """Make autograd accumulate a copy's gradient as soon as it is complete.
+
+    By default the oldest nodes, the copies, run last: memory for all gradients, and late
+    reductions.
+    """
     node = cast(Any, copy.grad_fn)
     node._set_sequence_nr(_FIRST)
     return copy

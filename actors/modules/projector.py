@@ -1,4 +1,4 @@
-"""Projectors: the small modules between an encoder and the language model."""
+"""Projectors: small modules between an encoder and the language model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProjectorConfig(PretrainedConfig):
         kind: ``"linear"``, or ``"mlp"`` (linear, GELU, linear).
         in_features: width of the encoder's output.
         out_features: width of the language model's embeddings.
-        **kwargs: as of ``transformers.PretrainedConfig``.
+        **kwargs: passed to ``transformers.PretrainedConfig``.
     """
 
     model_type = "raymm_projector"
@@ -33,11 +33,11 @@ class ProjectorConfig(PretrainedConfig):
 class Projector(PreTrainedModel):
     """Maps encoder features (..., in_features) to embeddings (..., out_features).
 
-    An ordinary Hugging Face model: ``Projector.from_pretrained(folder)`` reads what
-    ``raymm export`` wrote.
+    This is an ordinary Hugging Face model: ``Projector.from_pretrained(folder)`` reads the output
+    of ``raymm export``.
 
     Raises:
-        ValueError: if ``config.kind`` is unknown.
+        ValueError: ``config.kind`` is unknown.
     """
 
     config_class = ProjectorConfig

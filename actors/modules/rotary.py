@@ -1,11 +1,8 @@
 """Rotary embeddings whose frequencies depend on the longest text of a forward.
 
-The types ``dynamic`` and ``longrope`` of transformers choose frequencies by the largest position
-that a forward is given, and ``dynamic`` keeps the largest one so far. With that, a result would
-depend on which rows and tokens a process has, and on what it has computed before. Here frequencies
-are a function of one microbatch: those of a model that is fresh from its config, given all rows of
-the microbatch. Every layout, a recomputation, an evaluation in between, and a resumed run then
-have the same.
+The types ``dynamic`` and ``longrope`` of transformers choose frequencies by the largest position,
+and ``dynamic`` remembers the largest so far. Here frequencies depend on one microbatch only, as for
+a new model that gets all of its rows, so layouts, recomputation and resuming do not change results.
 """
 
 from __future__ import annotations
@@ -23,14 +20,11 @@ _POSITIONS = "position_ids"
 
 
 class RotaryState:
-    """Makes rotary embeddings of a module functions of one forward's longest text.
-
-    Args:
-        module: a model, or a part of one. Its embeddings get hooks until :meth:`detach`.
+    """Hooks that make rotary embeddings depend only on one forward's longest text.
 
     Attributes:
-        longest: one more than the largest position that counts in the next forward; None for
-            those that the forward is given.
+        longest: one more than the largest position that counts in the next forward; None to use the
+            positions in the forward's arguments.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,17 +38,17 @@ class RotaryState:
         ]
 
     def __bool__(self) -> bool:
-        """Whether there are such embeddings."""
+        """Return True if the module has such embeddings."""
         return bool(self._hooks)
 
     def detach(self) -> None:
-        """Leave the module as it was."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _before(self, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forget earlier forwards, and show the longest position after the others."""
+        """Reset the state of earlier forwards, and append the longest position."""
         _forget(rotary)
         if self.longest is None:
             return None
@@ -65,10 +59,10 @@ class RotaryState:
         return bound.args, bound.kwargs
 
     def _after(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Take what belongs to the longest position away again."""
+        """Remove the output for the appended position."""
         if self.longest is None:
             return None
-        if isinstance(output, torch.Tensor):  # complex numbers
+        if isinstance(output, torch.Tensor):  # complex frequencies
             return output[..., :-1, :]
         if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):
             return tuple(part[..., :-1, :] for part in output)
@@ -76,11 +70,10 @@ class RotaryState:
 
 
 def _types(module: nn.Module) -> Iterable[tuple[str, str]]:
-    """Return (prefix of attributes, type) of what depends on the longest text; a module may have
-    one per type of layer."""
+    """Return (attribute prefix, rope type) of each affected layer type of a module."""
     types = getattr(module, "rope_type", None)
     if not hasattr(type(module).forward, "__wrapped__"):
-        return ()  # computes nothing again
+        return ()  # does not update its frequencies
     types = {"": types} if isinstance(types, str) else types if isinstance(types, dict) else {}
     return [
         (f"{name}_" if name else "", kind) for name, kind in types.items()
@@ -89,7 +82,7 @@ def _types(module: nn.Module) -> Iterable[tuple[str, str]]:
 
 
 def _forget(rotary: Any) -> None:
-    """Set the frequencies and the longest text so far to those of a new module."""
+    """Reset frequencies and longest text to those of a new module."""
     for prefix, kind in _types(rotary):
         if "dynamic" in kind:
             original = getattr(rotary, f"{prefix}original_inv_freq")

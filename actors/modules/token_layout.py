@@ -1,10 +1,8 @@
-"""What every token of a merged microbatch is, and the attention masks that follow from it.
+"""Layout of the tokens of a merged microbatch, and the attention masks derived from it.
 
-A layout is (3, B, T) int16: the kind of each token (0 text, n the n-th encoder), the number
-of its item within the row, and its document within the row (-1: padding, on the right). It
-travels with the microbatch across pipeline stages, six bytes a token; every stage makes its
-masks from it. It travels instead of the masks' tables because receives need to know shapes ahead:
-a layout's follows from the microbatch's key, a table's length depends on where images are.
+A layout is (3, B, T) int16: the kind of each token (0 text, n the n-th encoder), the number of its
+item within the row, and its document within the row (-1: padding, on the right). Stages exchange
+layouts, not mask tables, because receivers must know shapes in advance.
 """
 
 from __future__ import annotations
@@ -25,30 +23,18 @@ PADDING = -1
 _NUMBERS = torch.iinfo(torch.int16).max
 
 MaskPolicy = Callable[..., AttentionMask]
-"""``policy(length, spans, document_lengths=lengths) -> AttentionMask`` of one row: its tokens,
-the encoders' items in them (:class:`raymm.kernels.mask.spans.Span`), and the lengths of its
-documents, of which right padding is the last."""
+"""``policy(length, spans, document_lengths=lengths) -> AttentionMask`` for one row, given its token
+count, the encoders' items (:class:`raymm.kernels.mask.spans.Span`), and the lengths of its
+documents; right padding is the last document."""
 
 
 def causal(length: int, spans: Sequence[Span], document_lengths: Sequence[int]) -> AttentionMask:
-    """Every token sees what is before it in its document.
-
-    Args:
-        length: tokens of the row.
-        spans: of items; a causal mask does not ask where they lie.
-        document_lengths: tokens of each document of the row, in order.
-    """
+    """Return a mask where every token of a row sees the earlier tokens of its document."""
     return mask_patterns.documents(document_lengths)
 
 
 def isolated(length: int, spans: Sequence[Span], document_lengths: Sequence[int]) -> AttentionMask:
-    """:func:`raymm.kernels.mask.patterns.multimodal` with every item by itself.
-
-    Args:
-        length: tokens of the row.
-        spans: where items lie among them.
-        document_lengths: tokens of each document of the row, in order.
-    """
+    """Return :func:`raymm.kernels.mask.patterns.multimodal` with isolated items."""
     return mask_patterns.multimodal(
         length, spans, isolate=True, document_lengths=document_lengths
     )
@@ -60,14 +46,14 @@ MASKS: dict[str, MaskPolicy] = {
     "multimodal_isolated": isolated,
     "causal_with_own_image": mask_patterns.causal_with_own_image,
 }
-"""Mask policies by the name they have in a configuration."""
+"""Mask policies by their name in a configuration."""
 
 
 def text_layout(attention_mask: torch.Tensor) -> torch.Tensor:
-    """The layout of rows of text: (B, T) 1 for tokens and 0 for padding -> (3, B, T) int16.
+    """Return the layout of text rows: (B, T), 1 for tokens and 0 for padding -> (3, B, T) int16.
 
     Raises:
-        ValueError: padding that is not on the right.
+        ValueError: there is padding that is not on the right.
     """
     real = attention_mask.bool()
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
@@ -78,13 +64,10 @@ def text_layout(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def checked_layout(layout: Any, shape: Sequence[int]) -> torch.Tensor:
-    """A layout from elsewhere, (3, B, T), as int16 on the host.
-
-    Args:
-        shape: (B, T) of what it is for.
+    """Return a custom layout, (3, B, T) for shape (B, T), as int16 on the host.
 
     Raises:
-        ValueError: another shape, or not whole numbers of 16 bits.
+        ValueError: the layout has another shape, or values that are not 16-bit integers.
     """
     expected = (3, *shape)
     if not isinstance(layout, torch.Tensor):
@@ -101,13 +84,11 @@ def checked_layout(layout: Any, shape: Sequence[int]) -> torch.Tensor:
 def place_items(
     layout: torch.Tensor, places: torch.Tensor, kind: int, tokens_per_item: int
 ) -> None:
-    """Enter an encoder's items into a layout, in place.
+    """Enter an encoder's items into a layout (3, B, T) int16, in place.
 
     Args:
-        layout: (3, B, T) int16, changed in place.
         places: (B, T) bool: the encoder's tokens; those of a row belong to its items in order.
-        kind: the encoder's number, from 1.
-        tokens_per_item: how many tokens an item has.
+        kind: number of the encoder, from 1.
     """
     item = (places.cumsum(dim=1) - 1).div(max(tokens_per_item, 1), rounding_mode="floor")
     layout[0][places] = kind
@@ -115,10 +96,10 @@ def place_items(
 
 
 def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, ...]:
-    """One mask per row; rows that look the same share one.
+    """Return one mask per row; identical rows share a mask.
 
     Raises:
-        ModelError: if the policy refuses the row, or returns what is no mask of it.
+        ModelError: the policy rejects the row or does not return a mask of its size.
     """
     rows = on_host(layout).numpy().transpose(1, 0, 2)
     masks: dict[bytes, AttentionMask] = {}
@@ -126,11 +107,7 @@ def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, 
 
 
 def document_lengths(layout: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Per row, tokens of each of its documents, in order; right padding is the last.
-
-    Args:
-        layout: (3, B, T).
-    """
+    """Return the token count of each document per row of (3, B, T); right padding is the last."""
     return tuple(tuple(_lengths(row)) for row in on_host(layout)[2].numpy())
 
 
@@ -146,7 +123,7 @@ def _row_mask(
     if key not in masks:
         kinds, items, documents = row
         lengths = _lengths(documents)
-        # Items of two documents are two, also where they touch and have the same number.
+        # Adjacent items with equal numbers in different documents are different items.
         spans = kinds_and_items(kinds, items + _NUMBERS * documents.astype(np.int64))
         masks[key] = mask = policy(len(kinds), spans, document_lengths=lengths)
         if not isinstance(mask, AttentionMask) or mask.shape != (len(kinds),) * 2:
