@@ -1,1 +1,1 @@
-"""Decisions as data: plans, schedules, programs, timelines. No Ray, no torch."""
+"""Decisions as data: plans, schedules, programs, timelines. Does not import Ray or torch."""

@@ -1,1 +1,1 @@
-"""Plans that are searched for: partitions, stage counts, degrees, layouts."""
+"""Search for plans: partitions, stage counts, degrees, layouts."""

@@ -1,15 +1,15 @@
-"""Degrees beside the pipeline: how many copies of which module, how many processes per rank.
+"""Search for degrees in addition to pipeline stages: replicas per module, and processes per rank.
 
-Around :func:`~raymm.scheduler.search.stage_search.joint_search`, which knows pipelines only. Every
-assignment of degrees to modules is one of its spaces, with the costs that processes then have.
-All assignments are estimated from the sums of the modules' work (:class:`Estimate`), and searched
-in the order of these estimates. An assignment is skipped only if its bound shows that no plan of it
-is faster than the best known plan.
+Built around :func:`~raymm.scheduler.search.stage_search.joint_search`, which searches pipelines
+only. Each assignment of degrees to modules defines one of its spaces, with the costs that processes
+then have. All assignments are estimated from the sums of the modules' work (:class:`Estimate`) and
+searched in the order of these estimates. An assignment is skipped only if its bound shows that none
+of its plans is faster than the best known plan.
 
-Where there are few plans (:func:`are_few`), all assignments are searched with all schedules, which
-is exact to within the search's ``gap``. Where there are many, at most :data:`SEARCHES` assignments
-are searched, and at most :data:`PER_BACKBONE` for each choice of the backbone's degrees, so the
-best one may be missed.
+If there are few plans (:func:`are_few`), all assignments are searched with all schedules, which is
+exact to within the search's ``gap``. Otherwise at most :data:`SEARCHES` assignments are searched,
+and at most :data:`PER_BACKBONE` for each choice of the backbone's degrees, so the best one may be
+missed.
 """
 
 from __future__ import annotations
@@ -44,33 +44,35 @@ from raymm.scheduler.search.module_degrees import (
 from raymm.scheduler.search.stage_search import SearchResult, joint_search
 from raymm.scheduler.search.stage_space import ROUNDING, StageSpace
 
-# Assignments that are searched where there are many plans: in all, and with the same degrees of the
+# Most assignments to search if there are many plans: in total, and with the same degrees of the
 # backbone.
 SEARCHES, PER_BACKBONE = 24, 3
 # Up to this many plans of one schedule (assignments times stage counts), all assignments are
 # searched.
 FEW_PLANS = 2_000
-# Sharing more is worth it if a step takes less by more than this.
+# Relative improvement of the step time that justifies higher degrees.
 WORTHWHILE = 1e-3
 LEAST_PLANS = 8
-# Assignments that there may be; of a model with more, encoders get fewer choices. Of these so many
-# are estimated, those whose work and way are least.
+# Most assignments; for larger models, encoders get fewer choices. Of these, at most so many are
+# estimated, those with the least work and path.
 MOST_ASSIGNMENTS, MOST_ESTIMATED = 2_000_000, 4_000
-# Where plans are looked at by part, stages times microbatches of a part. An assignment with larger
-# parts has fewer replicas of all modules than others whose estimates are about the same.
+# Limit of stages times microbatches of a part, if only one of a plan's equal parts is evaluated.
+# Assignments with larger parts have fewer replicas of all modules than others with similar
+# estimates.
 MOST_TASKS = 16_384
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an assignment promises.
+    """Estimate for an assignment.
 
     Attributes:
         degrees: the assignment.
-        seconds: about how long a step takes: a microbatch's way there and back, the slowest
-            stage's work on the others, and sums of gradients.
-        bound: seconds that no plan with these degrees undercuts.
-        tasks: stages that microbatches of one of the plan's equal parts pass through, about.
+        seconds: estimated step time: path of a microbatch to the loss and back, work of the slowest
+            stage on the other microbatches, and gradient sums.
+        bound: lower bound of the seconds of all plans with these degrees.
+        tasks: approximate number of stages that the microbatches of one of the plan's equal parts
+            pass through.
     """
 
     degrees: SharedModules
@@ -81,14 +83,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Bytes of one module on one process, if all its layers were one stage.
+    """Memory of one module on one process, if all its layers were one stage.
 
     Attributes:
-        limit: of a device; None: there is none.
-        state: weights and optimizer state.
-        sizes, seconds: activations of a microbatch, ascending, and what keeping no more adds to it;
-            linear in between.
-        holds: whether a stage holds those of all its microbatches under way, or of one.
+        limit: bytes per device; None for no limit.
+        state: bytes of weights and optimizer state.
+        sizes, seconds: bytes of a microbatch's activations, ascending, and the seconds added by
+            keeping no more; linear in between.
+        holds: True if a stage holds the activations of all its microbatches in flight, not only of
+            one.
     """
 
     limit: int | None
@@ -98,8 +101,8 @@ class _Memory:
     holds: bool
 
     def added(self, stages: int, steps: int) -> float:
-        """Seconds that a microbatch takes longer for the sake of memory, in all stages together, of
-        as many layers each; ``inf`` if memory is not enough for that, however layers are cut."""
+        """Return the seconds that memory limits add to a microbatch, over ``stages`` stages of
+        equally many layers; ``inf`` if memory does not suffice for any partition."""
         if self.limit is None:
             return 0.0
         lives = np.minimum(np.arange(stages, 0, -1), steps if self.holds else 1)
@@ -111,19 +114,18 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Module:
-    """One module under one choice of degrees; seconds and bytes of a microbatch or a process.
+    """One module with one choice of degrees; seconds per microbatch, and bytes per process.
 
     Attributes:
-        work, longest: of all its layers, and of the layer with the most.
-        spared: what stages that do not recompute as the others do have less of ``work``, as a
-            share of what they have, at most, in all. ``longest`` is without that, as any layer
-            may be in one.
+        work, longest: seconds of all its layers, and of the longest layer.
+        spared: upper bound of the work saved, relative to a stage's work, in stages that do not
+            recompute while others do. ``longest`` excludes it, because any layer may be in such a
+            stage.
         way: forward and backward of one microbatch through all layers.
-        reduction: seconds of the gradients' sum, if all layers were one stage.
-        memory: what they need of it.
-        least: the fewest stages that memory allows.
-        most: as many as it has layers.
-        steps: microbatches of a copy.
+        reduction: seconds of the gradient sum, if all layers were one stage.
+        least: fewest stages that memory allows.
+        most: number of layers.
+        steps: microbatches per replica.
     """
 
     degrees: ModuleDegrees
@@ -139,8 +141,8 @@ class _Module:
 
     @cached_property
     def loads(self) -> list[float]:
-        """By the number of stages (from :attr:`least` on), seconds of a step that each of them
-        works, about."""
+        """Approximate seconds of a step in each stage, by the number of stages (from :attr:`least`
+        on)."""
         return [math.inf] * self.least + [
             self._seconds(self.work + self.memory.added(n, self.steps), n)
             for n in range(self.least, self.most + 1)
@@ -148,11 +150,11 @@ class _Module:
 
     @cached_property
     def bounds(self) -> list[float]:
-        """:attr:`loads` without what memory adds: at least."""
+        """Lower bounds of :attr:`loads`, without the time that memory limits add."""
         return [math.inf, *(self._seconds(self.work, n) for n in range(1, self.most + 1))]
 
     def _seconds(self, work: float, stages: int) -> float:
-        # No stage works longer than the busiest, and ``spared`` of that is spared at most.
+        # No stage works longer than the busiest one, which saves at most ``spared`` of its work.
         return self.steps * max(work / (stages + self.spared), self.longest)
 
 
@@ -173,18 +175,15 @@ def search_degrees(
     """Return plans with degrees that are faster than the incumbent, the fastest last.
 
     Args:
-        space: without degrees; its ``ranks`` is the number of devices.
+        space: space without degrees; its ``ranks`` is the number of devices.
         estimated: assignments in the order in which to search them.
-        iteration_time, lower_bound, fits: as of ``joint_search``.
-        within: gives a space its :attr:`StageSpace.memory`.
-        incumbent: seconds of the best known plan, in the terms of ``iteration_time``.
-        searches: maximum number of assignments to search.
-        per_backbone: maximum number of assignments to search that have the same degrees of the
-            backbone.
-        gap, control: as of ``joint_search``, for each assignment.
-        most_stages: maximum number of stages of all plans (or equal parts of plans) that are made
-            for an assignment, the most promising plans first; :data:`LEAST_PLANS` plans are made in
-            any case.
+        iteration_time, lower_bound, fits, gap, control: as in ``joint_search``.
+        within: adds :attr:`StageSpace.memory` to a space.
+        incumbent: seconds of the best known plan, as measured by ``iteration_time``.
+        searches: most assignments to search.
+        per_backbone: most assignments to search with the same degrees of the backbone.
+        most_stages: most stages of all plans (or equal parts of plans) made for an assignment, most
+            promising plans first; at least :data:`LEAST_PLANS` plans are made.
     """
     results: list[SearchResult] = []
     tried: Counter[ModuleDegrees] = Counter()
@@ -229,15 +228,14 @@ def are_few(space: StageSpace, estimated: Sequence[Estimate]) -> bool:
 def estimates(
     space: StageSpace, choices: Mapping[str, DegreeChoices], per_node: int, sharding: str
 ) -> list[Estimate]:
-    """Return all assignments that may fit, the most promising first; of about equally fast ones,
-    those that share less first.
+    """Return all assignments that may fit, the most promising first. Among about equally fast ones,
+    those with fewer devices come first.
 
     Args:
-        space: the model, its costs and the ranks there are.
-        choices: degrees that each module may have, by name; a module that is not in it stays
-            whole.
-        per_node: devices of a node, beyond which no tensor-parallel group reaches.
-        sharding: of a module that several processes share the microbatches of: ``"none"``,
+        space: space without degrees.
+        choices: accepted degrees by module; other modules have no degrees.
+        per_node: devices per node, the limit of tensor-parallel groups.
+        sharding: sharding of modules with several processes that split microbatches: ``"none"``,
             ``"zero1"`` or ``"fsdp"``.
     """
     options = {}
@@ -262,8 +260,8 @@ def estimates(
 
 
 def _limited(space: StageSpace, options: Mapping[str, list[_Module]]) -> list[list[_Module]]:
-    """Every module's options; if those make too many assignments, all but the backbone lose
-    context parallelism, then tensor parallelism, then copies."""
+    """Return the options of each module. If they make too many assignments, all modules but the
+    backbone lose context parallelism, then tensor parallelism, then replicas."""
     kept = dict(options)
     for kind in ("cp", "tp", "dp"):
         if math.prod(len(some) for some in kept.values()) <= MOST_ASSIGNMENTS:
@@ -277,8 +275,8 @@ def _limited(space: StageSpace, options: Mapping[str, list[_Module]]) -> list[li
 def _promising(
     space: StageSpace, options: list[list[_Module]]
 ) -> Iterator[tuple[_Module, ...]]:
-    """All assignments, or of too many the :data:`MOST_ESTIMATED` with the least sum of a
-    microbatch's way and the work of all devices."""
+    """Yield all assignments, or at most :data:`MOST_ESTIMATED` with the least sum of path and
+    work."""
     shape = [len(some) for some in options]
     if math.prod(shape) <= MOST_ESTIMATED:
         yield from itertools.product(*options)
@@ -286,7 +284,7 @@ def _promising(
     names = [node.name for node in space.graph.nodes]
 
     def table(value: Callable[[_Module], float]) -> dict[str, np.ndarray]:
-        """By module, along its own axis."""
+        """Return the values by module, each along a separate axis."""
         return {
             name: np.array([value(module) for module in some]).reshape(
                 [-1 if axis == at else 1 for axis in range(len(shape))]
@@ -309,7 +307,7 @@ def _promising(
 
 
 def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | None:
-    """None if it does not fit in memory in however many stages."""
+    """Return None if the module does not fit in memory with any number of stages."""
     graph, node = space.graph, space.graph.node(name)
     profile = process_profile(graph, space.profile, {name: degrees})
     work = layer_work(graph, profile, space.recompute)[name]
@@ -327,8 +325,9 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
     )
     links = profile.links
     near = links and links.between(range(degrees.devices))
-    # Stages that do not recompute: the loss's has its activations still when it needs them, and one
-    # that begins with layers without a backward keeps those of the others.
+    # Stages that do not recompute: that of the loss, whose activations are still present when
+    # needed, and one that begins with layers without backward, which keeps those of its other
+    # layers.
     keeping = space.recompute * (
         (name in graph.losses and not space.recompute_loss) + (not space.backward[name][0])
     )
@@ -344,7 +343,7 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
 
 
 def _memory(space: StageSpace, profile: CostProfile, name: str, moments: int) -> _Memory:
-    """What a module needs of memory; ``moments`` processes share those of the optimizer."""
+    """Return the memory of a module; ``moments`` processes shard the optimizer's moments."""
     node = space.graph.node(name)
     layers = stage_layers(profile.modules[name], 0, node.num_layers)
     state = sum(
@@ -378,7 +377,7 @@ def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None
     seconds = max(path - m.way + wait for m, wait in zip(chosen, waits, strict=True))
     degrees = {n.name: m.degrees for n, m in zip(space.graph.nodes, chosen, strict=True)}
     if any(len(module.memory.sizes) > 1 for module in chosen):
-        # What memory adds may be worth another split.
+        # Without the time that memory adds, another split may be better.
         counts = _split_over(space.ranks, chosen, [module.bounds for module in chosen])
         assert counts is not None
     bound = max(module.bounds[n] for module, n in zip(chosen, counts, strict=True))
@@ -390,8 +389,8 @@ def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None
 def _split_over(
     devices: int, chosen: tuple[_Module, ...], loads: list[list[float]]
 ) -> list[int] | None:
-    """Stages per module so that the largest load is least: every further stage goes to the
-    module that has it. None if memory asks for more than there are devices."""
+    """Return stages per module with the least largest load: each further stage goes to the module
+    with the largest load. Return None if there are too few devices for memory."""
     counts = [module.least for module in chosen]
     left = devices - sum(m.degrees.devices * n for m, n in zip(chosen, counts, strict=True))
     if left < 0:

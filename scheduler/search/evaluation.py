@@ -1,4 +1,4 @@
-"""What planners judge plans by: simulated seconds of a step with messages, and memory."""
+"""Evaluation of plans: simulated step time with messages, and memory."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from raymm.scheduler.schedule.stage_costs import group_seconds, op_seconds, stag
 from raymm.scheduler.search.module_degrees import rank_text
 from raymm.scheduler.search.stage_search import SearchResult
 
-# A search for a schedule's policy goes by time, within the memory that 1F1B takes: what is so far
-# over the limit before it is over it afterwards.
+# The search for a policy minimises time within 1F1B's memory, so plans that are this far above the
+# limit before the search stay above it.
 HOPELESS = 1.05
 
 
 @dataclass(frozen=True)
 class Option:
-    """One plan that was judged.
+    """One evaluated plan.
 
     Attributes:
         layout: one of :data:`raymm.scheduler.search.options.LAYOUTS`, with the chunks per rank if
             there are several, or the name of another strategy.
-        plan: the plan.
-        seconds: simulated seconds of an iteration: of the program that ``lower(plan)`` gives,
-            with messages.
-        memory: bytes per rank, of one of its processes.
+        seconds: simulated seconds of an iteration with messages, for the program of
+            ``lower(plan)``.
+        memory: bytes per rank, for one of its processes.
     """
 
     layout: str
@@ -47,8 +46,8 @@ class Option:
 
     @property
     def label(self) -> str:
-        """E.g. ``"modality_parallel: vision 1, llm 5; 6 ranks, zero_bubble"``; of modules with
-        degrees, ``"llm 2 (tp 4) x3"``: three copies of two stages of four processes."""
+        """Label such as ``"modality_parallel: vision 1, llm 5; 6 ranks, zero_bubble"``. A module
+        with degrees reads ``"llm 2 (tp 4) x3"``: three replicas of two stages of four processes."""
         counts = ", ".join(
             f"{node.name} {module_text(self.plan, node.name)}" for node in self.plan.graph.nodes
         )
@@ -61,7 +60,7 @@ class Option:
 
 
 def module_text(plan: Plan, module: str) -> str:
-    """Stages of a module and how it is shared, e.g. ``"2 (tp 4) x3"``."""
+    """Return stages and degrees of a module, e.g. ``"2 (tp 4) x3"``."""
     replicas = plan.replicas(module)
     within = rank_text(replicas[0][0].degrees)
     return (
@@ -71,21 +70,22 @@ def module_text(plan: Plan, module: str) -> str:
 
 
 def places_text(plan: Plan) -> str:
-    """E.g. ``"6 ranks"``, or ``"6 ranks, 24 devices"`` where some are several processes."""
+    """Return e.g. ``"6 ranks"``, or ``"6 ranks, 24 devices"`` if some ranks are several
+    processes."""
     text = f"{plan.num_ranks} ranks"
     return text if plan.num_processes == plan.num_ranks else f"{text}, {plan.num_processes} devices"
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a planner found.
+    """Result of a planner.
 
     Attributes:
-        options: judged plans that fit, fastest first.
-        refused: (label, reason) of plans that do not.
-        bound: seconds that no schedule of the best plan undercuts.
-        combinations, simulated: stage counts there were, and how many were simulated.
-        searched: layouts that were searched, each with what stages do to fit.
+        options: evaluated plans that fit, fastest first.
+        refused: (label, reason) of plans that do not fit.
+        bound: lower bound of the seconds of all schedules of the best plan.
+        combinations, simulated: number of stage counts, and how many of them were simulated.
+        searched: (layout, recompute) pairs that were searched.
     """
 
     options: tuple[Option, ...]
@@ -101,19 +101,17 @@ class Proposal:
 
 
 def fastest_first(options: Iterable[Option]) -> tuple[Option, ...]:
-    """Of equally fast ones, those with fewer devices first."""
+    """Sort options by seconds, then by number of devices."""
     return tuple(sorted(options, key=lambda option: (option.seconds, option.plan.num_processes)))
 
 
 def step_timeline(plan: Plan, network: Network, program: Program | None = None) -> Timeline:
-    """A plan's step, simulated with messages.
+    """Simulate a plan's step with messages.
 
     Args:
-        plan: with a profile.
-        network: the links.
-        program: by default the one that the trainer makes of the plan for a step with every
-            modality in every microbatch. It does not know how long messages take, so neither
-            does its order of work.
+        plan: plan with a profile.
+        program: by default the trainer's program for a step with every modality in every
+            microbatch. Its order of work does not depend on the time of messages.
     """
     program = full_program(plan) if program is None else program
     return simulate(
@@ -123,19 +121,15 @@ def step_timeline(plan: Plan, network: Network, program: Program | None = None) 
 
 
 def step_bound(plan: Plan, network: Network) -> float:
-    """Seconds that no schedule of the plan undercuts."""
+    """Return a lower bound of the seconds of all schedules of the plan."""
     return lower_bound(plan, network.delays(plan))
 
 
 def evaluate(plan: Plan, network: Network, layout: str = "") -> tuple[Option, str | None]:
-    """A plan with a profile, evaluated; and why it does not fit in memory, if it does not.
+    """Evaluate a plan with a profile; also return the reason if it does not fit in memory.
 
-    The option's plan has the policy that was found for its schedule.
-
-    Args:
-        plan: its profile says seconds and bytes of every layer.
-        network: the links between its ranks.
-        layout: what the option is called.
+    The plan of the option has the policy that was found for its schedule. ``layout`` is the name of
+    the option.
     """
     if plan.schedule == "zero_bubble" and plan.policy is None and plan.memory_limit is not None:
         step = forecast(plan, network.transfers(plan))
@@ -157,8 +151,8 @@ def _too_full(plan: Plan, needs: Sequence[RankMemory]) -> str | None:
 
 
 def busiest_rank(plan: Plan) -> tuple[int, float]:
-    """The rank that works longest in a step, and how many seconds: computation, collectives within
-    a rank and recomputation, without messages and bubbles."""
+    """Return the rank that works longest in a step, and its seconds of compute, collectives within
+    the rank and recomputation, without messages and bubbles."""
     costs = stage_costs(plan)
 
     def seconds(rank: int) -> float:
@@ -176,12 +170,7 @@ def busiest_rank(plan: Plan) -> tuple[int, float]:
 
 
 def limit_text(plan: Plan, seconds: float) -> str:
-    """What limits a plan, for a person.
-
-    Args:
-        plan: with a profile.
-        seconds: of its step.
-    """
+    """Return a text that says what limits a plan. ``seconds`` is its step time."""
     rank, busy = busiest_rank(plan)
     names = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
     share = busy / seconds if seconds else 1.0
@@ -191,15 +180,13 @@ def limit_text(plan: Plan, seconds: float) -> str:
 
 
 class Candidates:
-    """The plans that a planner comes up with, evaluated.
+    """Plans of a planner, with their evaluation.
 
     Args:
-        network: the links.
-        schedules: those that :meth:`add_schedules` tries.
-        control: of the search.
+        schedules: schedules that :meth:`add_schedules` tries.
 
     Attributes:
-        options, refused: as of :class:`Proposal`, in the order they came.
+        options, refused: as in :class:`Proposal`, in order of arrival.
     """
 
     def __init__(
@@ -213,31 +200,32 @@ class Candidates:
         self._combinations = self._simulated = 0
         self._last: tuple[Plan, Forecast] | None = None
         self._evaluated: tuple[Plan, float] | None = None
-        self._fitting: Plan | None = None  # the last plan that was found to fit
+        self._fitting: Plan | None = None  # last plan that was found to fit
 
     def seconds(self, plan: Plan) -> float:
-        """Of a step, as options are judged; for searches."""
+        """Return the seconds of a step, as in options; for searches."""
         seconds = self._forecast(plan).seconds
         if plan is self._fitting:
             self.control.fits(seconds, partial(limit_text, plan, seconds))
         return seconds
 
     def _forecast(self, plan: Plan) -> Forecast:
-        """Of a plan; the last one's is kept, as searches ask for its memory and then its time."""
+        """Return the forecast of a plan; the last one is cached, because searches need memory and
+        then time."""
         if self._last is None or self._last[0] is not plan:
             self._last = plan, forecast(plan, self.network.transfers(plan))
             self.control.tried()
         return self._last[1]
 
     def bound(self, plan: Plan) -> float:
-        """Seconds that a plan is never below, for searches."""
+        """Return a lower bound of a plan's seconds, for searches."""
         bound = one_f_one_b_bound if plan.schedule == "1f1b" else lower_bound
         return bound(plan, self.network.delays(plan))
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a plan fits in memory, for searches."""
+        """Return True if a plan fits in memory, for searches."""
         if plan.memory_limit is not None:
-            without = memory_of(plan, [0] * plan.num_ranks)  # at least, and soon said
+            without = memory_of(plan, [0] * plan.num_ranks)  # a lower bound that is fast to compute
             if _too_full(plan, without) is not None:
                 return False
             needs = memory_of(plan, self._forecast(plan).activation_peaks)
@@ -262,7 +250,7 @@ class Candidates:
         return self._evaluated[1]
 
     def best_bound(self, plan: Plan) -> float:
-        """Return seconds that :meth:`best_seconds` is never below."""
+        """Return a lower bound of :meth:`best_seconds`."""
         plans = [replace(plan, schedule=schedule) for schedule in self._possible(plan)]
         return min(map(self.bound, plans), default=math.inf)
 
@@ -272,17 +260,17 @@ class Candidates:
 
     def _possible(self, plan: Plan) -> list[str]:
         """Return the schedules that a plan can have."""
-        # Both halves of a backward that is split would make activations again.
+        # Both halves of a split backward would recompute the activations.
         whole = any(stage.layer_options for stage in plan.stages)
         return [s for s in self.schedules if not whole or s != "zero_bubble"]
 
     def count(self, result: SearchResult) -> None:
-        """Take note of how much a search looked at."""
+        """Count the combinations and simulations of a search."""
         self._combinations += result.combinations
         self._simulated += result.simulated
 
     def add(self, layout: str, plan: Plan) -> None:
-        """Judge a plan and keep it, among the options or the refused."""
+        """Evaluate a plan and add it to the options or the refused plans."""
         option, reason = evaluate(plan, self.network, layout)
         self.control.tried()
         if reason is None:
@@ -293,8 +281,8 @@ class Candidates:
             self.refused.append((replace(option, plan=whole).label, reason))
 
     def add_schedules(self, layout: str, plan: Plan) -> None:
-        """:meth:`add` a plan with every schedule that it can have; if the search is to end, with
-        its own only."""
+        """:meth:`add` a plan with every schedule that it can have, or only its current one if the
+        search must end."""
         if plan.schedule in self.schedules and self.control.should_stop():
             self.add(layout, plan)
             return
@@ -302,11 +290,7 @@ class Candidates:
             self.add(layout, replace(plan, schedule=schedule))
 
     def proposal(self) -> Proposal:
-        """All that was added.
-
-        Raises:
-            NoPlanError: if nothing fits.
-        """
+        """Return everything that was added; raise ``NoPlanError`` if no plan fits."""
         evaluated, self.options = self.options, []
         for option in evaluated:
             if isinstance(option.plan, EqualPart):

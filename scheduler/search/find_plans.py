@@ -1,5 +1,5 @@
-"""One way in to planning a pipeline, whoever the planner is: if it is open whether stages
-recompute, plans that do are searched as well once memory gets in the way of others."""
+"""Entry point of pipeline planning, for any planner. If the problem leaves recomputation open,
+plans with recomputation are also searched once memory limits the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from raymm.scheduler.search.time_shared_plans import time_shared_plans
 
 Planner = Callable[[PlanProblem], Proposal]
 Searched = frozenset[tuple[str, bool | str]]
-# A plan that fills this share of a rank's memory may owe its cuts to it.
+# A plan that fills this fraction of a rank's memory may be limited by it.
 TIGHT = 0.8
 
 
 def has_rank_each(problem: PlanProblem) -> bool:
-    """Whether there is a rank per module, which most planners ask for."""
+    """Return True if there is a rank per module, which most planners require."""
     return problem.ranks >= len(problem.graph.nodes)
 
 
@@ -34,12 +34,11 @@ def find_plans(
     """Plan a model.
 
     Args:
-        problem: what to plan.
-        planner: whose search it is; by default raymm's own.
-        control: is told how far raymm's own search is, and asked whether to end it.
+        planner: search to use; by default raymm's own.
+        control: reports progress of raymm's own search and may end it early.
 
     Raises:
-        NoPlanError: if nothing fits.
+        NoPlanError: no plan fits.
     """
     control = control or SearchControl()
     find = planner or partial(_own, control=control)
@@ -49,7 +48,7 @@ def find_plans(
         if problem.recompute is not None or planner is None and has_rank_each(problem):
             raise
         return find(replace(problem, recompute=True))
-    # Of plans without degrees too, so that degrees never keep a better plan from being found.
+    # Also consider plans without degrees, so that degrees never hide a better plan.
     candidates = [proposal.best, *itertools.islice(filter(_is_pipelines, proposal.options), 1)]
     if problem.recompute is None and any(_is_tight(o, problem.memory_limit) for o in candidates):
         rest = planner or partial(_own, control=control, searched=proposal.searched)
@@ -62,8 +61,8 @@ def find_plans(
 
 
 def space_of(problem: PlanProblem) -> StageSpace:
-    """What planners without degrees choose stage counts from. With fewer ranks than modules, as
-    if there were one for each."""
+    """Return the space of stage counts for planners without degrees. With fewer ranks than modules,
+    it has one rank per module."""
     return StageSpace(
         problem.graph, problem.profile, max(problem.ranks, len(problem.graph.nodes)),
         problem.num_microbatches, recompute=problem.recompute is True,
@@ -74,7 +73,7 @@ def space_of(problem: PlanProblem) -> StageSpace:
 def _own(
     problem: PlanProblem, control: SearchControl, searched: Searched = frozenset()
 ) -> Proposal:
-    """raymm's planner, which takes turns on ranks where there are fewer than modules."""
+    """Run raymm's planner. With fewer ranks than modules, modules take turns on ranks."""
     if has_rank_each(problem):
         return propose(problem, control, searched)
     candidates = Candidates(problem.network, problem.schedules, control)
@@ -93,7 +92,7 @@ def _is_tight(option: Option, limit: int | None) -> bool:
 
 
 def _is_pipelines(option: Option) -> bool:
-    """Whether a plan could be found without degrees."""
+    """Return True if the plan can be found without degrees."""
     plan = option.plan
     copies = any(stage.replica for stage in plan.stages)
     return plan.num_processes == plan.num_ranks and not (

@@ -1,13 +1,13 @@
-"""Layouts: ways to put the stages of a model on ranks. Each gives a Plan that runs.
+"""Layouts: ways to assign the stages of a model to ranks. Each returns a Plan that runs.
 
-- modality parallel (Cornstarch v1 §4.1): every stage of every module has its own rank;
+- modality parallel (Cornstarch v1 §4.1): every stage of every module has a separate rank;
   :meth:`raymm.scheduler.search.stage_space.StageSpace.plan`, or :func:`chunked` for several stages
   of a module per rank;
 - encoders colocated (Megatron style): one chain, whose first ranks each hold a stage of every
-  encoder; what comes after the language model is whole on its last rank;
-- encoders replicated (Llama style): every rank of the language model holds all encoders
-  whole. Where Llama's cross-attention needs the features on every rank and encodes each image
-  on all of them, here the copies share the microbatches out among them.
+  encoder; modules after the language model are whole on its last rank;
+- encoders replicated (Llama style): every rank of the language model holds all encoders whole.
+  Llama's cross-attention needs the features on every rank and encodes each image on all of them;
+  here the replicas split the microbatches.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from raymm.scheduler.search.stage_space import StageSpace
 
 
 def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
-    """Interleaved: a module with several ranks has ``chunks`` stages on each of them, rank by
-    rank in turn (Megatron's virtual pipeline stages). The pipeline fills and drains in
-    smaller steps, for more messages.
+    """Return an interleaved plan: a module with several ranks has ``chunks`` stages on each of them
+    (Megatron's virtual pipeline stages). The pipeline fills and drains in smaller steps, at the
+    cost of more messages.
 
-    Modules with a single rank, with a layer that has no backward (after the first), or with
-    too few layers keep one stage per rank.
+    Modules with a single rank, with a layer that has no backward (after the first), or with too few
+    layers keep one stage per rank.
 
     Args:
-        space: the model, its costs and the ranks there are.
-        counts: ranks of every module, by name.
+        counts: ranks per module, by name.
         chunks: stages on each rank of a module.
 
     Raises:
-        NoPlanError: if no module can have so many chunks, or a module not so many stages.
+        NoPlanError: no module can have so many chunks, or a module not so many stages.
     """
     graph = space.graph
     if chunks < 2:
@@ -64,19 +63,18 @@ def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
 
 
 def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Plan:
-    """Megatron style: encoders concurrently on the first ranks, stage by stage, then the
-    language model (or whatever the encoders feed).
+    """Return a plan in Megatron style: encoders concurrently on the first ranks, stage by stage,
+    then the language model (or the module that the encoders feed).
 
-    An encoder with fewer layers than ranks uses the last ones, next to its consumer.
+    An encoder with fewer layers than ranks uses the last encoder ranks, next to its consumer.
 
     Args:
-        space: the model, its costs and the ranks there are.
-        encoder_ranks: how many ranks the encoders have together.
-        language_ranks: how many ranks come after them.
+        encoder_ranks: ranks of all encoders together.
+        language_ranks: ranks of the language model.
 
     Raises:
-        NoPlanError: if the model is not encoders into one module, or that module has
-            fewer layers than ranks.
+        NoPlanError: the model is not encoders that feed one module, or that module has fewer layers
+            than ranks.
     """
     graph = space.graph
     encoders = encoders_into_backbone(graph)
@@ -103,12 +101,12 @@ def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Pla
 
 
 def replicated(space: StageSpace, ranks: int) -> Plan:
-    """Llama style: the language model over all ranks, and on each of them a whole copy of
-    every encoder, which takes its share of the microbatches.
+    """Return a plan in Llama style: the language model over all ranks, and on each of them a
+    replica of every encoder, which processes its share of the microbatches.
 
     Raises:
-        NoPlanError: if the model is not encoders into one module, or that module has
-            fewer layers than ranks.
+        NoPlanError: the model is not encoders that feed one module, or that module has fewer layers
+            than ranks.
     """
     graph = space.graph
     encoders = encoders_into_backbone(graph)
@@ -143,11 +141,8 @@ def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:
 
 
 def encoders_into_backbone(graph: ModuleGraph) -> list[str]:
-    """The modules that feed the backbone, if all do that do not come after it.
-
-    Raises:
-        NoPlanError: if there are none, or one does something else.
-    """
+    """Return the encoders that feed the backbone; raise ``NoPlanError`` if there are none, or a
+    module before the backbone is not such an encoder."""
     after = {graph.backbone, *graph.followers}
     encoders = [node.name for node in graph.nodes if node.name not in after]
     for name in encoders:

@@ -1,4 +1,4 @@
-"""How long a microbatch and its gradient are on the way through a graph of modules."""
+"""Longest paths of a microbatch and its gradient through a graph of modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 
 
 class LongestWays:
-    """Seconds of the longest way of one microbatch, to or from each cut of a module (n + 1
-    of them), from forward and gradient seconds per module and layer.
+    """Seconds of the longest path of one microbatch to or from each cut (n + 1 of them) of a
+    module.
 
     Args:
-        graph: the modules, and what feeds what.
-        forward: by module, (n,) seconds of every layer's forward.
-        gradient: by module, (n,) seconds in which a gradient passes through every layer.
+        forward: (n,) forward seconds of every layer, by module.
+        gradient: (n,) seconds in which a gradient passes through every layer, by module.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class LongestWays:
         self.gradient = {m: np.array([0.0, *np.cumsum(g)]) for m, g in gradient.items()}
         self.before: dict[str, float] = {}  # from the data to the module's input
         self.back: dict[str, float] = {}  # a gradient from there to the first layers
-        # From the module's output to a loss, and that one's gradient to the first layers.
+        # From the module's output to a loss, and the loss's gradient to the first layers.
         self.beyond: dict[str, float] = {}
         for m in graph.topological:
             feeding = graph.producers(m)
@@ -40,14 +39,14 @@ class LongestWays:
             self.beyond[m] = max(ways, default=self.gradient[m][-1] + self.back[m])
 
     def from_data(self, module: str) -> np.ndarray:
-        """From the data to each cut, forward."""
+        """Return the forward seconds from the data to each cut."""
         return self.before[module] + self.forward[module]
 
     def to_first(self, module: str) -> np.ndarray:
-        """A gradient from each cut to the first layers."""
+        """Return the seconds of a gradient from each cut to the first layers."""
         return self.back[module] + self.gradient[module]
 
     def to_loss_and_back(self, module: str) -> np.ndarray:
-        """From each cut to a loss, and its gradient to the first layers."""
+        """Return the seconds from each cut to a loss, and of its gradient to the first layers."""
         forward = self.forward[module]
         return forward[-1] - forward + self.beyond[module]

@@ -1,4 +1,4 @@
-"""How many processes share a module, and plans of one stage per rank whose modules are shared."""
+"""Degrees of modules, and plans with degrees made from plans with one process per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("tp", "cp", "dp")
 
 
 class ModuleDegrees(NamedTuple):
-    """Of a module beside its pipeline: copies, and how each of its ranks is several processes."""
+    """Degrees of a module besides its pipeline stages: replicas, and processes per rank."""
 
     dp: int = 1
     cp: int = 1
@@ -32,33 +32,33 @@ class ModuleDegrees(NamedTuple):
 
     @property
     def of_rank(self) -> Degrees:
-        """Of each rank."""
+        """Degrees of each rank."""
         return Degrees(self.cp, self.tp)
 
     @property
     def devices(self) -> int:
-        """Devices of one stage, in all copies."""
+        """Devices of one stage, over all replicas."""
         return self.dp * self.cp * self.tp
 
     @property
     def text(self) -> str:
-        """E.g. ``"tp 4, dp 2"``; empty if nothing is shared."""
+        """Text such as ``"tp 4, dp 2"``; empty without degrees."""
         return ", ".join(f"{kind} {n}" for kind in KINDS if (n := getattr(self, kind)) > 1)
 
 
 def rank_text(degrees: Degrees) -> str:
-    """How a rank is several processes, e.g. ``"tp 4, cp 2"``; empty if it is one."""
+    """Return the degrees of a rank, e.g. ``"tp 4, cp 2"``; empty for one process."""
     order = sorted(degrees._asdict().items(), key=lambda item: (*KINDS, item[0]).index(item[0]))
     return ", ".join(f"{kind} {degree}" for kind, degree in order if degree > 1)
 
 
 ALONE = ModuleDegrees()
 SharedModules = Mapping[str, ModuleDegrees]
-"""Degrees by module; nothing is shared of those that are missing."""
+"""Degrees by module; missing modules have none."""
 
 
 def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
-    """What a plan says of a module."""
+    """Return the degrees of a module in a plan."""
     replicas = plan.replicas(module)
     stage = replicas[0][0]
     return ModuleDegrees(len(replicas), stage.cp, stage.tp, stage.sharding)
@@ -66,13 +66,10 @@ def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
 
 @dataclass(frozen=True)
 class DegreeChoices:
-    """The degrees that a module may have.
-
-    Attributes:
-        tp, cp, dp: numbers, in ascending order.
+    """Accepted degrees of a module. ``tp``, ``cp`` and ``dp`` are numbers in ascending order.
 
     Raises:
-        PlanError: naming what is no number above 0, or empty.
+        PlanError: a degree is empty or not a whole number above 0.
     """
 
     tp: Sequence[int] = (1,)
@@ -89,20 +86,19 @@ class DegreeChoices:
 
     @property
     def may_be_alone(self) -> bool:
-        """Whether the module need not be shared."""
+        """True if the module may have no degrees."""
         return all(1 in getattr(self, kind) for kind in KINDS)
 
     def within(
         self, devices: int, per_node: int, num_microbatches: int, sharding: str
     ) -> Iterator[ModuleDegrees]:
-        """Those with which one stage fits on so many devices, tensor parallelism on one node,
-        and replicas that divide the microbatches.
+        """Yield the degrees with which one stage fits on ``devices`` devices, a tensor-parallel
+        group on one node, and the replicas divide the microbatches.
 
         Args:
-            devices: that one stage of the module may have.
-            per_node: devices of a node.
-            num_microbatches: of a step.
-            sharding: where several processes share the module; else it is ``"none"``.
+            devices: most devices of one stage of the module.
+            per_node: devices per node.
+            sharding: sharding if several processes hold the same parameters; otherwise ``"none"``.
         """
         for tp in self.tp:
             if tp > per_node or per_node % tp:
@@ -117,13 +113,11 @@ class DegreeChoices:
 def process_profile(
     graph: ModuleGraph, profile: CostProfile, degrees: SharedModules
 ) -> CostProfile:
-    """The profile as processes see it, wherever they are: those of a rank talk over the fast link
-    if a node has room for them.
+    """Return the profile per process, wherever processes are placed: the processes of a rank use
+    the fast link if a node has room for them.
 
     Args:
-        graph: the modules.
-        profile: seconds and bytes of a whole layer on one device.
-        degrees: by module, over how many processes it is shared.
+        profile: seconds and bytes of whole layers on one device.
     """
     modules = {}
     for node in graph.nodes:
@@ -140,11 +134,11 @@ def process_profile(
 def recomputing(
     graph: ModuleGraph, recompute: bool, recompute_loss: bool = False
 ) -> dict[str, np.ndarray]:
-    """Which stages recompute; arguments as of :func:`make_plan`. Per module of n layers, a
-    boolean array of shape (n + 1, n + 1): entry (lo, hi) is of a stage with layers [lo, hi)."""
+    """Return which stages recompute, with arguments as in :func:`make_plan`: per module of n
+    layers, an (n + 1, n + 1) bool array, with entry (lo, hi) for a stage with layers [lo, hi)."""
     result = {}
     for module, backward in has_backward(graph).items():
-        # Once a layer has a backward, all after it have.
+        # If a layer has a backward, all later layers have one.
         first_has_backward = np.array([*backward, False])[:, None]
         again = np.repeat(first_has_backward & recompute, len(backward) + 1, axis=1)
         if module in graph.losses and not recompute_loss:
@@ -163,26 +157,25 @@ def make_plan(
     memory_limit: int | None = None,
     recompute_loss: bool = False,
 ) -> Plan:
-    """A plan with one rank per stage ("modality parallel"), encoders first.
+    """Return a plan with one rank per stage ("modality parallel"), encoders first.
 
     Args:
-        graph: the modules.
         partitions: layers of each stage, per module.
-        num_microbatches, schedule, profile, memory_limit: as of the plan.
-        recompute: recompute in every stage whose layers all have a backward. A stage that
-            has none in its first layers keeps what its other layers need: recomputing it
-            whole would run forwards again that nothing asks for.
-        recompute_loss: recompute in the loss's stage too. It has one microbatch under way at
-            a time, whose activations it needs at once, so nothing is gained by it.
+        num_microbatches, schedule, profile, memory_limit: as in the plan.
+        recompute: True to recompute every stage whose layers all have a backward. A stage without a
+            backward in its first layers keeps what its other layers need; recomputing all of it
+            would run forwards that are not needed.
+        recompute_loss: True to recompute the stage of the loss, too. It has one microbatch in
+            flight at a time, whose activations it needs at once, so recomputing saves nothing.
 
     Raises:
-        PlanError: if the partitions do not cover the modules.
+        PlanError: the partitions do not cover the modules.
     """
     recomputed = recomputing(graph, recompute, recompute_loss)
     stages: list[Stage] = []
     for module in graph.topological:
         for index, (lo, hi) in enumerate(partitions.get(module, ())):
-            there = 0 <= lo < hi <= graph.node(module).num_layers  # if not, the plan says so
+            there = 0 <= lo < hi <= graph.node(module).num_layers  # otherwise the plan raises
             again = there and bool(recomputed[module][lo, hi])
             stages.append(Stage(module, index, (lo, hi), rank=len(stages), recompute=again))
     return Plan(
@@ -191,22 +184,21 @@ def make_plan(
 
 
 def common_replicas(graph: ModuleGraph, degrees: SharedModules) -> int:
-    """The most equal parts that plans with these degrees consist of."""
+    """Return the largest number of equal parts of plans with these degrees."""
     return math.gcd(*(degrees.get(node.name, ALONE).dp for node in graph.nodes))
 
 
 def with_degrees(plan: Plan, degrees: SharedModules, parts: int = 1) -> Plan:
-    """A plan of one stage per rank with its modules shared.
+    """Return a plan with degrees, made from a plan with one process per rank.
 
-    Ranks are numbered so that groups are near each other: those of many processes first, which
-    lets tensor parallel groups begin where nodes do; and stage by stage, copies of a stage
-    next to each other, because gradients are many more bytes than the messages of a pipeline.
+    Ranks are numbered so that groups are close together. Ranks of many processes come first, so
+    that tensor-parallel groups begin where nodes do. Replicas of a stage are adjacent, because
+    gradients are much larger than the messages of a pipeline.
 
     Args:
-        plan: of one replica of each module.
-        degrees: by module.
-        parts: that the whole plan consists of; of several the first, with the plan's microbatches,
-            as an :class:`EqualPart`.
+        plan: plan with one replica of each module.
+        parts: number of equal parts; above 1, the result is the first :class:`EqualPart`, with the
+            plan's microbatches.
     """
     if all(own == ALONE for own in degrees.values()):
         return plan

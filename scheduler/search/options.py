@@ -1,4 +1,4 @@
-"""What of pipelined plans is searched, and the problem that a planner is given."""
+"""Options of a search for pipelined plans, and the problem for a planner."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ SEARCHED_SCHEDULES = ("1f1b", "zero_bubble")
 CHUNKS = (2, 3, 4)
 LAYERS = "layers"
 RECOMPUTE = (False, LAYERS, True)
-"""What stages may do to fit: nothing; their layers keep as much as there is room for; or they keep
-what they receive only."""
+"""Ways to fit in memory: keep all activations; let layers keep as much as fits; or keep only the
+inputs of stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What of pipelined plans is searched.
+    """Options of a search for pipelined plans; raises ``PlanError`` naming an invalid field.
 
     Attributes:
-        schedules: those that are tried, of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
-        layouts: of :data:`LAYOUTS`.
-        recompute: whether stages recompute; ``"layers"``: layers keep as much as there is room
-            for; None: a layout does the one or the other only if it does not fit otherwise.
-
-    Raises:
-        PlanError: naming the field, its value and what is accepted.
+        schedules: schedules to try, of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
+        layouts: layouts to try, of :data:`LAYOUTS`.
+        recompute: True if stages recompute; ``"layers"`` if layers keep as much as fits; None to
+            try these only for layouts that do not fit otherwise.
     """
 
     schedules: Sequence[str] = field(
@@ -56,20 +53,14 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class PlanProblem(SearchOptions):
-    """What a planner of pipelines is given.
+    """Problem for a planner of pipelines; raises ``PlanError`` naming an invalid field.
 
     Attributes:
-        graph, profile: the model and what its layers cost.
-        ranks: how many devices there are; a plan may use fewer.
+        ranks: number of devices; a plan may use fewer.
         num_microbatches: microbatches per step.
-        memory_limit: bytes per device; no limit if None.
-        network: what messages take.
-        chunks: stages of a module per rank that are tried besides one.
-        degrees: per module, the degrees it may have beside its pipeline; where missing, each of
-            its ranks is one process.
-
-    Raises:
-        PlanError: naming the field, its value and what is accepted.
+        memory_limit: bytes per device; None for no limit.
+        chunks: numbers of stages per rank and module to try in addition to one.
+        degrees: accepted degrees by module; for other modules, each rank is one process.
     """
 
     graph: ModuleGraph

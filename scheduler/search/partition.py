@@ -1,11 +1,11 @@
-"""Where to cut: contiguous layers into stages, exactly, and the simple ways for comparison.
+"""Exact partitions of contiguous layers into stages, and simple baselines.
 
-The objective is the bottleneck, the cost of the slowest stage (Cornstarch v2 §3.1). Two
-solvers give the same bottleneck:
+The objective is the bottleneck, the cost of the slowest stage (Cornstarch v2 §3.1). Two solvers
+give the same bottleneck:
 
-* :func:`partition_layers`, a parametric probe, for costs that simply add up;
-* :func:`partition_matrix`, the dynamic programme of
-  Cornstarch v2 eq. 5-6, for cuts that cost something and for stages that do not fit.
+* :func:`partition_layers`, a parametric search, for additive costs;
+* :func:`partition_matrix`, the dynamic programme of Cornstarch v2 eq. 5-6, for cuts with a cost and
+for stages that do not fit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Ranges = tuple[tuple[int, int], ...]
 """Layers of each stage: first, and one past the last."""
 
 Feasible = Callable[[int, int, int], bool]
-"""``feasible(index, lo, hi)``: may stage ``index`` hold the layers ``[lo, hi)``?"""
+"""``feasible(index, lo, hi)`` returns True if stage ``index`` may hold the layers ``[lo, hi)``."""
 
 
 def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
-    """Cut layers into ``stages`` non-empty stages so that the costliest costs least.
+    """Split layers into ``stages`` non-empty stages with the least bottleneck.
 
-    A probe asks whether a bottleneck B can be kept, by filling stage after stage as far as
-    B allows; bisection narrows B down. It is exact, not merely to a tolerance, for stage
-    costs computed as differences of prefix sums: costs are not negative and rounding is
-    monotone, so a stage never gets cheaper by another layer, which is all that the probe
-    needs. Both ends of the bisection are costs of real stages: a kept B comes down to the
-    bottleneck it achieved, and a missed one goes up to the cheapest stage that the probe had
-    to refuse, since nothing changes for any B below that. So they meet in the optimum.
+    A probe tests a bottleneck B by filling stage after stage as far as B allows; bisection narrows
+    B down. The result is exact for stage costs that are differences of prefix sums: costs are not
+    negative and rounding is monotone, so another layer never makes a stage cheaper, which is all
+    that the probe needs. Both ends of the bisection are costs of real stages. A feasible B is
+    lowered to the bottleneck that it achieved, and an infeasible B is raised to the cheapest stage
+    that the probe rejected, since nothing changes for any B below that. So the ends meet in the
+    optimum.
 
-    Of the cuts that achieve it, those nearest to an equal share of what remains are taken
-    (filling every stage to the brim would leave the last ones nearly empty).
+    Among the optimal cuts, those nearest to an equal share of the remainder are chosen (filling
+    every stage completely would leave the last ones nearly empty).
 
     Args:
         costs: cost of each layer (n of them), in any unit.
@@ -48,8 +48,7 @@ def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
         k ranges ``[lo, hi)`` that cover 0..n.
 
     Raises:
-        NoPlanError: if there are fewer layers than stages, or a cost is negative or not
-            finite.
+        NoPlanError: fewer layers than stages, or a cost that is negative or not finite.
     """
     prefix = _prefix_sums(costs)
     num_layers = len(prefix) - 1
@@ -75,9 +74,10 @@ def _difference(high: float, low: float) -> float:
 
 
 def _reach(prefix: Sequence[float], start: int, bottleneck: float) -> int:
-    """Largest end of a stage that starts at ``start`` and costs at most ``bottleneck``."""
+    """Return the largest end of a stage that starts at ``start`` and costs at most
+    ``bottleneck``."""
     end = bisect_right(prefix, prefix[start] + bottleneck, start) - 1
-    # The sum above is rounded otherwise than the difference that defines a stage's cost.
+    # This sum is rounded differently from the difference that defines a stage's cost.
     while prefix[end] - prefix[start] > bottleneck:
         end -= 1
     while end + 1 < len(prefix) and prefix[end + 1] - prefix[start] <= bottleneck:
@@ -88,7 +88,7 @@ def _reach(prefix: Sequence[float], start: int, bottleneck: float) -> int:
 def _probe(
     prefix: Sequence[float], stages: int, bottleneck: float
 ) -> tuple[float, bool, float]:
-    """(largest stage cost used, all layers placed?, cheapest stage that was refused)"""
+    """Return (largest stage cost used, True if all layers fit, cheapest rejected stage)."""
     last = len(prefix) - 1
     start, largest, refused = 0, 0.0, math.inf
     for _ in range(stages):
@@ -102,9 +102,9 @@ def _probe(
 
 
 def _spread(prefix: Sequence[float], stages: int, bottleneck: float) -> Ranges:
-    """Cuts under a bottleneck that can be kept, near equal shares."""
+    """Return cuts within a feasible bottleneck, near equal shares."""
     num_layers = len(prefix) - 1
-    # earliest[i]: first layer from which on stages i.. can hold the rest.
+    # earliest[i]: first layer at which stage i may start so that the remaining layers fit.
     earliest = [num_layers] * (stages + 1)
     for index in range(stages - 1, 0, -1):
         end = earliest[index + 1]
@@ -130,19 +130,19 @@ def _spread(prefix: Sequence[float], stages: int, bottleneck: float) -> Ranges:
 def cost_matrix(
     costs: Sequence[float] | np.ndarray, cut_costs: Sequence[float] | None = None
 ) -> np.ndarray:
-    """Cost of every possible stage, with cuts that cost time.
+    """Return the cost of every possible stage, including costs of cuts.
 
     Args:
         costs: cost of each layer (n of them), e.g. seconds of 1F + 1B.
-        cut_costs: n numbers; entry i is what the cut before layer i costs each of the two
-            stages at it (communication). Entry 0 is not used.
+        cut_costs: n numbers; entry i is the cost (communication) of a cut before layer i for each
+            of the two adjacent stages. Entry 0 is not used.
 
     Returns:
-        (n + 1, n + 1) float64, entry (lo, hi) for the layers ``[lo, hi)``; ``inf`` where
-        ``hi <= lo``.
+        (n + 1, n + 1) float64, entry (lo, hi) for the layers ``[lo, hi)``; ``inf`` where ``hi <=
+        lo``.
 
     Raises:
-        NoPlanError: if a cost is negative or not finite.
+        NoPlanError: a cost is negative or not finite.
     """
     prefix = np.array(_prefix_sums(costs))
     num_layers = len(prefix) - 1
@@ -162,30 +162,30 @@ def cost_matrix(
 def partition_matrix(
     matrix: np.ndarray, stages: int, feasible: Feasible | np.ndarray | None = None
 ) -> Ranges:
-    """The dynamic programme (Cornstarch v2 eq. 5-6) over costs of whole stages.
+    """Run the dynamic programme (Cornstarch v2 eq. 5-6) over costs of whole stages.
 
     Args:
-        matrix: (n + 1, n + 1); entry (lo, hi) is the cost of a stage with the layers
-            ``[lo, hi)``, not negative; ``inf`` forbids the stage. Only ``hi > lo`` is read. Or
-            one for each stage, (k, n + 1, n + 1), where the place matters.
+        matrix: (n + 1, n + 1); entry (lo, hi) is the cost of a stage with the layers ``[lo, hi)``,
+            not negative; ``inf`` forbids the stage. Only ``hi > lo`` is read. Alternatively (k, n +
+            1, n + 1), with costs that depend on the stage's index.
         stages: number of stages k.
-        feasible: ``feasible(index, lo, hi) -> bool``, or a boolean array of shape
-            (k, n + 1, n + 1): may stage ``index`` hold these layers? The place matters: with
-            1F1B, earlier stages hold activations of more microbatches.
+        feasible: ``feasible(index, lo, hi) -> bool``, or a (k, n + 1, n + 1) bool array: True if
+            stage ``index`` may hold these layers. The index matters because with 1F1B, earlier
+            stages hold activations of more microbatches.
 
     Returns:
-        k ranges ``[lo, hi)`` with the least bottleneck, and of those the least sum of
-        squared stage costs.
+        k ranges ``[lo, hi)`` with the least bottleneck, and among those the least sum of squared
+        stage costs.
 
     Raises:
-        NoPlanError: if there are fewer layers than stages, or no cut is feasible.
+        NoPlanError: fewer layers than stages, or no feasible partition.
     """
     matrix = np.asarray(matrix, dtype=float)
     num_layers = matrix.shape[-1] - 1
     _check_stages(num_layers, stages)
     per_stage = _allowed_costs(matrix, stages, feasible)
 
-    # Eq. 5-6: best[i], the least bottleneck of layers [0, i) in the stages so far.
+    # Eq. 5-6: best[i] is the least bottleneck of layers [0, i) in the stages so far.
     best = per_stage[0][0]
     for cost in per_stage[1:]:
         best = np.maximum(best[:, None], cost).min(axis=0)
@@ -195,8 +195,8 @@ def partition_matrix(
             f"no partition of {num_layers} layers into {stages} stages is feasible"
         )
 
-    # Again with sums of squares, over stages within the bottleneck. Shares of it, so that
-    # squares neither overflow nor vanish.
+    # Repeat with sums of squares, over stages within the bottleneck. Costs are relative to the
+    # bottleneck, so that squares neither overflow nor underflow.
     squares = []
     for cost in per_stage:
         within = cost <= bottleneck
@@ -218,11 +218,8 @@ def partition_matrix(
 
 
 def least_bottlenecks(matrix: np.ndarray) -> np.ndarray:
-    """(n,) the least bottleneck of n layers in 1, 2, ... n stages.
-
-    Args:
-        matrix: (n + 1, n + 1) as of :func:`partition_matrix`.
-    """
+    """Return the (n,) least bottlenecks of n layers in 1, 2, ... n stages. ``matrix`` is (n + 1, n
+    + 1) as in :func:`partition_matrix`."""
     size = len(matrix)
     matrix = np.where(np.tri(size, dtype=bool), np.inf, matrix)
     reach, least = matrix[0], []
@@ -235,7 +232,7 @@ def least_bottlenecks(matrix: np.ndarray) -> np.ndarray:
 def _allowed_costs(
     matrix: np.ndarray, stages: int, feasible: Feasible | np.ndarray | None
 ) -> list[np.ndarray]:
-    """Per stage index: the matrix with ``inf`` where the stage may not be."""
+    """Return the matrix of each stage index, with ``inf`` where the stage is not allowed."""
     size = matrix.shape[-1]
     matrix = np.where(np.tri(size, dtype=bool), np.inf, matrix)
     if np.isnan(matrix).any() or (matrix < 0).any():
@@ -247,7 +244,7 @@ def _allowed_costs(
         function, feasible = feasible, np.zeros((stages, size, size), dtype=bool)
         for index in range(stages):
             first, last = index == 0, index == stages - 1
-            # Other stages hold at least one layer each, so not every range can come up.
+            # Other stages hold at least one layer each, so not every range can occur.
             for lo in range(index, 1 if first else size - stages + index):
                 ends = [size - 1] if last else range(lo + 1, size - stages + index + 1)
                 for hi in ends:
@@ -263,11 +260,8 @@ def _allowed_costs(
 
 
 def even_layers(num_layers: int, stages: int) -> Ranges:
-    """Baseline: as many layers on every stage, one more on the first ones if it must be.
-
-    Raises:
-        NoPlanError: if there are fewer layers than stages.
-    """
+    """Return the baseline with equally many layers per stage, one more on the first ones if needed;
+    raise ``NoPlanError`` if there are fewer layers than stages."""
     _check_stages(num_layers, stages)
     size, more = divmod(num_layers, stages)
     cuts = [size * index + min(index, more) for index in range(stages + 1)]

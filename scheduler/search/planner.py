@@ -1,11 +1,12 @@
-"""The planner: from a model's costs and a number of ranks to the plan to run.
+"""Planner: from a model's costs and a number of ranks to the plan to run.
 
-It searches stage counts exactly under 1F1B
-(:func:`~raymm.scheduler.search.stage_search.joint_search`), then tries the best of them with
-better schedules and several chunks per rank, and the other layouts; everything is judged by
-simulated iteration time with messages, within the memory limit. If it may, it then looks for
-degrees of tensor, context and data parallelism under which pipelines are faster still
-(:mod:`~raymm.scheduler.search.degree_search`)."""
+The planner searches stage counts exactly under 1F1B
+(:func:`~raymm.scheduler.search.stage_search.joint_search`). Then it tries the best of them with
+better schedules and several chunks per rank, and the other layouts. All plans are compared by
+simulated iteration time with messages, within the memory limit. If degrees may be searched, it then
+looks for degrees of tensor, context and data parallelism with which pipelines are faster still
+(:mod:`~raymm.scheduler.search.degree_search`).
+"""
 
 from __future__ import annotations
 
@@ -43,16 +44,17 @@ from raymm.scheduler.search.stage_memory import (
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import ROUNDING, StageSpace
 
-# Beside layouts: ranks of several processes and copies, in pipelines.
+# Name, next to layouts, of pipelines with replicas and ranks of several processes.
 DEGREES = "degrees"
-# Plans with degrees that are tried with every schedule.
+# Number of plans with degrees to try with every schedule.
 DEGREE_FINALISTS = 2
-# Plans of the stage search that are tried with every schedule.
+# Number of plans of the stage search to try with every schedule.
 FINALISTS = 3
-# On more ranks than these, plans that are faster by less than this share are not looked for, and
-# those that bounds rule out are not made.
+# On more ranks than this, the search ignores improvements below this fraction, and does not create
+# plans that bounds rule out.
 MANY_RANKS, GAP = 32, 0.005
-# Then so many stages are put into plans, or their equal parts, of an assignment of degrees at most.
+# In that case, at most this many stages are created in plans (or their equal parts) per assignment
+# of degrees.
 MOST_STAGES = 10_000
 
 
@@ -62,19 +64,18 @@ def propose(
 ) -> Proposal:
     """Plan a model.
 
-    Plans without degrees are judged even if degrees may be searched (unless 1 is not among the
-    choices), so the best is never slower than it would be without. The search over degrees is
-    exact to within :data:`GAP` only where there are few plans
-    (:func:`~raymm.scheduler.search.degree_search.are_few`).
+    Plans without degrees are evaluated even if degrees may be searched (unless 1 is not accepted),
+    so degrees never make the result slower. The search over degrees is exact to within :data:`GAP`
+    only if there are few plans (:func:`~raymm.scheduler.search.degree_search.are_few`).
 
     Args:
-        problem: with a rank for each module.
-        control: is told how far the search is, and asked whether to end it.
-        searched: what is left out, as it was searched before (:attr:`Proposal.searched`).
+        problem: problem with a rank for each module.
+        control: reports progress and may end the search early.
+        searched: searches to skip because they were done before (:attr:`Proposal.searched`).
 
     Raises:
-        NoPlanError: if nothing fits.
-        PlanError: if the profile is not of this graph.
+        NoPlanError: no plan fits.
+        PlanError: the profile does not match the graph.
     """
     profile, network, degrees = problem.profile, problem.network, problem.degrees
     if degrees and profile.links is None:
@@ -100,7 +101,7 @@ def propose(
 
 
 class _Planner:
-    """One round of planning, with or without recomputation."""
+    """One round of planning, with one way of recomputation."""
 
     def __init__(
         self, space: StageSpace, within: Callable[[StageSpace], StageSpace], candidates: Candidates,
@@ -114,7 +115,7 @@ class _Planner:
         self.degrees = degrees
 
     def run(self) -> tuple[str, ...]:
-        """Add what is found; returns the layouts of which no plan fits."""
+        """Add the plans that are found; return the layouts without any plan that fits."""
         left = []
         for layout in self._ordered():
             before = len(self.candidates.options)
@@ -135,13 +136,14 @@ class _Planner:
 
     @property
     def _memory_text(self) -> str:
-        """What is done for memory in this round."""
+        """Text for the recomputation of this round."""
         memory = self.space.memory
         layers = ", layers recomputing" if memory is not None and memory.adaptive else ""
         return ", recomputing" if self.space.recompute else layers
 
     def _ordered(self) -> Sequence[str]:
-        """On many ranks degrees come first, as the others are then mostly ruled out by bounds."""
+        """Return the layouts to search. On many ranks degrees come first, because bounds then
+        mostly rule out the others."""
         if not self._many or DEGREES not in self.layouts:
             return self.layouts
         return (DEGREES, *(layout for layout in self.layouts if layout != DEGREES))
@@ -152,14 +154,14 @@ class _Planner:
 
     @property
     def _incumbent(self) -> float:
-        """Seconds of the best plan so far, where degrees come first; else ``inf``, so that every
-        layout has a plan."""
+        """Seconds of the best plan so far if degrees come first; else ``inf``, so that every layout
+        has a plan."""
         options = self.candidates.options if self._many and self.degrees else []
         return min((option.seconds for option in options), default=math.inf)
 
     def _is_hopeless(self, layout: str) -> bool:
-        """Whether no plan without degrees undercuts the incumbent, as its ranks are so few: no more
-        than there are layers."""
+        """Return True if no plan without degrees can be faster than the incumbent, because it
+        cannot use more ranks than there are layers."""
         space = self.space
         works = layer_work(space.graph, space.profile).values()
         ranks = min(space.ranks, sum(map(len, works)))
@@ -189,7 +191,7 @@ class _Planner:
     def _try_chunks(self, counts: dict[str, int]) -> None:
         if "zero_bubble" not in self.candidates.schedules:
             return
-        # Zero bubble is tuned without the bandwidth of links: 1F1B may be faster.
+        # Zero bubble is tuned without the bandwidth of links, so 1F1B may be faster.
         for many in self.chunks:
             if self.candidates.control.should_stop():
                 return
@@ -203,8 +205,8 @@ class _Planner:
             )
 
     def _try_degrees(self) -> None:
-        """Search pipelines whose modules have degrees: with all schedules where there are few
-        plans, else under 1F1B, and then the best of them with every schedule."""
+        """Search pipelines with degrees: with all schedules if there are few plans, else under 1F1B
+        and then the best of them with every schedule."""
         candidates, space = self.candidates, self.space
         estimated = estimates(
             space, self.degrees, candidates.network.ranks_per_node,
@@ -222,7 +224,7 @@ class _Planner:
             shared = [e for e in estimated if any(d != ALONE for d in e.degrees.values())]
             results = search_degrees(
                 space, shared, candidates.seconds, candidates.bound, candidates.fits, self.within,
-                # Of 1F1B, as other schedules of a plan may be faster than its own.
+                # Compare with 1F1B only, because other schedules of a plan may be faster.
                 min((o.seconds for o in candidates.options if o.plan.schedule == space.schedule),
                     default=math.inf),
                 gap=GAP if self._many else ROUNDING,
@@ -236,13 +238,13 @@ class _Planner:
             candidates.add_schedules("modality_parallel", result.best.plan)
 
     def _try_shared(self, layout: str) -> None:
-        """Layouts in which modules share ranks: of those that fit the one that is fastest
-        under 1F1B, or else the one that promises most, to say why it does not fit."""
+        """Try a layout in which modules share ranks: the plan that fits and is fastest under 1F1B,
+        or else the most promising one, to report why it does not fit."""
         plans, reason = [], f"it needs at least 2 ranks; ranks is {self.space.ranks}"
         for make in self._makers(layout):
             try:
                 plans.append(make())
-            except NoPlanError as error:  # this one does not exist for the model
+            except NoPlanError as error:  # this variant does not exist for the model
                 reason = str(error)
         if not plans:
             self.candidates.refused.append((layout, reason))
@@ -261,7 +263,7 @@ class _Planner:
 
     def _makers(self, layout: str) -> list[Callable[[], Plan]]:
         space, ranks, graph = self.space, self.space.ranks, self.space.graph
-        most = graph.node(graph.backbone).num_layers  # stages of it, however many ranks
+        most = graph.node(graph.backbone).num_layers  # most stages of the backbone
         if layout == "replicated":
             return [partial(replicated, space, min(ranks, most))]
         after = {graph.backbone, *graph.followers}
@@ -273,11 +275,10 @@ class _Planner:
 
 
 def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
-    """A space that knows which stages fit in memory.
+    """Return the space with a :class:`StageMemory`, if it has a memory limit.
 
     Args:
-        space: if it has a limit.
-        adaptive: whether layers may keep less activations where a stage would not fit otherwise.
+        adaptive: True if layers may keep fewer activations where a stage would not fit otherwise.
     """
     if space.memory_limit is None:
         return space
@@ -293,13 +294,8 @@ def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
 
 
 def stage_bytes(space: StageSpace, name: str) -> StageBytes:
-    """What the stages of a module need, each on a rank of its own, as
-    :func:`raymm.scheduler.schedule.stage_costs.stage_costs` counts it.
-
-    Args:
-        space: with a memory limit.
-        name: the module's.
-    """
+    """Return the memory of a module's stages, each on a separate rank, as in
+    :func:`raymm.scheduler.schedule.stage_costs.stage_costs`. The space must have a memory limit."""
     graph, node, degrees = space.graph, space.graph.node(name), space.shared(name)
     profile, layers = space.profile, space.process_profile.modules[name]
     sharers = degrees.dp * degrees.cp
@@ -313,15 +309,15 @@ def stage_bytes(space: StageSpace, name: str) -> StageBytes:
     if not graph.consumers(name):
         outputs[-1] = 0
     handed = np.array([0.0, *outputs])[None, :]
-    # A stage has a backward if its last layer has, and hands a gradient back if anything before its
-    # first layer is trained.
+    # A stage has a backward if its last layer has one, and sends back a gradient if anything before
+    # its first layer is trained.
     backward = np.array([False, *space.backward[name]])[None, :]
     before = np.array([*trainable_before(graph)[name], False])[:, None]
     kept = np.cumsum([0, *(
         c.activation_bytes if b else 0
         for c, b in zip(layers, space.backward[name], strict=True)
     )])
-    # While a layer works, nothing is left of those after it.
+    # While a layer works in the backward, activations of later layers are already freed.
     reach = range_maximum([
         c.working_bytes + float(kept[i + 1]) if space.backward[name][i] else 0.0
         for i, c in enumerate(layers)

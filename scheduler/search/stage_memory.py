@@ -1,10 +1,10 @@
-"""Which stages fit in a device's memory, and the time that making them fit adds.
+"""Stages that fit in a device's memory, and the time that making them fit adds.
 
-A stage's weights and optimizer state leave so many bytes for the activations of the microbatches
-that 1F1B holds there, as many as the stage is deep. If that is not enough, its layers may keep
-less and make the rest again: the least time for that is a knapsack
-(:mod:`raymm.scheduler.costs.recomputation`), which cuts are to know of, because moving a layer to a
-stage nearer to the loss, which holds fewer microbatches, may save more time than its compute is.
+The weights and optimizer state of a stage leave some bytes for the activations of the microbatches
+that 1F1B holds there, as many as the stage is deep. If that is not enough, its layers may keep less
+and recompute the rest. The least time for that is a knapsack
+(:mod:`raymm.scheduler.costs.recomputation`). Partitions have to consider it, because moving a layer
+to a stage nearer to the loss, which holds fewer microbatches, may save more time than its compute.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from raymm.scheduler.costs.recomputation import (
 )
 from raymm.scheduler.search.partition import Ranges, cost_matrix
 
-# The knapsack's exact answer is never below the relaxation by more than rounding.
+# The exact answer of the knapsack is below the relaxation by rounding only.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a module's stages need: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
+    """Memory of a module's stages: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
 
     Attributes:
-        room: what a device has for all that follows: its memory without weights, their state,
-            communicators and workspaces, and a share that lies idle.
-        update: what the end of a step takes for itself.
-        messages: those under way, and data; of a stage without backward, what its forward needs.
-        received: what a stage receives per microbatch.
-        saved: what it keeps per microbatch beside its layers' activations, its output.
-        working: what it has for a time beyond what it keeps, if it keeps all.
+        room: bytes available for everything below: memory without weights, optimizer state,
+            communicators, workspaces and fragmentation.
+        update: temporary bytes at the end of a step.
+        messages: bytes of messages in flight and data; without backward, also of the forward.
+        received: bytes received per microbatch.
+        saved: bytes kept per microbatch besides the layers' activations (the output).
+        working: temporary bytes beyond what the stage keeps, if it keeps all activations.
     """
 
     room: np.ndarray
@@ -53,8 +53,8 @@ class StageBytes:
 
 
 def range_maximum(values: Sequence[float]) -> np.ndarray:
-    """(n + 1, n + 1): at (lo, hi) the largest of ``values[lo:hi]``, which are at least 0; 0 where
-    there is none."""
+    """Return the (n + 1, n + 1) largest of ``values[lo:hi]``, which must be at least 0; 0 for an
+    empty range."""
     many = len(values)
     result = np.zeros((many + 1, many + 1))
     for lo in range(many):
@@ -63,14 +63,14 @@ def range_maximum(values: Sequence[float]) -> np.ndarray:
 
 
 class ModuleMemory:
-    """A module's possible stages: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
+    """Possible stages of a module: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
 
     Args:
-        layers: as one process has them.
-        backward: per layer, whether a step runs a backward of it.
-        sizes: what stages need beside what layers keep.
-        recomputing: which stages recompute as a whole.
-        adaptive: whether layers may keep less where a stage would not fit.
+        layers: costs per process.
+        backward: per layer, True if a step runs a backward of it.
+        sizes: memory of stages besides the layers' activations.
+        recomputing: True for stages that are recomputed as a whole.
+        adaptive: True if layers may keep less where a stage would not fit.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class ModuleMemory:
         self._frontiers: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def added(self, live: int) -> np.ndarray:
-        """(n + 1, n + 1) seconds per microbatch that stages which hold ``live`` microbatches take
-        longer, ``inf`` for those that fit in no way. Where layers have to keep less it is a lower
-        bound, until :meth:`refine` has been asked for the stage."""
+        """Return the (n + 1, n + 1) seconds per microbatch that memory adds to stages that hold
+        ``live`` microbatches; ``inf`` for stages that cannot fit. If layers have to keep less, an
+        entry is a lower bound until :meth:`refine` is called for its stage."""
         if live not in self._added:
             again, sizes = self._recomputing, self._sizes
             kept = self._kept + sizes.saved
@@ -111,10 +111,10 @@ class ModuleMemory:
         return self._added[live]
 
     def refine(self, live: int, lo: int, hi: int) -> bool:
-        """Make a stage's entry of :meth:`added` exact; whether that changed it.
+        """Make an entry of :meth:`added` exact; return True if that changed it.
 
         Args:
-            live: microbatches whose activations it holds at once.
+            live: microbatches whose activations the stage holds at once.
             lo, hi: the stage has layers [lo, hi).
         """
         bound = self.added(live)[lo, hi]
@@ -126,10 +126,11 @@ class ModuleMemory:
         return exact > bound * (1 + _ROUNDING)
 
     def choice(self, live: int, lo: int, hi: int) -> Recomputation | None:
-        """What the layers of a stage keep, so that it fits; None if it fits as it is, or cannot.
+        """Return what the layers of a stage keep so that it fits; None if it fits as it is, or
+        cannot fit.
 
         Args:
-            live: microbatches whose activations it holds at once.
+            live: microbatches whose activations the stage holds at once.
             lo, hi: the stage has layers [lo, hi).
         """
         key = live, lo, hi
@@ -139,7 +140,7 @@ class ModuleMemory:
         return self._chosen[key]
 
     def _alike(self, live: int, lo: int, hi: int) -> Recomputation | None:
-        """:meth:`_choose`, once for stages of equal layers."""
+        """Return :meth:`_choose`, computed once for stages of equal layers."""
         key = live, self._room[lo, hi], self._sizes.saved[lo, hi], self._kinds[lo:hi]
         if key not in self._choices:
             self._choices[key] = self._choose(live, lo, hi)
@@ -148,9 +149,8 @@ class ModuleMemory:
     def _choose(self, live: int, lo: int, hi: int) -> Recomputation | None:
         own = list(zip(self._layers[lo:hi], self._backward[lo:hi], strict=True))
         layers = [cost.choices if b else _NOTHING for cost, b in own]
-        # Beyond what layers keep: what one of them has for a time, as if those after it still kept
-        # theirs. How much that is depends on the choice, so the least room for it that is enough is
-        # looked for.
+        # A layer also needs temporary memory, in addition to the activations of all layers. The
+        # amount depends on the choice of options, so search for the best limit of it.
         rooms = sorted({working_bytes(cost, o) for cost, b in own if b for o in cost.choices})
         tries = []
         for room in rooms:
@@ -175,12 +175,13 @@ class ModuleMemory:
         return best
 
     def _budget(self, live: int, lo: int, hi: int, room: int) -> int:
-        """Bytes that a microbatch's activations may take, if there is to be room for others."""
+        """Return the bytes for a microbatch's activations if ``room`` bytes remain for temporary
+        memory."""
         return int((self._room[lo, hi] - room) // live - self._sizes.saved[lo, hi])
 
     def _relaxed(self, live: int) -> np.ndarray:
-        """Lower bounds where a stage would not fit: layers may be divided, and what is made again
-        needs no room."""
+        """Return lower bounds where a stage would not fit, from the linear relaxation and without
+        temporary memory for recomputation."""
         if live > len(self._bounds):
             lives = np.arange(1, max(2 * live, 16) + 1)
             layers = len(self._layers)
@@ -199,7 +200,7 @@ class ModuleMemory:
         return self._bounds[live - 1]
 
     def _frontier(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes per microbatch, ascending, and the least seconds added with them, linear in
+        """Return bytes per microbatch, ascending, and the least seconds added with them; linear in
         between."""
         kinds = tuple(sorted(self._kinds[lo:hi]))
         if kinds not in self._frontiers:
@@ -212,12 +213,11 @@ _NOTHING = (LayerOption(KEEP, 0.0, 0),)
 
 
 class StageMemory:
-    """What a :class:`~raymm.scheduler.search.stage_space.StageSpace` knows of memory.
+    """Memory model of a :class:`~raymm.scheduler.search.stage_space.StageSpace`.
 
     Args:
-        modules: the memory of each.
-        microbatches: per module, how many of a step one replica of it has.
-        adaptive: whether layers may keep less where a stage would not fit.
+        microbatches: microbatches per step and replica, by module.
+        adaptive: True if layers may keep less where a stage would not fit.
     """
 
     def __init__(
@@ -228,23 +228,22 @@ class StageMemory:
         self.adaptive = adaptive
 
     def added(self, module: str, stages: int, beyond: int) -> np.ndarray:
-        """(stages, n + 1, n + 1) seconds per microbatch, see :meth:`ModuleMemory.added`.
+        """Return (stages, n + 1, n + 1) seconds per microbatch, see :meth:`ModuleMemory.added`.
 
         Args:
-            module: of n layers.
-            stages: how many it is cut into.
+            module: module of n layers.
+            stages: number of its stages.
             beyond: stages on the longest path from its output to the loss.
         """
         memory = self._modules[module]
         return np.stack([memory.added(live) for live in self._live(module, stages, beyond)])
 
     def refine(self, module: str, ranges: Ranges, beyond: int) -> bool:
-        """Make the entries of a partition's stages exact; whether that changed any.
+        """Make the entries of a partition's stages exact; return True if that changed any.
 
         Args:
-            module: that is cut.
             ranges: [lo, hi) of every stage's layers.
-            beyond: stages on the longest path from its output to the loss.
+            beyond: stages on the longest path from the module's output to the loss.
         """
         lives = self._live(module, len(ranges), beyond)
         changed = [
@@ -254,12 +253,11 @@ class StageMemory:
         return any(changed)
 
     def options(self, module: str, ranges: Ranges, beyond: int) -> list[tuple[str, ...]]:
-        """What the layers of each stage do with their activations; empty where they keep them.
+        """Return the activation handling of each stage's layers; empty if they keep all.
 
         Args:
-            module: that is cut.
             ranges: [lo, hi) of every stage's layers.
-            beyond: stages on the longest path from its output to the loss.
+            beyond: stages on the longest path from the module's output to the loss.
         """
         memory, result = self._modules[module], []
         for live, (lo, hi) in zip(self._live(module, len(ranges), beyond), ranges, strict=True):
@@ -268,6 +266,6 @@ class StageMemory:
         return result
 
     def _live(self, module: str, stages: int, beyond: int) -> list[int]:
-        """Microbatches that 1F1B holds, stage by stage."""
+        """Return the number of microbatches that 1F1B holds in each stage."""
         most = self._microbatches[module]
         return [min(stages - index + beyond, most) for index in range(stages)]

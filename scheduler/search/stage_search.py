@@ -1,7 +1,7 @@
-"""How many stages for which module: an exact search.
+"""Exact search for the number of stages of each module.
 
-It chooses from a :class:`~raymm.scheduler.search.stage_space.StageSpace` and judges whole plans by
-an iteration time that the caller supplies, usually a simulated one.
+It chooses from a :class:`~raymm.scheduler.search.stage_space.StageSpace` and compares whole plans
+by an iteration time that the caller supplies, usually simulated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.stage_space import ROUNDING, Counts, StageSpace
 
 DEFAULT_ALTERNATIVES = 4
-# How far a combination is bounded: by its counts, as it is cut, as a plan.
+# Level of the bound of a combination: by its counts, by its partition, by its plan.
 COUNTED, CUT, PLANNED = range(3)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan that was evaluated: stages per module and seconds per iteration."""
+    """One evaluated plan: stages per module, and seconds per iteration."""
 
     counts: Counts
     plan: Plan
@@ -32,13 +32,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         best: the fastest plan.
-        alternatives: the next fastest, best first.
-        combinations: stage counts within the budget that the search chose from.
-        simulated: of these, for how many an iteration time was computed.
+        alternatives: the next fastest plans, best first.
+        combinations: number of stage counts within the budget.
+        simulated: number of combinations whose iteration time was computed.
     """
 
     best: Choice
@@ -59,43 +59,42 @@ def joint_search(
     most_plans: float = math.inf,
     control: SearchControl | None = None,
 ) -> SearchResult:
-    """The fastest plan over all stage counts within the budget, and the next fastest.
+    """Return the fastest plan over all stage counts within the budget, and the next fastest.
 
-    Branch and bound, best first: a combination is bounded however it is cut, then, when its turn
-    comes, as it is cut, then as a plan by ``lower_bound``, and is simulated if it comes again. The
-    search ends when nothing left can be faster. Of the same bound the fewest ranks come first.
+    Best-first branch and bound: a combination is first bounded for any partition, then, when its
+    turn comes, for its own partition, then as a plan by ``lower_bound``, and is simulated when its
+    turn comes again. The search ends when none of the rest can be faster. Ties go to the fewest
+    ranks.
 
     Args:
-        space: what to choose from.
-        iteration_time: seconds of one iteration of a plan.
-        lower_bound: seconds that ``iteration_time`` of a plan is never below.
-        fits: whether a plan fits in memory; all do by default.
-        alternatives: how many of the next fastest plans to return as well. They are exact
-            too, so they cost simulations.
-        gap: plans that are faster by less than this share are not looked for. The default
-            keeps rounding from deciding what is simulated, no more.
-        profile_bound: whether ``iteration_time`` charges every stage at least what the
-            profile says, for every microbatch. If not (say, microbatches that lack a
-            modality), only ``lower_bound`` can be trusted.
-        incumbent: seconds of a plan that is known; none that cannot be faster is looked for.
-        most_plans: how many are made, to bound or to simulate them, before the search ends with
-            what it has; it is exact if it needs no more.
-        control: is asked whether to end with what there is.
+        iteration_time: returns the seconds of one iteration of a plan.
+        lower_bound: returns a lower bound of ``iteration_time``.
+        fits: returns True if a plan fits in memory; by default all do.
+        alternatives: number of next fastest plans to return. They are exact too, so they cost
+            simulations.
+        gap: relative improvements below this are ignored. The default only keeps rounding from
+            deciding what is simulated.
+        profile_bound: True if ``iteration_time`` is at least the profile's time for every stage and
+            microbatch. If not (for example, if microbatches lack a modality), only ``lower_bound``
+            is used.
+        incumbent: seconds of a known plan; slower plans are not searched.
+        most_plans: number of plans to create before the search ends with the best so far; the
+            search is exact if it needs no more.
+        control: may end the search early.
 
     Returns:
-        The best plan and the alternatives with the same seconds (to within ``gap``) as
-        judging every combination would give.
+        The best plan and alternatives, with the same seconds (to within ``gap``) as evaluating
+        every combination would give.
 
     Raises:
-        NoPlanError: if no plan fits (or, of those that may be faster than the incumbent,
-            none does).
+        NoPlanError: no plan fits, or none of those that may be faster than the incumbent.
     """
     modules = space.graph.topological
     queue = _counted(space, profile_bound)
     combinations, plans = len(queue), 0
-    bounded: dict[tuple[int, ...], Plan] = {}  # on their way to be simulated
+    bounded: dict[tuple[int, ...], Plan] = {}  # waiting to be simulated
     evaluated: list[Choice] = []
-    kept: list[float] = []  # the best times so far, negated: a heap with the worst of them first
+    kept: list[float] = []  # best times so far, negated: a heap with the worst of them first
     while queue:
         if control is not None and control.should_stop():
             break
@@ -132,7 +131,7 @@ def joint_search(
 def _counted(
     space: StageSpace, profile_bound: bool
 ) -> list[tuple[float, int, int, tuple[int, ...]]]:
-    """A heap of all combinations: bound, ranks, how far it is bounded, stages by module."""
+    """Return a heap of all combinations: bound, ranks, level of the bound, stages by module."""
     modules = space.graph.topological
     queue = [
         (
@@ -146,28 +145,27 @@ def _counted(
 
 
 def _least_of(space: StageSpace, counts: Counts) -> float:
-    """Of stage counts, however they are cut."""
+    """Return a lower bound for stage counts with any partition."""
     return max(space.least_bound(m, n) for m, n in counts.items())
 
 
 def _bound_of(space: StageSpace, counts: Counts) -> float:
-    """As they are cut; ``inf`` where a module has no partition."""
+    """Return a lower bound for the partitions; ``inf`` if a module has no partition."""
     return max(space.lower_bound(m, n, space.beyond(m, counts)) for m, n in counts.items())
 
 
 def search_result(
     space: StageSpace, evaluated: list[Choice], combinations: int, alternatives: int
 ) -> SearchResult:
-    """The best of what was evaluated.
+    """Return the best of the evaluated plans.
 
     Args:
-        space: the ranks that there are, for the error.
-        evaluated: plans with their seconds; they are sorted in place.
-        combinations: how many numbers of stages were looked at, for the result.
-        alternatives: how many plans besides the best the result has at most.
+        evaluated: plans with their seconds; sorted in place.
+        combinations: number of stage counts, for the result.
+        alternatives: most plans in the result besides the best.
 
     Raises:
-        NoPlanError: nothing was.
+        NoPlanError: no plan was evaluated.
     """
     if not evaluated:
         more = "" if space.recompute else ", or turn recomputation on"

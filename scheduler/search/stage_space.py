@@ -1,5 +1,5 @@
-"""What stage searches choose from: a balanced partition per module and number of stages, the
-plans made of them, and seconds that such plans cannot undercut."""
+"""Space of stage searches: a balanced partition per module and number of stages, the plans made
+from them, and lower bounds of their seconds."""
 
 from __future__ import annotations
 
@@ -37,40 +37,38 @@ from raymm.scheduler.search.stage_memory import StageMemory
 Counts = dict[str, int]
 """Stages per module."""
 
-# Schedules that run a backward in one piece, so that its gradient is sent only when all of
-# it is done.
+# Schedules with an unsplit backward, which send its gradient only when all of it is done.
 WHOLE_BACKWARD = ("1f1b", "gpipe")
 
-# Bounds and simulated times are sums of the same numbers in another order; bounds are taken
-# as this share less than they come out.
+# Bounds and simulated times are sums of the same numbers in different orders, so bounds are lowered
+# by this fraction.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class StageSpace:
-    """Everything the searches choose from.
+    """Everything that the searches choose from.
 
     Attributes:
-        graph, profile: the model and what its layers cost.
-        ranks: the budget of devices, one per process; a plan may use fewer.
-        num_microbatches, schedule, recompute, recompute_loss, memory_limit: as of
+        ranks: number of devices, one per process; a plan may use fewer.
+        num_microbatches, schedule, recompute, recompute_loss, memory_limit: as in
             :func:`make_plan`.
-        max_stages: the most stages a module may have, if limited.
-        cut_costs: per module, seconds that the cut before each layer costs the two stages at
-            it, as of :func:`~raymm.scheduler.search.partition.cost_matrix`.
-        memory: which stage may hold which layers, and what making them fit adds; all fit if
-            None.
-        expected: what partitions balance instead of the profile's work, for comparison with
+        max_stages: most stages of a module; None for no limit.
+        cut_costs: per module, seconds that a cut before each layer costs the two adjacent stages,
+            as in :func:`~raymm.scheduler.search.partition.cost_matrix`.
+        memory: model of the stages that fit in memory and the time added to make them fit; None if
+            all fit.
+        expected: work that partitions balance instead of the profile's, for comparison with
             planners that know less (``benchmarks.baselines.pipelines.unaware_work``).
-        degrees: how modules are shared; by default every stage is one process.
-        by_part: whether plans that consist of equal parts, as replicas of all modules make them,
-            are looked at as one of them (:class:`~raymm.scheduler.plan.equal_part.EqualPart`).
-        any_schedule: True if lower bounds have to hold for every schedule of a plan, False if only
-            for ``schedule``.
+        degrees: degrees of modules; by default every stage is one process.
+        by_part: True to evaluate only one of the equal parts of a plan, which replicas of all
+            modules make (:class:`~raymm.scheduler.plan.equal_part.EqualPart`).
+        any_schedule: True if lower bounds must hold for every schedule of a plan, not only for
+            ``schedule``.
 
     Raises:
-        NoPlanError: if there are fewer ranks than modules need for one stage each.
-        PlanError: if the profile, or ``expected``, is not of this graph.
+        NoPlanError: fewer ranks than one stage of each module needs.
+        PlanError: the profile, or ``expected``, does not match the graph.
     """
 
     graph: ModuleGraph
@@ -115,40 +113,39 @@ class StageSpace:
         return _tables(self)
 
     def shared(self, module: str) -> ModuleDegrees:
-        """How a module is shared."""
+        """Return the degrees of a module."""
         return self.degrees.get(module, ALONE)
 
     @cached_property
     def process_profile(self) -> CostProfile:
-        """What layers cost one process."""
+        """Costs of layers per process."""
         return process_profile(self.graph, self.profile, self.degrees)
 
     def replica_microbatches(self, module: str) -> int:
-        """Microbatches of a step that one replica of a module has."""
+        """Return the microbatches per step of one replica of a module."""
         return self.num_microbatches // self.shared(module).dp
 
     def most_stages(self, module: str) -> int:
-        """The most stages a module may have when every other module has one."""
+        """Return the most stages of a module if every other module has one."""
         others = sum(self.shared(n.name).devices for n in self.graph.nodes if n.name != module)
         room = (self.ranks - others) // self.shared(module).devices
         limits = [self.graph.node(module).num_layers, room]
         return min(limits if self.max_stages is None else [*limits, self.max_stages])
 
     def beyond(self, module: str, counts: Mapping[str, int]) -> int:
-        """Stages on the longest path from a module's output to the loss. ``counts`` must
-        have every module after it."""
+        """Return the stages on the longest path from a module's output to the loss. ``counts`` must
+        have every later module."""
         return max(
             (counts[c] + self.beyond(c, counts) for c in self.graph.consumers(module)), default=0
         )
 
     def partition(self, module: str, stages: int, beyond: int = 0) -> Ranges | None:
-        """The balanced partition, or None if none is feasible.
+        """Return the balanced partition, or None if none is feasible.
 
         Args:
-            module: the module.
-            stages: how many it is cut into.
-            beyond: stages on the longest path from the module's output to the loss, which with
-                :attr:`memory` matters: stage i has the depth ``stages - i + beyond``, and 1F1B
+            stages: number of stages.
+            beyond: stages on the longest path from the module's output to the loss. With
+                :attr:`memory` it matters: stage i has the depth ``stages - i + beyond``, and 1F1B
                 holds activations of as many microbatches there.
         """
         key = (module, stages, beyond if self.memory else 0)
@@ -163,58 +160,46 @@ class StageSpace:
         matrix = self._tables[module].balanced
         if self.memory is None:
             return partition_matrix(matrix, stages)
-        while True:  # bounds become exact where they matter, so this ends with the best
+        while True:  # entries become exact where they matter, so this ends with the optimum
             added = self.memory.added(module, stages, beyond)
             ranges = partition_matrix(matrix + added, stages)
             if not self.memory.refine(module, ranges, beyond):
                 return ranges
 
     def possible(self, module: str, beyond: int = 0, most: int | None = None) -> list[int]:
-        """How many stages a module can have, ascending.
+        """Return the numbers of stages that a module can have, ascending.
 
         Args:
-            module: by name.
             beyond: stages on the longest path from its output to the loss.
-            most: stages that are asked for at most; None for as many as it has layers or ranks.
+            most: largest number to return; None for the number of layers or ranks.
         """
         limit = self.most_stages(module)
         limit = limit if most is None else min(limit, most)
         return [n for n in range(1, limit + 1) if self.partition(module, n, beyond) is not None]
 
     def bottleneck(self, module: str, stages: int, beyond: int = 0) -> float:
-        """Seconds of 1F + 1B of the slowest stage, as partitions count it; ``inf`` if no
+        """Return the seconds of 1F + 1B of the slowest stage, as in partitions; ``inf`` if no
         partition is feasible.
 
         Args:
-            module: by name.
-            stages: how many it is cut into.
+            stages: number of stages.
             beyond: stages on the longest path from its output to the loss.
         """
         return self._worst("balanced", module, stages, beyond)
 
     def lower_bound(self, module: str, stages: int, beyond: int = 0) -> float:
-        """Seconds that no iteration undercuts in which the module is cut like this.
+        """Return a lower bound of the iteration time with this partition of the module.
 
-        A stage cannot start before a microbatch came down to it. Then it has all of its own
-        work to do; and its last backward has to travel on to the first stages (its last
-        forward, where it has no backward, to the loss and from there back). None of the ways
-        there and back depend on how modules are cut, so the largest of the modules' bounds
-        is one of the whole plan.
-
-        Args:
-            module: by name.
-            stages: how many it is cut into.
-            beyond: stages on the longest path from its output to the loss.
+        A stage cannot start before a microbatch has reached it. Then it does all its work, and its
+        last backward has to travel to the first stages (without backward, its last forward to the
+        loss and from there back). These paths do not depend on partitions, so the largest bound
+        over modules is a bound of the whole plan.
         """
         return self._worst("bound", module, stages, beyond) * (1 - ROUNDING)
 
     def least_bound(self, module: str, stages: int) -> float:
-        """:meth:`lower_bound` of the partition of which it is least, whatever fits in memory.
-
-        Args:
-            module: by name.
-            stages: how many it is cut into.
-        """
+        """Return the least :meth:`lower_bound` over all partitions into ``stages`` stages, ignoring
+        memory."""
         return float(self._tables[module].least[stages - 1]) * (1 - ROUNDING)
 
     def _worst(self, table: str, module: str, stages: int, beyond: int) -> float:
@@ -225,8 +210,8 @@ class StageSpace:
         return float(max(values[lo, hi] for lo, hi in ranges))
 
     def combinations(self) -> Iterator[Counts]:
-        """Stage counts within the budget. Those of a module that memory forbids are among them."""
-        modules = self.graph.topological[::-1]  # what decides depth comes first
+        """Yield the stage counts within the budget, including those that memory forbids."""
+        modules = self.graph.topological[::-1]  # start with modules that determine depth
 
         def extend(chosen: Counts, left: int, at: int) -> Iterator[Counts]:
             if at == len(modules):
@@ -242,11 +227,8 @@ class StageSpace:
         yield from extend({}, self.ranks, 0)
 
     def plan(self, counts: Mapping[str, int]) -> Plan:
-        """The plan for these stage counts.
-
-        Raises:
-            NoPlanError: if a module cannot have so many stages.
-        """
+        """Return the plan for these stage counts; raise ``NoPlanError`` if a module cannot have so
+        many stages."""
         partitions = {}
         for node in self.graph.nodes:
             count = counts[node.name]
@@ -274,7 +256,7 @@ class StageSpace:
         return max(0, min(hi, self.graph.node(stage.module).num_blocks) - lo)
 
     def made_of(self, partitions: Mapping[str, Ranges]) -> Plan:
-        """The plan with these layers per stage, one rank each (and copy)."""
+        """Return the plan with these layers per stage, one rank per stage (and replica)."""
         plan = make_plan(
             self.graph, partitions, self.num_microbatches // self.parts, self.schedule,
             self.profile, self.recompute, self.memory_limit, self.recompute_loss,
@@ -283,42 +265,42 @@ class StageSpace:
 
     @property
     def parts(self) -> int:
-        """Equal parts of plans, of which one is looked at."""
+        """Number of equal parts of plans; only one part is evaluated."""
         return common_replicas(self.graph, self.degrees) if self.by_part else 1
 
     def stage_seconds(self, module: str) -> np.ndarray:
-        """Seconds of 1F + 1B of layers [lo, hi) as one stage, as partitions balance them: an
-        array of shape (n + 1, n + 1)."""
+        """Return the (n + 1, n + 1) seconds of 1F + 1B of layers [lo, hi) as one stage, as balanced
+        by partitions."""
         return self._tables[module].balanced
 
     @cached_property
     def backward(self) -> dict[str, tuple[bool, ...]]:
-        """Per module and layer: does a training step run a backward of it at all?"""
+        """Per module and layer, True if a training step runs a backward of it."""
         return has_backward(self.graph)
 
     @cached_property
     def recomputing(self) -> dict[str, np.ndarray]:
-        """Which stages recompute, as of :func:`recomputing`."""
+        """Stages that recompute, as in :func:`recomputing`."""
         return recomputing(self.graph, self.recompute, self.recompute_loss)
 
 
 @dataclass(frozen=True)
 class _ModuleTable:
-    """Per possible stage of a module, (n + 1, n + 1) arrays over (lo, hi), in seconds:
-    what partitions balance, and the lower bound that the stage puts on an iteration."""
+    """(n + 1, n + 1) seconds per possible stage of a module: the work that partitions balance, and
+    the stage's lower bound of an iteration."""
 
     balanced: np.ndarray
     bound: np.ndarray
 
     @cached_property
     def least(self) -> np.ndarray:
-        """(n,) by the number of stages less one, the least of all partitions' bounds."""
+        """(n,) least bound over all partitions, by the number of stages minus one."""
         return least_bottlenecks(self.bound)
 
 
 def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     works = layer_work(space.graph, space.process_profile)
-    # Where B_w is split from B_d it can be put off, so only B_d is sure to hold up others.
+    # A split B_w can be postponed, so only B_d is certain to delay other stages.
     whole = space.schedule in WHOLE_BACKWARD and not space.any_schedule
     forward = {m: np.array([w.forward for w in work]) for m, work in works.items()}
     gradient = {
@@ -328,12 +310,12 @@ def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     ways = LongestWays(space.graph, forward, gradient)
     tables = {}
     for module, work in works.items():
-        # Sums of gradients are left out: of a bound, and of what is balanced.
+        # Gradient sums are ignored, both in bounds and in the balanced work.
         all_work = cost_matrix([w.total for w in work])
         in_time = cost_matrix(forward[module] + gradient[module])  # before the last gradient
         again = np.where(space.recomputing[module], cost_matrix(forward[module]), 0.0)
         all_work, in_time = all_work + again, in_time + again
-        # A stage has a backward if its last layer has.
+        # A stage has a backward if its last layer has one.
         last_has_backward = np.array([False, *space.backward[module]])[None, :]
         after = np.where(
             last_has_backward, ways.to_first(module)[:, None], ways.to_loss_and_back(module)

@@ -1,4 +1,4 @@
-"""Plans for fewer ranks than modules: modules take turns on ranks."""
+"""Plans for fewer ranks than modules, in which modules take turns on ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SHARED = "encoders share a rank"
 
 
 def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan]]:
-    """(name, plan) of ways to put a model on fewer ranks than it has modules: everything on
-    one; every other module on the first rank, and what follows the language model on the last,
-    beside as much of that as keeps the ranks balanced; and the layouts that share ranks anyway.
+    """Yield (name, plan) of ways to put a model on fewer ranks than modules: everything on one
+    rank; all other modules on the first rank and those after the language model on the last, with
+    as much of the language model as balances the ranks; and the layouts that share ranks anyway.
 
     Args:
-        space: its own ``ranks`` do not matter here (a space needs one per module).
-        ranks: how many there are.
+        space: space with one rank per module; its ``ranks`` is ignored.
+        ranks: number of ranks.
     """
     graph = space.graph
     if ranks == 1:
@@ -33,7 +33,7 @@ def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan
     with suppress(NoPlanError):
         yield SHARED, _colocated_with_language_model(space, ranks)
     for encoder_ranks in range(1, ranks):
-        with suppress(NoPlanError):  # not every model can be laid out like that
+        with suppress(NoPlanError):  # not every model has this layout
             yield "colocated", colocated(space, encoder_ranks, ranks - encoder_ranks)
     with suppress(NoPlanError):
         yield "replicated", replicated(space, ranks)
@@ -54,7 +54,7 @@ def _colocated_with_language_model(space: StageSpace, ranks: int) -> Plan:
             first + seconds, last
         )
     matrix = space.stage_seconds(name).copy()
-    # The only stages that start at layer 0, or end with the last: their ranks have the rest to do.
+    # The ranks of the first and the last stage also run the other modules.
     matrix[0, 1:] += first
     matrix[:layers, layers] += last
     partitions[name] = partition_matrix(matrix, ranks, None)
@@ -62,8 +62,8 @@ def _colocated_with_language_model(space: StageSpace, ranks: int) -> Plan:
 
 
 def _placed(plan: Plan, graph: ModuleGraph) -> Plan:
-    """Stages of the backbone one per rank, what follows it on the last, everything else on the
-    first."""
+    """Place the stages of the backbone one per rank, its followers on the last rank, and all other
+    modules on the first."""
     last = len(plan.module_stages(graph.backbone)) - 1
     ranks = {name: last for name in graph.followers}
     stages = tuple(

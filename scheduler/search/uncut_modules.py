@@ -1,5 +1,5 @@
-"""Planning a model some of whose modules cannot be cut: each becomes one layer, and the plan
-found is then written in the model's own layers."""
+"""Planning of models with modules that cannot be split: each becomes one layer, and the resulting
+plan is then converted to the model's own layers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from raymm.scheduler.schedule.process_costs import stage_layers
 def with_uncut_modules(
     graph: ModuleGraph, profile: CostProfile, modules: Collection[str]
 ) -> tuple[ModuleGraph, CostProfile]:
-    """A graph and profile in which these modules' blocks are one layer each. What the layer
-    costs is what its blocks cost under the frozen rules.
+    """Return a graph and profile in which the blocks of these modules are one layer each. The
+    layer's cost is that of its blocks under the frozen rules.
 
     Args:
-        graph: the model's own.
-        profile: of its layers.
-        modules: names of those that are not cut.
+        modules: names of the modules that are not split.
 
     Raises:
-        PlanError: if the profile is not of this graph.
+        PlanError: the profile does not match the graph.
     """
     work = layer_work(graph, profile)
     nodes, costs = [], dict(profile.modules)
@@ -48,7 +46,7 @@ def with_uncut_modules(
         )
         backward_input = sum(w.backward_input for w in done)
         backward_weight = sum(w.backward_weight for w in done)
-        if not done[0].backward_input:  # nobody waits for its gradient; it is one piece
+        if not done[0].backward_input:  # no stage waits for its gradient; do not split
             backward_weight += backward_input
             backward_input = 0.0
         parameters = sum(c.parameter_bytes for c in own)
@@ -83,7 +81,7 @@ def with_uncut_modules(
 def _together(
     layers: Sequence[LayerCost] | Sequence[LayerBytes], backward: Sequence[bool]
 ) -> LayerBytes:
-    """What layers have together, and with which options if all of them take the same."""
+    """Return the total memory of layers, with the options that all of them have."""
     running = [c for c, b in zip(layers, backward, strict=True) if b]
     names = [option.name for option in running[0].options] if running else []
     common = []
@@ -101,13 +99,7 @@ def _together(
 
 
 def in_own_layers(plan: Plan, graph: ModuleGraph, profile: CostProfile) -> Plan:
-    """A plan of :func:`with_uncut_modules`'s graph as one of the model's own.
-
-    Args:
-        plan: of the graph with uncut modules.
-        graph: the model's own.
-        profile: of its layers.
-    """
+    """Convert a plan of :func:`with_uncut_modules`'s graph to the model's own graph and profile."""
     stages = []
     for stage in plan.stages:
         hidden = graph.node(stage.module).num_layers - plan.graph.node(stage.module).num_layers
