@@ -74,9 +74,9 @@ class BatchCheck:
             )
         if not any(bool(label_mask(microbatch[LABELS]).any()) for microbatch in microbatches):
             raise DataError(
-                f"{LABELS} of the step has nothing but {IGNORE_INDEX} after the first token of "
-                "each row, which nothing predicts; accepted: at least one label, as the loss is a "
-                "mean over labels"
+                f"{LABELS} of the step are all {IGNORE_INDEX} after the first token of each row, "
+                "which is never predicted; accepted: at least one label, as the loss is a mean "
+                "over labels"
             )
         for number, microbatch in enumerate(microbatches):
             with _of_microbatch(number):
@@ -113,8 +113,8 @@ class BatchCheck:
                 raise DataError(str(error)) from None
             except USER_CODE_RAISES as error:  # a user's function may raise anything
                 raise DataError(
-                    f"the merge policy does not take it{because(error)}. (If it would on a rank: "
-                    "give the policy a method check, raymm.actors.modules.merge)"
+                    f"the merge policy rejects the batch{because(error)}. If it accepts the batch "
+                    "on a rank, give it a method check (raymm.actors.modules.merge)"
                 ) from error
         self._length.check(length)
 

@@ -84,7 +84,7 @@ class DagCheck:
                     if "meta" in str(error).lower():  # it looks at values
                         break
                     raise DataError(
-                        f"{name!r} does not take the batch, {in_words(read)}{because(error)}; "
-                        "accepted: entries that its forward takes"
+                        f"{name!r} does not accept the batch, {in_words(read)}{because(error)}; "
+                        "accepted: entries that its forward accepts"
                     ) from error
         return ids

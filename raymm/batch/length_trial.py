@@ -54,7 +54,8 @@ class LengthTrial:
                 model(inputs_embeds=torch.zeros(1, length, width), use_cache=False)
         except (IndexError, RuntimeError, ValueError) as error:
             raise DataError(
-                f"the microbatch's longest row has {length} tokens, with those of encoders; "
+                f"the longest row of the microbatch has {length} tokens, including those of "
+                "encoders; "
                 f"accepted: up to {self._stated}, the language model's max_position_embeddings "
                 f"({' '.join(str(error).split())})"
             ) from error

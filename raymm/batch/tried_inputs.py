@@ -89,8 +89,8 @@ class TriedInputs:
         except ProbeError as error:
             tried = " or ".join(map(_in_words, self._tried[name])) or "nothing yet"
             raise DataError(
-                f"{name!r} has {_in_words(signature)}, which its encoder was not tried with "
-                f"({tried}), and which does not do: {error}"
+                f"{name!r} has {_in_words(signature)}, which differs from the inputs that its "
+                f"encoder was tried with ({tried}), and fails: {error}"
             ) from error
         self._tried[name].add(signature)
 

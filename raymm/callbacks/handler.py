@@ -91,5 +91,5 @@ class CallbackHandler:
         try:
             write_whole(path, "".join(traceback.format_exception(error)))
         except OSError as unwritten:
-            return f"{text}; the run goes on without it ({path}: {unwritten})"
-        return f"{text}; the run goes on without it. Its traceback is in {path}"
+            return f"{text}; the run continues without it ({path}: {unwritten})"
+        return f"{text}; the run continues without it. Its traceback is in {path}"

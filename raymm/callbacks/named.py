@@ -48,10 +48,10 @@ def _named(field: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Callback
             raise ConfigError(f"{field}: {error}") from None
     else:
         raise ConfigError(
-            f"{field} is {name!r}; accepted: {', '.join(LOGGERS)}, or module:Class of your own"
+            f"{field} is {name!r}; accepted: {', '.join(LOGGERS)}, or module:Class for a custom one"
         )
     if not (isinstance(target, type) and issubclass(target, Callback)):
-        raise ConfigError(f"{field}: {name!r} is no class derived from raymm.Callback")
+        raise ConfigError(f"{field}: {name!r} is not a subclass of raymm.Callback")
     try:
         return target(**arguments)
     except ConfigError as error:

@@ -57,13 +57,13 @@ METRICS = {
         ),
         MetricSpec("raymm_checkpoint_seconds", "gauge", "Time a checkpoint stopped the run."),
         MetricSpec("raymm_checkpoint_step", "gauge", "Step of the last checkpoint."),
-        MetricSpec("raymm_steps_not_applied_total", "counter", "Steps that were not finite."),
+        MetricSpec("raymm_steps_not_applied_total", "counter", "Steps skipped as not finite."),
         MetricSpec("raymm_samples_skipped_total", "counter", "Samples left out of their steps."),
         MetricSpec(
-            "raymm_restarts_total", "counter", "Times the run went on with other processes.",
+            "raymm_restarts_total", "counter", "Restarts with other processes.",
             ("cause",),
         ),
-        MetricSpec("raymm_running", "gauge", "1 while the run goes on, 0 when it has ended."),
+        MetricSpec("raymm_running", "gauge", "1 while the run is active, 0 after its end."),
     )
 }
 # Gauges that are a field of a step's row as they are.

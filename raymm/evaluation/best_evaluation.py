@@ -55,7 +55,7 @@ class BestEvaluation:
             return None
         if min(losses[-patience:]) < min(losses[:-patience]):
             return None
-        return f"the last {patience} evaluations brought no better {self._asked.best}"
+        return f"the last {patience} evaluations did not improve {self._asked.best}"
 
     def write(self, rows: Rows, steps: Collection[int]) -> int | None:
         """Write :data:`BEST` for the best checkpoint; return its step, or None without one.

@@ -55,8 +55,8 @@ def keep_references(
             stored = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot read {file}, what the model said of its data when the run began: {error}; "
-                "put it back, or begin another run"
+                f"cannot read {file}, the reference log-probabilities from the start of the run: "
+                f"{error}; restore the file, or start a new run"
             ) from None
         if same_rows(stored.get("data", {})):
             parallel.references = stored["scores"]
@@ -74,8 +74,8 @@ def keep_references(
                             score, scores_of.setdefault(row, score)
                         ):
                             raise ConfigError(
-                                f"two rows are named {row!r}, and model.loss.dpo.reference is "
-                                f"{loss.reference!r}; accepted: rows with an id of their own"
+                                f"two rows have the id {row!r}, and model.loss.dpo.reference is "
+                                f"{loss.reference!r}; accepted: rows with different ids"
                             )
     write_whole(file, json.dumps({"data": data, "scores": scores_of}) + "\n")
     say(f"references     {file}: {len(scores_of)} answers")

@@ -40,12 +40,12 @@ def test_wrong_entries_are_refused_by_name():
         ({"pixel_values": pixels.clone().requires_grad_()}, "requires_grad"),
         ({"pixel_values": pixels.to("meta")}, "on meta"),
         ({"pixel_values": pixels[:3]}, "'pixel_values': 3"),
-        ({"pixel_values": torch.zeros(4, 3, 12, 12)}, r"'image' does not take .*\(4, 3, 12, 12\)"),
-        ({"pixel_values": pixels[:, :1]}, "'image' does not take .*channel"),
-        ({"input_ids": ids.float()}, "'text' does not take .*float32"),
+        ({"pixel_values": torch.zeros(4, 3, 12, 12)}, r"'image' does not .*\(4, 3, 12, 12\)"),
+        ({"pixel_values": pixels[:, :1]}, "'image' does not accept .*channel"),
+        ({"input_ids": ids.float()}, "'text' does not accept .*float32"),
         ({"input_ids": ids + V}, rf"'input_ids'\[0, 0\] is \d+; accepted: 0 to {V - 1}"),
         ({"input_ids": ids - 5}, f"accepted: 0 to {V - 1}"),
-        ({"input_ids": torch.ones(4, 30).long()}, "'text' does not take"),
+        ({"input_ids": torch.ones(4, 30).long()}, "'text' does not accept"),
         ({"attention_mask": None}, "'attention_mask' of the batch, which is missing"),
     ):
         with pytest.raises((DataError, ModelError), match=said):

@@ -45,8 +45,9 @@ def test_what_was_not_tried_is_named_with_what_was():
     inputs.check(*step(x=X))
     inputs.check(*step(x=torch.randn(2, 7, 4)))
     named = (
-        r"'vision' has mask \(float32, 2 dimensions\), x \(float32, 3 dimensions\), which its "
-        r"encoder was not tried with \(x \(float32, 3 dimensions\)\), .*Masked cannot be cut"
+        r"'vision' has mask \(float32, 2 dimensions\), x \(float32, 3 dimensions\), which differs "
+        r"from the inputs that its encoder was tried with \(x \(float32, 3 dimensions\)\), "
+        r".*Masked cannot be cut"
     )
     with pytest.raises(DataError, match=named):
         inputs.check(*step(x=X, mask=torch.rand(2, 3)))

@@ -52,7 +52,7 @@ def asked(rows, folder, scores=(-1.0, -2.0), run=None, begins=True):
 def test_another_row_of_the_same_id_is_told_by_its_tokens(ray_cluster, tmp_path):
     """However likely it is."""
     rows = [("a", [1, 2, 3]), ("b", [4, 5]), ("a", [1, 2, 3]), ("b", [4, 5, 6, 7])]
-    with pytest.raises(ConfigError, match="two rows are named 'b'"):
+    with pytest.raises(ConfigError, match="two rows have the id 'b'"):
         asked(rows, tmp_path)
     assert not list(tmp_path.iterdir())
     # The same row again is no other, whatever it is padded to.
@@ -64,7 +64,7 @@ def test_another_row_of_the_same_id_is_told_by_its_tokens(ray_cluster, tmp_path)
 
 def test_another_row_with_the_same_tokens_is_told_by_its_score(ray_cluster, tmp_path):
     """It has another picture."""
-    with pytest.raises(ConfigError, match="two rows are named 'a'"):
+    with pytest.raises(ConfigError, match="two rows have the id 'a'"):
         asked([("a", [1, 2]), ("a", [1, 2])], tmp_path)
 
 

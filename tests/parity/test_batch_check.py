@@ -203,7 +203,7 @@ def test_merge_policies_without_a_check_are_tried(policy):
     crowded = pm.batch([5, 5], 3, vision=[0, 0, 0])
     with pytest.raises(DataError, match="IndexError: room for 8 tokens of vision, not 12"):
         check.microbatches([crowded], 1)
-    with pytest.raises(DataError, match="longest row has 68 tokens, .* up to 64"):
+    with pytest.raises(DataError, match="longest row of the microbatch has 68 tokens, .* up to 64"):
         check.microbatches([pm.batch([60], 3, vision=[0, 0])], 1)
 
 

@@ -160,7 +160,7 @@ def test_a_run_that_fails_says_so_to_those_who_watch(make_config, raymm, calls, 
 @pytest.mark.parametrize("entry, words", [
     ("tensorbord", ["run.callbacks[0] is 'tensorbord'", "tensorboard, wandb, mlflow", "module:Cl"]),
     ("watching_callbacks:Nobody", ["run.callbacks[0]", "Nobody"]),
-    ("watching_callbacks:CALLS", ["run.callbacks[0]", "no class derived from raymm.Callback"]),
+    ("watching_callbacks:CALLS", ["run.callbacks[0]", "not a subclass of raymm.Callback"]),
     (FAILING, ["run.callbacks[0]", "TypeError", "at"]),
     ({FAILING: {"at": 1}, RECORDER: {}}, ["run.callbacks[0] has 2 names"]),
     ({"tensorboard": {"directory": "x"}}, ["run.callbacks[0]", "directory"]),

@@ -52,7 +52,7 @@ EARLY = {
     ),
     "a page": (["--model", ".", "--data", "page.html"], ["page.html:1: is not a JSON value"]),
     "an empty file": (["--model", ".", "--data", "empty.jsonl"], ["empty.jsonl has no samples"]),
-    "an empty folder": (["--model", ".", "--data", "tokens"], ["has no file of rows; accepted: "]),
+    "an empty folder": (["--model", ".", "--data", "tokens"], ["contains no data files; "]),
     "a split of a file": (
         ["--model", ".", "--data", "rows.jsonl", "--split", "test"], ["--split", "a file"],
     ),

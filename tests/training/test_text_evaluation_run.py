@@ -144,11 +144,11 @@ def test_a_run_that_gets_no_better_ends(ray_cluster, raymm, changes, make_config
     assert code == 0, text
     # At most one better than the first: nothing written.
     last = curve(tmp_path / "run")[-1][0]
-    assert last in (2, 3, 4) and "brought no better text_functions:length" in text
+    assert last in (2, 3, 4) and "did not improve text_functions:length" in text
     latest = CheckpointStore(tmp_path / "run").latest()
     assert latest is not None and Path(latest).name == f"step-{last:08d}"
     code, text = raymm("train", config)
-    assert code == 0 and f"has taken {last} steps, and the last 2 evaluations brought no" in text
+    assert code == 0 and f"has taken {last} steps, and the last 2 evaluations did not" in text
     assert curve(tmp_path / "run")[-1][0] == last
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_gets_no_better_ends_with_its_phase(
     values = {**changes, "run.evaluate": evaluate, "at": {2: {"vision": "frozen"}}}
     code, text = raymm("train", make_config(values))
     assert code == 0, text
-    assert "step     2  the run ends: the last 2 evaluations brought no better" in text
+    assert "step     2  the run ends: the last 2 evaluations did not improve" in text
     assert "after step 2" not in text and [row[0] for row in curve(tmp_path / "run")] == [1, 2]
 
 

@@ -67,9 +67,9 @@ class Conversation:
         forward, backward = self._places(ids, runs, 1), self._places(ids, runs, -1)
         if forward is None or forward != backward:
             raise text_error(
-                self.sample, "the processor's tokens between its items are "
-                + ("not those of the text" if forward is None else "in more than one place")
-                + ", so which are the assistant's is not known",
+                self.sample, "the processor's tokens between its items "
+                + ("differ from the text's" if forward is None else "fit in more than one place")
+                + ", so the tokens of the assistant cannot be located",
             )
         for run, place in zip(runs, forward, strict=True):
             for offset, i in enumerate(run):
@@ -136,7 +136,7 @@ def conversation(
         if items and not processor.markers.get(kind):
             raise text_error(
                 sample, f"the row has {len(items)} items of kind {kind!r}, which the model's "
-                "processor does not take; accepted: "
+                "processor does not accept; accepted: "
                 f"{', '.join(k for k, marker in processor.markers.items() if marker) or 'text'}"
             )
     places: list[tuple[int, int]] = []
@@ -152,16 +152,16 @@ def conversation(
             )
         if len(matches) > items:
             raise text_error(
-                sample, f"its text has {len(matches)} times {marker!r}, which stands for an item "
-                f"({', '.join(kinds)}), and the row has {items} of them; remove it from texts of "
-                "the row",
+                sample, f"its text contains {marker!r}, which stands for an item "
+                f"({', '.join(kinds)}), {len(matches)} times, but the row has {items} such items; "
+                "remove the rest from texts of the row",
             )
         places += matches
     for token, (first, _) in zip(chat.ids, chat.offsets, strict=True):
         if token in processor.item_ids and not any(a <= first < b for a, b in places):
             name = processor.tokenizer.convert_ids_to_tokens(token)
             raise text_error(
-                sample, f"its text has {name!r}, which is the processor's token for an item; "
+                sample, f"its text contains {name!r}, which is the processor's token for an item; "
                 "remove it from texts of the row",
             )
     runs, start, count = [], 0, len(chat.ids)

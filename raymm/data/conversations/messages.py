@@ -93,8 +93,8 @@ def _place_items(
             mark = next(mark for mark, own in marks.items() if own == kind)
             raise text_error(
                 sample,
-                f"the messages have places for {counts[kind]} items of kind {kind!r}, the row has "
-                f"{items}; a place is a part {{'type': {kind!r}}}, or {mark!r} in the text "
+                f"the messages have places for {counts[kind]} items of kind {kind!r}, but the row "
+                f"has {items}; a place is a part {{'type': {kind!r}}}, or {mark!r} in the text "
                 f"('\\{mark}' is literal text)",
             )
     if first is not None:
@@ -116,8 +116,8 @@ def _content(
     for part in parts:
         if part["type"] != "text" and part["type"] not in item_tokens:
             raise text_error(
-                sample, f"the processor's chat template takes no {part['type']!r} in a message of "
-                f"the role {message['role']!r}"
+                sample, f"the processor's chat template does not accept {part['type']!r} parts in "
+                f"messages of the role {message['role']!r}"
             )
     return "".join(
         part["text"] if part["type"] == "text" else item_tokens[part["type"]] for part in parts

@@ -50,7 +50,7 @@ class ModelProcessor:
         self.tokenizer: Any = getattr(self._processor, "tokenizer", None)
         if self.tokenizer is None:
             raise DataError(
-                f"{FIELD}: {folder!r} holds a {type(self._processor).__name__}, which has no "
+                f"{FIELD}: {folder!r} contains a {type(self._processor).__name__}, which has no "
                 "tokenizer; accepted: the processor of a model (AutoProcessor)"
             )
         if not (self._processor.chat_template or self.tokenizer.chat_template):
@@ -68,7 +68,7 @@ class ModelProcessor:
             rate = getattr(getattr(self._processor, name, None), "sampling_rate", None)
             if isinstance(rate, int):
                 return rate
-        raise ValueError(f"{type(self._processor).__name__} takes no sound")
+        raise ValueError(f"{type(self._processor).__name__} does not accept sound")
 
     def save(self, folder: str | Path) -> None:
         """Write it, with its chat template."""
@@ -153,7 +153,7 @@ class ModelProcessor:
                     f"{type(value).__name__}, not as a tensor"
                 ) from None
         if MASK not in tensors or tensors[MASK].shape != tensors[IDS].shape:
-            raise ValueError(f"{type(self._processor).__name__} returns no {MASK} of its tokens")
+            raise ValueError(f"{type(self._processor).__name__} returns no {MASK} for its tokens")
         return tensors
 
     def adds_special(self, text: str) -> bool:

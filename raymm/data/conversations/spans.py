@@ -54,7 +54,7 @@ def learned_spans(
             continue
         start, stop = finder.start(number), finder.stop(number)
         if start > stop or spans and start < spans[-1][1]:
-            raise SampleError(f"messages[{number}] has no separate place in the rendering")
+            raise SampleError(f"messages[{number}] cannot be located in the rendering")
         # A space after the end of a turn is part of the first token of the next one.
         stop = start + len(text[start:stop].rstrip(" "))
         spans.append((start, finder.ending(stop)))
@@ -117,7 +117,7 @@ class _Finder:
         start = self._after_header(own, prompt[there:], content)
         if start is None:
             raise SampleError(
-                f"the text before messages[{number}] is not that of a prompt for it"
+                f"the text before messages[{number}] differs from the prompt for it"
             )
         return start
 

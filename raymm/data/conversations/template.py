@@ -75,7 +75,7 @@ class ChatTemplate:
         if not self._template:
             raise DataError(
                 f"the tokenizer {name!r} has no chat template, which 'messages' need; add one to "
-                "the folder (chat_template.jinja), or give rows with 'text'"
+                "the folder (chat_template.jinja), or use rows with 'text'"
             )
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -364,7 +364,7 @@ class ChatTemplate:
                 continue
             if printed := _printed(form, text):
                 failure = failure or (
-                    f"the chat template prints {printed}; it takes another form of content "
+                    f"the chat template prints {printed}; it expects another form of content "
                     "than the row has"
                 )
                 continue
@@ -547,7 +547,7 @@ def _printed(messages: Sequence[Message], text: str) -> str:
                     return f"the part {shown}"
         calls = message.get("tool_calls")
         if content is None and calls and text.count("None") > said.count("None"):
-            return "None for a content that is missing"
+            return "None for missing content"
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, Mapping) else None
             arguments = function.get("arguments") if isinstance(function, Mapping) else None

@@ -93,8 +93,8 @@ def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
         raise DataError(
             f"data.tokenizer: {folder!r} has token ids up to {largest}, but the language model has "
             f"embeddings for {vocabulary} ids only (vocab_size). Accepted: the tokenizer of the "
-            "model; or, of a whole model (model.path), model.new_tokens: from_processor, which "
-            "gives rows to the tokens that have none"
+            "model; or, for a Hugging Face VLM (model.path), model.new_tokens: from_processor, "
+            "which adds embeddings for the missing tokens"
         )
 
 
@@ -239,8 +239,8 @@ class TextEncoder:
             ids, labels = self.encode(own)
             if ids[: len(prompt)] != prompt[: len(ids)]:
                 raise text_error(
-                    sample, "the tokens of the prompt change when an answer follows; end it where "
-                    "a token ends",
+                    sample, "the tokens of the prompt change when an answer follows; end the "
+                    "prompt where a token ends",
                 )
             labels[: len(prompt)] = [IGNORE_INDEX] * min(len(prompt), len(labels))
             if all(label == IGNORE_INDEX for label in labels):
@@ -353,9 +353,9 @@ def roles_without_labels(sample: Sample) -> str:
     if not roles:
         return ""
     return (
-        f": no message has the role {LEARNED_ROLE!r}, whose tokens are what is learned; the roles "
-        f"are {sorted(roles)}. Rename the one that answers (gpt, model, bot) to {LEARNED_ROLE!r} "
-        "and the one that asks (human) to 'user'"
+        f": no message has the role {LEARNED_ROLE!r}, whose tokens are learned; the roles are "
+        f"{sorted(roles)}. Rename the role that answers (gpt, model, bot) to {LEARNED_ROLE!r} and "
+        "the role that asks (human) to 'user'"
     )
 
 
@@ -372,7 +372,7 @@ def check_characters(sample: Sample) -> None:
             raise text_error(
                 sample,
                 f"{where} has a lone surrogate, U+{code:04X}, at character {error.start}, which is "
-                "half of a character; accepted: text that can be written as UTF-8",
+                "half of a character; accepted: text that can be encoded as UTF-8",
             ) from None
 
 

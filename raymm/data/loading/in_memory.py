@@ -26,7 +26,7 @@ def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     rows = len(batch[IDS])
     if rows % count:
         raise DataError(
-            f"the batch has {rows} rows, which do not divide into num_microbatches={count}"
+            f"the batch has {rows} rows, which is not divisible by num_microbatches={count}"
         )
     size = rows // count
     return [_rows_of(batch, start, start + size) for start in range(0, rows, size)]

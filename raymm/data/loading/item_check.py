@@ -65,9 +65,9 @@ class ItemCheck:
         if not equal_tensors(slow, fast):
             raise _item_error(
                 encoded, "video", number,
-                f"it is a list of {len(frames)} frames without their times, which the processor "
-                "gives to the model; set data.modalities.video.fps (frames per second), or give "
-                "the part of the message 'fps' or 'times'",
+                f"it is a list of {len(frames)} frames without times, but the processor passes "
+                "times to the model; set data.modalities.video.fps (frames per second), or add "
+                "'fps' or 'times' to the part of the message",
             )
         self._most_frames = len(frames)
 

@@ -101,11 +101,11 @@ def truncation_note(
     if not (longer := int((lengths > most).sum())):
         return None
     seen = f"{longer:,} of {rows:,} rows" if len(lengths) == rows else (
-        f"{longer:,} of {len(lengths):,} rows that were looked at (there are {rows:,})"
+        f"{longer:,} of {len(lengths):,} sampled rows ({rows:,} in total)"
     )
     return (
         f"{seen} have more tokens than data.max_length ({most:,}), the longest {lengths.max():,}: "
-        "what is behind is not learned. Set a larger data.max_length, or split these rows"
+        "later tokens are not learned. Set a larger data.max_length, or split these rows"
     )
 
 

@@ -319,9 +319,9 @@ class StepLoader:
                     return
                 sample = self._dataset[index]
                 raise SampleError(
-                    "every data worker that loads it dies, also when it is the only sample "
-                    f"({first_line(error)}). Remove it, or find out what its items do to the "
-                    "library that decodes them", None, None, sample.id, sample.place or None,
+                    "every data worker that loads this sample dies, even if it loads no other "
+                    f"sample ({first_line(error)}). Remove the sample, or find the item that "
+                    "crashes its decoder", None, None, sample.id, sample.place or None,
                 ) from None
             except (RayError, GetTimeoutError):
                 continue
@@ -373,12 +373,12 @@ class StepLoader:
         state = actors(self._workers[number]._actor_id.hex())["State"]
         if state not in ("ALIVE", "DEAD"):
             return DataError(
-                f"{who} {late}: it has not started yet; are there no "
-                f"{self.config.worker_cpus} CPUs (worker_cpus) free to start it?"
+                f"{who} {late}: the worker has not started; check that "
+                f"{self.config.worker_cpus} CPUs (worker_cpus) are free"
             )
         place = self._place(number, ANSWER_TIMEOUT_S)
         if place is None:
-            return _worker_error(f"{who} {late}: it has never answered")
+            return _worker_error(f"{who} {late}: the worker has never answered")
         inquiry = inquire({number: self._workers[number]}, BEAT_S)
         looks = look_from_outside({number: place["address"]})
         kill_from_outside({number: place["address"]})  # it would not obey Ray

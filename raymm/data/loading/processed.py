@@ -154,8 +154,8 @@ class ProcessedBuilder(StepBuilder):
         if sample.text is not None:
             if any(sample.media.values()):
                 raise text_error(
-                    sample, "it has text and media; with data.processor media need messages, whose "
-                    "parts say where they stand"
+                    sample, "the row has text and media; with data.processor, media need messages, "
+                    "whose parts give the positions of the items"
                 )
             media: dict[str, list[Any]] = {}
             chat = text_chat(self.tokenizer, sample, self.processor.adds_special)
@@ -208,9 +208,8 @@ class ProcessedBuilder(StepBuilder):
             return video
         if not isinstance(video, list):
             raise SampleError(
-                "it is a picture, and not a video file; accepted in a column of videos: video "
-                "files, or with data.modalities.video.frames: true lists of pictures, of which "
-                "each list is a video"
+                "it is a picture, not a video file; accepted in a column of videos: video files, "
+                "or, with data.modalities.video.frames: true, a list of pictures for each video"
             )
         frames = frames_of(video)
         if times is not None:
@@ -249,7 +248,7 @@ class ProcessedBuilder(StepBuilder):
         if not skipped:
             ids = ", ".join(repr(sample.id) for sample in group)
             raise DataError(
-                f"samples {ids}, can be used one by one, but not in one microbatch: "
+                f"samples {ids} can be used separately, but not in one microbatch: "
                 f"{type(first).__name__}: {first}"
             ) from first
         return self._microbatch(usable) if usable else None, usable, skipped
@@ -311,9 +310,9 @@ class ProcessedBuilder(StepBuilder):
         if behind is not None and cut > behind:
             raise text_error(
                 sample.sample,
-                f"its {length} tokens are more than max_length ({self.config.max_length}), which "
-                "would cut off some of its items' tokens: smaller items (the processor's limits of "
-                "pixels), or a larger max_length",
+                f"its {length} tokens exceed max_length ({self.config.max_length}), which would "
+                "cut off tokens of its items; use smaller items (the pixel limits of the "
+                "processor), or a larger max_length",
             )
 
     def _check_ids(self, group: Sequence[Conversation], microbatch: Mapping[str, Any]) -> None:
@@ -326,8 +325,8 @@ class ProcessedBuilder(StepBuilder):
                 raise text_error(
                     sample.sample,
                     f"the token {token!r} has the id {largest}, but the language model has "
-                    f"embeddings for {vocabulary} ids only; model.new_tokens: from_processor gives "
-                    "rows to such tokens",
+                    f"embeddings for {vocabulary} ids only; set model.new_tokens: from_processor "
+                    "to add embeddings for such tokens",
                 )
 
     def _described(

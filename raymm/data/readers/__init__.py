@@ -89,15 +89,15 @@ def _format_within(folder: DataPath, files: Sequence[DataPath]) -> str:
     if len(formats) > 1 and "json" in formats:
         texts = [file for file in files if _SUFFIXES[data_suffix(file)] == "json"]
         if all(map(_is_description, texts)):
-            _LOGGER.info("not read, as they describe the data: %s", ", ".join(map(str, texts)))
+            _LOGGER.info("skipping files that describe the data: %s", ", ".join(map(str, texts)))
             formats.remove("json")
     if len(formats) == 1:
         return formats.pop()
     if not formats:
         raise DataError(
-            f"{str(folder)!r} has no file of rows; accepted: files that end in "
-            f"{', '.join(_SUFFIXES)}, also with .gz or .zst, or for other names a source with "
-            f"'format' (one of {sorted(FORMATS)})"
+            f"{str(folder)!r} contains no data files; accepted: files that end in "
+            f"{', '.join(_SUFFIXES)}, also with .gz or .zst. For other names, set 'format' to one "
+            f"of {sorted(FORMATS)}"
         )
     raise DataError(
         f"{str(folder)!r} has files of {sorted(formats)}; set 'format' to one of {sorted(FORMATS)}"

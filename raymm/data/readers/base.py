@@ -197,7 +197,7 @@ class Reader(ABC):
             if column not in present:
                 raise DataError(
                     f"column {column!r} (modality {modality!r}) is in no row of {self.path}; "
-                    f"its columns are {sorted(present)}. For a source of text alone say so: "
+                    f"its columns are {sorted(present)}. For a source without this modality, set "
                     f"data.train: [{{path: {self.path.name}, columns: {{{modality}: null}}}}]"
                 )
         for role in TEXT_ROLES:

@@ -77,7 +77,7 @@ def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) 
 
 
 def _broken(path: DataPath, error: Exception) -> DataError:
-    return DataError(f"{path} is no whole compressed file ({error}); is it cut off?")
+    return DataError(f"{path} is not a complete compressed file ({error}); is it cut off?")
 
 
 def _gzip_blocks(source: BinaryIO, path: DataPath) -> Iterator[bytes]:
@@ -100,4 +100,4 @@ def _zstd_blocks(source: BinaryIO, path: DataPath) -> Iterator[bytes]:
             yield frame.decompress(data)
             whole, data = frame.eof, frame.unused_data
     if not whole:
-        raise EOFError("its last frame is not whole")
+        raise EOFError("its last frame is incomplete")

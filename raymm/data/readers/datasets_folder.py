@@ -30,17 +30,17 @@ class DatasetsFolder(Reader):
     def _open(self, report: ProgressReport) -> None:
         if isinstance(self.path, RemotePath):
             raise DataError(
-                f"{self.path}: a folder of datasets is mapped into memory, and not read by URL; "
-                "accepted: its path on this machine, or Parquet by URL (Dataset.to_parquet)"
+                f"{self.path}: a folder of datasets is mapped into memory and cannot be read by "
+                "URL; accepted: a local path, or Parquet by URL (Dataset.to_parquet)"
             )
         if (self.path / SPLITS_FILE).is_file():
             splits = sorted(file.parent.name for file in self.path.glob(f"*/{STATE_FILE}"))
             raise DataError(
-                f"{self.path} holds the splits {splits}; name one, like {self.path / splits[0]}"
-                if splits else f"{self.path} holds no split"
+                f"{self.path} contains the splits {splits}; name one, like {self.path / splits[0]}"
+                if splits else f"{self.path} contains no split"
             )
         if not (self.path / STATE_FILE).is_file():
-            raise DataError(f"{self.path} is no folder that datasets' save_to_disk wrote")
+            raise DataError(f"{self.path} is not a folder written by save_to_disk of datasets")
         self.files = sorted(file for file in self.path.iterdir() if file.is_file())
         self._index(self._loaded(), report)
 

@@ -120,9 +120,8 @@ def detect(
         if name in survey.used:
             raise DataError(
                 f"column {name!r} is used by some rows ({survey.used[name]}) and not by others "
-                f"({survey.unused[name]}), which have columns of another row form; accepted: rows "
-                "in which it always means the same. Remove it there, split the file, or set "
-                "data.row_form"
+                f"({survey.unused[name]}), which have another row form; accepted: columns with one "
+                "meaning in all rows. Remove the column there, split the file, or set data.row_form"
             )
     return Detected(
         str(path), format, len(reader), dict(survey.forms.most_common()),

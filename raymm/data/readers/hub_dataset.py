@@ -55,10 +55,10 @@ class HubDataset(DatasetsFolder):
             )
         except Exception as error:  # of the hub, of the network, of what reads the files
             raise DataError(
-                f"{self._url}: datasets cannot load it, split {options.split!r}, subset "
-                f"{options.subset!r} ({type(error).__name__}: {error}); accepted: a data set that "
-                "the hub has and that brings no script, with the hub within reach or the data set "
-                "in its cache; or a folder of save_to_disk"
+                f"{self._url}: datasets cannot load split {options.split!r}, subset "
+                f"{options.subset!r} ({type(error).__name__}: {error}); accepted: a data set of "
+                "the hub without a loading script, if the hub is reachable or the data set is "
+                "cached; or a folder written by save_to_disk"
             ) from None
         return rows.with_format("arrow")
 

@@ -88,7 +88,7 @@ class JsonDataset(Reader):
         if path != self.files[number] and not path.is_file():
             path = plain_file(self.files[number])
             if path.name != self._plain[number].name:
-                raise ValueError("the compressed file is another one")
+                raise ValueError("the compressed file has changed")
         return path
 
     def place(self, index: int) -> str:
@@ -241,11 +241,11 @@ def _elements(
         elif following != "]":
             what = "the file ends" if not following else f"{following!r} follows"
             raise DataError(
-                f"{name}:{window.line}: expected ',' or ']' after element {index - 1}, and {what}"
+                f"{name}:{window.line}: expected ',' or ']' after element {index - 1}, but {what}"
             )
     window.move(window.at + 1)
     if following := window.peek():
         raise DataError(
             f"{name}:{window.line}: {following!r} follows the end of the array; accepted: one "
-            "array in a file. Join the arrays, or write each row on a line of its own"
+            "array in a file. Join the arrays, or write each row on a separate line"
         )

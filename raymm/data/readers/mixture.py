@@ -37,7 +37,7 @@ class Mixture:
         self.names = tuple(reader.name for reader in self.readers)
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
-            raise DataError(f"two sources are named {twice[0]!r}; give each a 'name' of its own")
+            raise DataError(f"two sources are named {twice[0]!r}; give each a different 'name'")
         self._starts = np.cumsum([0, *map(len, self.readers)])
         self.sources = np.repeat(np.arange(len(self.readers)), list(map(len, self.readers)))
         modalities = dict.fromkeys(name for reader in self.readers for name in reader.counts)
@@ -56,7 +56,7 @@ class Mixture:
     def __getitem__(self, index: int) -> Sample:
         """Read sample ``index``; negative counts from the end. Raises as the readers do."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {self.path}, which have {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} rows of {self.path}")
         index = int(index) % len(self)
         source = int(self.sources[index])
         sample = self.readers[source][index - int(self._starts[source])]

@@ -56,7 +56,7 @@ class Repeated:
     def __getitem__(self, index: int) -> Sample:
         """Read sample ``index``; negative counts from the end. Raises as the reader does."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {self.path}, which has {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} rows of {self.path}")
         index = int(index) % len(self)
         return replace(self.reader[int(self.rows[index])], index=index)
 

@@ -290,7 +290,7 @@ def check_unused(survey: Survey, rules: RowRules, source: object) -> None:
     forms = ", ".join(repr(form) for form, _ in survey.forms.most_common())
     raise DataError(
         f"{source}: columns {unused} are not used (row form {forms}, first at "
-        f"{survey.unused[unused[0]]}). List them in data.ignore_columns, or name what they are in "
+        f"{survey.unused[unused[0]]}). List them in data.ignore_columns, or assign them roles in "
         "the columns of the source: {path: ..., columns: {messages: NAME}}"
         + "".join(f". {hint}" for hint in hints)
     )

@@ -163,7 +163,7 @@ def _samples(path: DataPath) -> Iterator[tuple[str, list[tuple[str, int, int]]]]
                     continue
                 if member.issparse() or member.offset_data + member.size > size_of_shard:
                     what = "is sparse" if member.issparse() else "is longer than the shard"
-                    raise DataError(f"{path}: member {member.name!r} {what}; is the shard whole?")
+                    raise DataError(f"{path}: member {member.name!r} {what}; is it cut off?")
                 member_key = folder + slash + stem
                 if members and member_key != key:
                     yield key, members

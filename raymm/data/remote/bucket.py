@@ -70,7 +70,7 @@ class BucketStore(Store):
                     self._opened.pop(url.key, None)
                 raise
             if len(data) < size:
-                raise OSError(f"it gave {len(data):,} of {size:,} bytes")
+                raise OSError(f"the server returned {len(data):,} of {size:,} bytes")
             return data
 
         return self._tried(url, read, READ_RETRY_FOR_S)
@@ -128,8 +128,8 @@ def _reason(error: OSError, bucket: str, retry_for_s: float) -> str:
     text = str(error)
     if any(word in text for word in _DENIED):
         return (
-            f"access is denied ({text}). Give credentials that may read it in the environment of "
-            "all nodes (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role), or say "
+            f"access is denied ({text}). Set credentials with read access in the environment of "
+            "all nodes (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role), or add "
             "?anonymous=true for a public bucket"
         )
     if "NO_SUCH_BUCKET" in text or re.search(r"[Bb]ucket '[^']*' not found", text):

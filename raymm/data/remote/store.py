@@ -56,6 +56,7 @@ class Store(ABC):
 def changed(url: DataUrl, before: FileVersion, now: FileVersion) -> DataError:
     """Return the error for a file that changed while the run was reading it."""
     return DataError(
-        f"{url} was changed while the run reads it: it had {before.size:,} bytes and tag "
-        f"{before.tag or 'none'}, now {now.size:,} and {now.tag or 'none'}. Start the run again"
+        f"{url} changed while the run was reading it: it had {before.size:,} bytes and tag "
+        f"{before.tag or 'none'}, and now has {now.size:,} bytes and tag {now.tag or 'none'}. "
+        "Start the run again"
     )

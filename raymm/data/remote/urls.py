@@ -79,9 +79,9 @@ def parse(text: str) -> DataUrl:
         raise ValueError("a # must be written as %23")
     if "@" in host or "secret" in url.query or "access_" in url.query:
         raise ValueError(
-            "it has credentials, and would be in logs and checkpoints; give these in the "
-            "environment of all nodes (AWS_ACCESS_KEY_ID, ... ; of https in ~/.netrc), or let "
-            "nodes have a role"
+            "it contains credentials, which would appear in logs and checkpoints; set them in the "
+            "environment of all nodes (AWS_ACCESS_KEY_ID, ...; for https in ~/.netrc), or give the "
+            "nodes a role"
         )
     if scheme in BUCKETS:
         unknown = sorted(parse_qs(url.query, keep_blank_values=True).keys() - set(OPTIONS[scheme]))
@@ -91,9 +91,9 @@ def parse(text: str) -> DataUrl:
         require("pyarrow", "storage", f"{scheme}://")
     elif url.query:
         raise ValueError(
-            f"it has a query (?{url.query[:20]}), which may be a signature and would be in logs "
-            "and checkpoints; accepted: a URL of https without one"
+            f"it has a query (?{url.query[:20]}), which may be a signature and would appear in "
+            "logs and checkpoints; accepted: an https URL without a query"
         )
     if scheme == "http" and url.hostname not in [name.strip("[]") for name in THIS_MACHINE]:
-        raise ValueError("http:// is read of this machine alone; accepted elsewhere: https://")
+        raise ValueError("http:// is accepted for this machine only; use https:// for other hosts")
     return DataUrl(scheme, host, key, url.query)

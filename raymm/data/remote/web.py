@@ -49,7 +49,7 @@ class WebStore(Store):
             if version is not None and now != version:
                 raise changed(url, version, now)
             if len(data) < size:
-                raise OSError(f"it gave {len(data):,} of {size:,} bytes")
+                raise OSError(f"the server returned {len(data):,} of {size:,} bytes")
             return data
 
         return self._tried(url, read, READ_RETRY_FOR_S)
@@ -59,8 +59,8 @@ class WebStore(Store):
 
     def keys(self, folder: DataUrl) -> list[str]:
         raise DataError(
-            f"{folder}: web servers have no folders that can be listed, and no patterns; accepted: "
-            "a list of files, or s3:// or gs://"
+            f"{folder}: folders and patterns are not supported on web servers; accepted: a list of "
+            "files, or s3:// or gs://"
         )
 
     def _get(self, url: DataUrl, start: int, size: int) -> tuple[FileVersion, bytes]:
@@ -83,13 +83,13 @@ class WebStore(Store):
                 )
             if status != 206 or not described or described[1] != str(start):
                 raise DataError(
-                    f"{url}: the server answers a request for a range of bytes with status "
-                    f"{status} {answer.reason}; accepted: servers that answer with 206"
+                    f"{url}: the server answered a range request with status {status} "
+                    f"{answer.reason}; accepted: servers that support range requests (status 206)"
                 )
             if headers.get("Content-Encoding", "identity") != "identity":
                 raise DataError(
-                    f"{url}: the server sends it as {headers['Content-Encoding']}; accepted: as "
-                    "it is"
+                    f"{url}: the server sent the file with Content-Encoding "
+                    f"{headers['Content-Encoding']}; accepted: no encoding (identity)"
                 )
             return FileVersion(int(described[3]), tag), _body(answer, size)
 
@@ -112,17 +112,19 @@ class WebStore(Store):
                     raise
                 raise DataError(
                     f"{url}: the server's certificate is not trusted: {untrusted.verify_message}; "
-                    f"of an authority of one's own, {CERTIFICATES} names the certificates' file, "
-                    "on every node"
+                    f"for a private certificate authority, set {CERTIFICATES} to a file with its "
+                    "certificates on every node"
                 ) from None
             if answer.status_code not in _REDIRECTS:
                 return answer
             target = urljoin(place, answer.headers.get("Location", ""))
             answer.close()
             if not target.startswith(("https://", named)):
-                raise DataError(f"{url}: it redirects to {target[:80]!r}; accepted: https://")
+                raise DataError(
+                    f"{url}: the server redirects to {target[:80]!r}; accepted: https://"
+                )
             place = target
-        raise DataError(f"{url}: it redirects more than {MOST_REDIRECTS} times")
+        raise DataError(f"{url}: the server redirects more than {MOST_REDIRECTS} times")
 
     def _session(self) -> Any:
         if not hasattr(self._threads, "session"):

@@ -133,8 +133,8 @@ def _stack_items(
                 f"{where}: an item of sample {samples[row].id!r} has {_signature(item)}, but "
                 f"one of sample {samples[rows[0]].id!r} of the same microbatch has {first}. "
                 "Items of a microbatch must have the same shape: let the processor resize, crop "
-                "or pad to one size, or, where no sample has several, give every sample a "
-                "microbatch of its own (data.microbatches equal to data.batch_size)"
+                "or pad to one size, or, if no sample has several items, put every sample in a "
+                "separate microbatch (data.microbatches equal to data.batch_size)"
             )
     stacked = {key: stack([item[key] for item in items]) for key in items[0]}
     return stacked | {"sample_index": torch.tensor(rows)}

@@ -170,7 +170,7 @@ class BatchingConfig(Section):
         if self.method != "balanced" and of_balanced:
             raise ValueError(f"{of_balanced[0]} needs method 'balanced', not {self.method!r}")
         if self.method == "random" and (self.units or self.cache):
-            raise ValueError("method 'random' plans nothing: it takes neither units nor cache")
+            raise ValueError("units and cache are not accepted with method 'random'")
         return self
 
     @property
@@ -296,7 +296,7 @@ class DataConfig(Section):
         for name in modalities:
             if name in RESERVED_NAMES:
                 raise ValueError(
-                    f"a modality cannot be named {name!r}; taken by the text: {RESERVED_NAMES}"
+                    f"a modality cannot be named {name!r}; reserved names: {RESERVED_NAMES}"
                 )
         return modalities
 
@@ -337,7 +337,8 @@ class DataConfig(Section):
             for field in ("video", "fps"):
                 if getattr(modality, field) is not None and name != "video":
                     raise ValueError(
-                        f"modalities.{name}.{field} is given; accepted with a processor: of 'video'"
+                        f"modalities.{name}.{field} is given; with a processor, only modality "
+                        "'video' accepts this field"
                     )
             if modality.processor is not None or modality.placeholder_tokens is not None:
                 raise ValueError(
@@ -361,8 +362,8 @@ class DataConfig(Section):
         if self.preferences and (batching.method != "random" or self.processor is not None):
             what = "a processor" if self.processor else f"batching {batching.method!r}"
             raise ValueError(
-                f"rows have two answers (preferences), and there is {what}; accepted: batching "
-                "'random', and a tokenizer with processors by modality"
+                f"preferences (rows with two answers) are not supported with {what}; accepted: "
+                "batching 'random', and a tokenizer with processors by modality"
             )
         if batching.method != "random" and not self.shuffle:
             raise ValueError(

@@ -100,8 +100,8 @@ class MediaFolders:
 
     def _outside(self, where: str, folder: str, column: str) -> SampleError:
         return _outside(
-            f"column {column!r} names {where}, outside of the source's folder {self.own}. If its "
-            f"rows may, say so: data.media_folders: [{folder}]",
+            f"column {column!r} names {where}, outside of the source's folder {self.own}. To allow "
+            f"this, set data.media_folders: [{folder}]",
             column,
         )
 

@@ -113,7 +113,9 @@ def read_media(media: str | MediaBytes | MediaRange) -> bytes:
     with open_media(media) as file:
         data = file.read()
     if isinstance(media, MediaRange) and len(data) < media.size:
-        raise OSError(f"{media.path} ends {media.size - len(data)} bytes before {media.name!r}")
+        raise OSError(
+            f"{media.path} ends {media.size - len(data)} bytes before the end of {media.name!r}"
+        )
     return data
 
 

@@ -44,7 +44,7 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
         except (ValueError, RecursionError) as error:
             raise SampleError(
                 f"{column!r} is a text that is not JSON ({error}); accepted: a list of messages, "
-                "or that as a string of JSON", column,
+                "or a list in a JSON string", column,
             ) from None
     if isinstance(value, dict) and value and all(isinstance(v, list) for v in value.values()):
         names, lists = list(value), list(value.values())
@@ -99,16 +99,16 @@ def _message(message: object, where: str, column: str, rename: bool) -> dict:
             raise SampleError(f"{where} is from {role!r}; accepted: {', '.join(accepted)}", column)
     elif role != LEARNED_ROLE and _ROLE_OF.get(role) == LEARNED_ROLE:
         raise SampleError(
-            f"{where} has the role {role!r}, which is not learned; accepted: {LEARNED_ROLE!r} (and "
-            "'user' for the one that asks). Rename the roles, or rename the column to "
+            f"{where} has the role {role!r}, which is not learned; accepted: {LEARNED_ROLE!r} for "
+            "answers (and 'user' for questions). Rename the roles, or rename the column to "
             "'conversations', whose roles are converted", column,
         )
     _check_content(content, rest, where, names[1], column)
     loss = _loss(message, where, column)
     if loss and role != LEARNED_ROLE:
         raise SampleError(
-            f"{where} is of the role {role!r} and has a flag to be learned; only messages of the "
-            f"role {LEARNED_ROLE!r} are. Remove the flag", column,
+            f"{where} has the role {role!r} and a flag to be learned; only messages with the role "
+            f"{LEARNED_ROLE!r} are learned. Remove the flag", column,
         )
     return {"role": role, "content": content, **rest, **({} if loss is None else {"loss": loss})}
 

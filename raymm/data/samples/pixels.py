@@ -75,8 +75,8 @@ class _Grey:
         bits = re.fullmatch(r"I;(\d+)[BLNR]?", stored)
         if image.mode.startswith("F") or not (bits or scaled) or (bits and int(bits[1]) > 16):
             raise ValueError(
-                f"its mode is {image.mode!r}, stored as {stored!r}, of which nothing says what is "
-                "white; accepted: up to 16 bits per channel, unsigned, or a processor function "
+                f"its mode is {image.mode!r}, stored as {stored!r}, which does not define a value "
+                "for white; accepted: up to 16 bits per channel, unsigned, or a processor function "
                 "that reads the file"
             )
         tags = getattr(image, "tag_v2", {})
@@ -115,7 +115,7 @@ def _transparent_colour(image: Image.Image) -> int | None:
     if isinstance(clear, tuple) and bits and int(bits[1]) > 8:
         raise ValueError(
             f"its colours have {bits[1]} bits and one of them, {clear}, is transparent; accepted: "
-            "a channel of transparency"
+            "an alpha channel"
         )
     if not isinstance(clear, int) or image.mode not in ("L", "I;16"):
         return None

@@ -41,7 +41,7 @@ def find_placeholders(
             if modality.placeholder_tokens is not None:
                 raise DataError(
                     f"data.modalities.{name}.placeholder_tokens is "
-                    f"{modality.placeholder_tokens}, but there is no placeholder to repeat; say "
+                    f"{modality.placeholder_tokens}, but there is no placeholder to repeat; set "
                     f"data.modalities.{name}.placeholder or model.merge.{name}"
                 )
             continue
@@ -82,8 +82,8 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
             if kind not in types:
                 raise text_error(
                     sample,
-                    f"{where} has type {kind!r}; known are {sorted(types) or 'none'} "
-                    "(data.modalities.NAME.part says another)",
+                    f"{where} has type {kind!r}; accepted: {sorted(types) or 'none'}. To accept "
+                    "another type, set data.modalities.NAME.part",
                 )
             own = [k for k, v in part.items() if k not in ("type", "text") and v is not None]
             if own:

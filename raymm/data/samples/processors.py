@@ -245,6 +245,6 @@ def _only_item(key: str, value: Any) -> torch.Tensor:
     if value.shape[0] != 1:
         raise ValueError(
             f"the processor returned {key!r} of shape {tuple(value.shape)} for one item; "
-            "patches of varying number need a processor function of their own"
+            "for a varying number of patches, give a processor function instead of a folder"
         )
     return value[0]

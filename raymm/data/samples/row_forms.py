@@ -209,7 +209,7 @@ def _from_preference(values: RoleValues) -> RowText:
         if pair.preference and pair.preference.prompt[-1]["content"] == values.get(PROMPT):
             return pair
     if strings:
-        what = "messages too" if PROMPT in values else "given with a prompt, or messages"
+        what = "only texts, or messages" if PROMPT in values else "texts with a prompt, or messages"
         column = values.column(strings[0])
         raise SampleError(f"{column!r} is a text; accepted: {what}, in all of {names}", column)
     if PROMPT not in values:
@@ -345,8 +345,8 @@ def _tools(values: RoleValues) -> list[dict] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise SampleError(
-            f"{column!r} must be a list of function definitions (JSON objects), or that as a "
-            f"string of JSON", column,
+            f"{column!r} must be a list of function definitions (JSON objects), or a list in a "
+            f"JSON string", column,
         )
     return tools
 

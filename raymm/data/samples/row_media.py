@@ -128,7 +128,7 @@ class PartMedia:
             kinds = {*_KINDS, *_KINDS.values(), *(self._rules.parts or ())}
             if media := sorted(set(fields) & kinds):
                 raise SampleError(
-                    f"{where} has type 'text' and {media[0]!r}; accepted: a part of its own for "
+                    f"{where} has type 'text' and {media[0]!r}; accepted: a separate part for "
                     f"each item, {{'type': {media[0]!r}, {media[0]!r}: ...}}", self._column,
                 )
             self.unused |= set(fields) - {"text"}
@@ -151,8 +151,8 @@ class PartMedia:
             return {"type": place}
         if place not in parts:
             raise SampleError(
-                f"{where} has an item of type {type_name!r}, and no modality takes it; accepted "
-                f"types: {sorted(parts) or 'none'}. Name the modality in data.modalities",
+                f"{where} has an item of type {type_name!r}, but no modality accepts it; accepted "
+                f"types: {sorted(parts) or 'none'}. Add the modality to data.modalities",
                 self._column,
             )
         modality = parts[place]
@@ -170,8 +170,8 @@ class PartMedia:
         self._places[place] = number + 1
         if index is not None and index != number:
             raise SampleError(
-                f"{where} is the place of item {index!r} of its column, and it is place {number} "
-                "of the row; accepted: places in the order of the items", self._column,
+                f"{where} has index {index!r}, but it is the part for item {number} of the row; "
+                "accepted: parts in the order of the items", self._column,
             )
 
     def _item(self, sources: dict[str, Any], modality: str, where: str) -> Media:
@@ -301,7 +301,7 @@ def _decoded(text: str, column: str, limits: Limits) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError as error:
-        raise SampleError(f"column {column!r} has base64 that is broken: {error}", column) from None
+        raise SampleError(f"column {column!r} has invalid base64: {error}", column) from None
 
 
 def _check_path(value: str, column: str) -> None:
@@ -312,7 +312,7 @@ def _check_path(value: str, column: str) -> None:
     if value.startswith("data:"):
         what, cure = "a data: URI without base64", "accepted: data:TYPE;base64,..."
     elif (match := _URL.match(value)) is not None and not is_url(value):
-        what, cure = f"a {match[1]} URL", "it is not fetched: download it, and give its path"
+        what, cure = f"a {match[1]} URL", "it is not fetched: download it and give its path"
     elif len(value) > LONGEST_PATH:
         what = f"a text of {len(value):,} characters, not a path"
         cure = "it is not base64 of a known format either; accepted: a path, bytes or base64"

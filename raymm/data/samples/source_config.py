@@ -94,12 +94,12 @@ class SourceConfig(Section):
     @model_validator(mode="after")
     def _names_a_split(self):
         if not re.fullmatch(r"[\w.-]+", self.split):
-            raise ValueError(f"split is {self.split!r}; accepted: the name of one")
+            raise ValueError(f"split is {self.split!r}; accepted: the name of a split")
         by_name = self.path.startswith(HUB)
         is_said = (self.subset, self.split, self.revision) != (None, "train", None)
         if is_said and not by_name:
             raise ValueError(
-                f"subset, split and revision are of data sets by name ({HUB}ORG/NAME), and path is "
+                f"subset, split and revision are accepted for {HUB}ORG/NAME only, but path is "
                 f"{self.path!r}"
             )
         if by_name and self.format is not None:
@@ -113,11 +113,11 @@ class SourceConfig(Section):
         if self.repeat != 1:
             raise ValueError(
                 f"weight is {self.weight} and repeat {self.repeat:g}; accepted: one of them, as "
-                "both say how often samples come"
+                "both set how often samples come"
             )
         if isinstance(self.weight, dict) and 0 not in self.weight:
             raise ValueError(
-                f"weight is {self.weight}; accepted: a schedule that says the weight from step 0 on"
+                f"weight is {self.weight}; accepted: a schedule with a weight from step 0 on"
             )
         return self
 
@@ -170,16 +170,19 @@ def check_weights(
     if weighted and len(weighted) < len(train):
         without = next(source.path for source in train if source.weight is None)
         raise ValueError(
-            f"train: {without!r} has no weight, others have; accepted: a weight of every source, "
-            "or of none"
+            f"train: {without!r} has no weight, but other sources have one; accepted: weights for "
+            "all sources, or for none"
         )
     if weighted and method != "random":
         raise ValueError(
-            f"train: sources have weights, and batching is {method!r}; accepted: 'random', or "
-            "repeat"
+            f"train: sources have weights, but batching is {method!r}; accepted: batching "
+            "'random', or repeat instead of weight"
         )
     if any(source.weight is not None for source in heldout):
-        raise ValueError("heldout: a source has a weight; held-out data is one pass of all")
+        raise ValueError(
+            "heldout: a source has a weight; accepted: no weights, as held-out data is one pass "
+            "over all sources"
+        )
 
 
 def _stem(path: str) -> str:

@@ -55,8 +55,8 @@ class WholeSounds:
             features, _extracted(np.concatenate([noise, sound[len(noise) :]]), extract)
         ):
             raise SampleError(
-                f"the sound is {length} long, of which the processor crops the beginning; split "
-                "the sound into several items or rows"
+                f"the sound is {length} long, and the processor crops its beginning; split the "
+                "sound into several items or rows"
             )
         taken = len(sound) if self._is_open(sound, noise, features, extract) else self._taken(
             sound, features, extract
@@ -64,9 +64,8 @@ class WholeSounds:
         if len(sound) - taken > _FRAME_S * self._rate:
             most = f"{taken / self._rate:.2f} s"
             raise SampleError(
-                f"the sound is {length} long, of which the processor takes {most} and drops the "
-                f"rest; accepted: sounds of up to {most}. Split the sound into several items or "
-                "rows"
+                f"the sound is {length} long, but the processor uses only its first {most}; "
+                f"accepted: sounds of up to {most}. Split the sound into several items or rows"
             )
         self._longest = len(sound)
 

@@ -135,8 +135,8 @@ def _units(modality: str, name: str) -> Units:
             raise DataError(f"{field}: {name!r} raised {type(error).__name__}: {error}") from error
         if result.shape != (len(items),) or result.dtype.kind not in "iu" or (result < 0).any():
             raise DataError(
-                f"{field}: {name!r} must give {len(items)} whole numbers from 0, got "
-                f"{result.dtype} of shape {result.shape}"
+                f"{field}: {name!r} must return {len(items)} integers >= 0, got {result.dtype} of "
+                f"shape {result.shape}"
             )
         return result
 

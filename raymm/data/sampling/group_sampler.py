@@ -219,8 +219,8 @@ class GroupSampler:
             return 0, []
         if isinstance(state, Mapping) and "position" in state:
             raise DataError(
-                f"data.batching is {self.planner['method']!r}, but data position {state} is one "
-                "of 'random': go on with that, or begin a new run"
+                f"data.batching is {self.planner['method']!r}, but data position {state} belongs "
+                "to a run with 'random'; resume with 'random', or start a new run"
             )
         try:
             epoch, digest, taken = state["epoch"], state["sizes"], state["taken"]
@@ -238,8 +238,8 @@ class GroupSampler:
     def _misfit(self, state: object) -> DataError:
         return DataError(
             f"data position {state} does not fit these {len(self.sizes)} samples: were the files, "
-            "data.max_length or what sizes depend on (data.modalities, data.batching.units, the "
-            "encoders) changed since the checkpoint?"
+            "data.max_length, or settings that determine sizes (data.modalities, "
+            "data.batching.units, the encoders) changed since the checkpoint?"
         )
 
 

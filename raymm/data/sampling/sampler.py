@@ -71,13 +71,13 @@ class EpochSampler:
         state = START if state is None else state
         if "step" in state:
             raise DataError(
-                f"data.train has no weights, but data position {state} is one of sources with "
-                "weights: go on with these, or begin a new run"
+                f"data.train has no weights, but data position {state} belongs to a run with "
+                "weighted sources; resume with the weights, or start a new run"
             )
         if "taken" in state:
             raise DataError(
-                f"data.batching is 'random', but data position {state} is one of steps that were "
-                "planned: go on with that batching, or begin a new run"
+                f"data.batching is 'random', but data position {state} belongs to a run with "
+                "planned steps; resume with the same data.batching, or start a new run"
             )
         if set(state) != set(START):
             raise DataError(f"data position {state} must have the keys {sorted(START)}")

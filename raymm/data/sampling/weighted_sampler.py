@@ -61,8 +61,8 @@ class WeightedSampler:
         sums = np.cumsum([_at(schedule, step) for schedule in self._weights])
         if not sums[-1]:
             raise DataError(
-                f"data.train: the weights of all sources are 0 from step {step} on; accepted: one "
-                "above 0 at least"
+                f"data.train: the weights of all sources are 0 from step {step} on; accepted: at "
+                "least one weight above 0"
             )
         return sums / sums[-1]
 
@@ -97,8 +97,8 @@ class WeightedSampler:
         )
         if not good:
             raise DataError(
-                f"data.train has weights, but data position {state} is of a run without: go on "
-                "without weights, or begin a new run"
+                f"data.train has weights, but data position {state} belongs to a run without "
+                "weights; resume without weights, or start a new run"
             )
         return state["step"], [state["taken"].get(name, 0) for name in self.names]
 

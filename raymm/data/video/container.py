@@ -111,7 +111,7 @@ def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
     file.seek(0)
     kind = format_of(head)
     if kind is None:
-        raise SampleError("it is no MP4, MOV, WebM, Matroska, AVI or MPEG-TS file")
+        raise SampleError("it is not an MP4, MOV, WebM, Matroska, AVI or MPEG-TS file")
     options = {"codec_whitelist": ",".join(_CODECS), "max_pixels": str(max_pixels)}
     with _explained(), av.open(file, format=kind, options=options) as container:
         for stream in container.streams:
@@ -169,8 +169,8 @@ def _check_codec(stream: Any) -> None:
     name = None if stream.codec_context is None else stream.codec_context.name
     if name not in _CODECS:
         raise SampleError(
-            f"its {stream.type} is of the codec {name!r}, which is not read, or it is damaged; "
-            f"accepted: {', '.join(_CODECS)}"
+            f"its {stream.type} stream uses the codec {name!r}, which is not supported, or is "
+            f"damaged; accepted: {', '.join(_CODECS)}"
         )
 
 
@@ -240,7 +240,7 @@ def check_pictures(
     width, height, rate = header.width, header.height, header.rate
     if not width or not height:
         raise SampleError(
-            "the file has no pictures that can be read, or they are above data.max_image_pixels "
+            "the file has no readable frames, or its frames are above data.max_image_pixels "
             f"({max_pixels:,})"
         )
     if width * height > max_pixels:
@@ -250,16 +250,16 @@ def check_pictures(
         )
     if not 0 < rate <= MAX_RATE:
         raise SampleError(
-            f"its header says {rate:g} frames per second; accepted: above 0, to {MAX_RATE}"
+            f"its header says {rate:g} frames per second; accepted: above 0, up to {MAX_RATE}"
         )
     if not header.seconds > 0:
         raise SampleError(
-            "its header does not say how long it is, as of a recording that has not ended; "
-            "copying it into a file again (ffmpeg -i IN -c copy OUT) writes that"
+            "its header has no duration, as in an unfinished recording; remux the file to add one "
+            "(ffmpeg -i IN -c copy OUT)"
         )
     if header.seconds * rate < _LEAST_FRAMES:
         raise SampleError(
-            f"its header contradicts itself: {rate:g} frames per second are none in "
+            f"its header is inconsistent: {rate:g} frames per second give no frame in "
             f"{header.seconds:g} s"
         )
     if header.seconds > max_seconds:

@@ -112,7 +112,7 @@ class Clip:
             )
         if len(sizes := {frame.shape[:2] for frame in frames}) > 1:
             named = " and ".join(f"{width} x {height}" for height, width in sorted(sizes)[:2])
-            raise SampleError(f"the frames of the video are of several sizes, {named} pixels")
+            raise SampleError(f"the frames of the video have different sizes: {named} pixels")
         step = float(np.median(steps)) if len(steps) else 1.0
         positions = shown / step
         even = np.allclose(positions, np.rint(positions), atol=1e-3)
@@ -162,7 +162,7 @@ def read_clip(file: BinaryIO, sampling: FrameSampling, limits: FrameLimits) -> C
     return Clip(frames, np.asarray(shown) - header.start, header.rate, header.seconds)
 
 
-_NO_KEY_FRAME = "its key frames are not where it says"
+_NO_KEY_FRAME = "its key frames are not at the indexed times"
 
 
 def _check_end(container: Any, header: VideoHeader) -> None:

@@ -119,7 +119,7 @@ def test_turns_between_images_are_found(tmp_path):
     labels = builder.build([0]).microbatches[0]["labels"][0].tolist()
     assert labels == oracle(builder, conversation, messages)
     assert sum(label != IGNORE_INDEX for label in labels) > 10
-    with pytest.raises(SampleError, match="places for 2 items of kind 'image', the row has 1"):
+    with pytest.raises(SampleError, match="places for 2 items of kind 'image', but the row has 1"):
         builder.encode(builder.dataset[1])
 
 
@@ -145,7 +145,7 @@ def test_items_that_the_processor_does_not_take_are_refused(tmp_path):
         "qwen2_audio", file, processor=str(tmp_path / "processor"),
         modalities={"image": {"column": "images"}},
     )
-    with pytest.raises(SampleError, match="1 items of kind 'image'.*not take; accepted: audio"):
+    with pytest.raises(SampleError, match="1 items of kind 'image'.*not accept; accepted: audio"):
         step_builder(settings, open_split(settings, "train")).build([[0]])
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_used_is_named_and_may_be_left_out(tmp_path):
     reasons = {skipped.id: skipped.reason for skipped in step.skipped}
     assert reasons.keys() == {"row-1", "row-2", "row-3"}
     assert "cannot be read" in reasons["row-1"]
-    assert "places for 1 items of kind 'image', the row has 2" in reasons["row-2"]
+    assert "places for 1 items of kind 'image', but the row has 2" in reasons["row-2"]
     assert "max_length" in reasons["row-3"]
     settings.on_error = "raise"
     with pytest.raises(SampleError, match="row-1"):

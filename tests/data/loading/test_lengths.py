@@ -110,5 +110,5 @@ def test_rows_of_models_by_parts_that_are_cut_are_counted(tmp_path):
 
 def test_a_cut_within_an_item_is_an_error_of_the_row(tmp_path):
     config = configured("gemma3", max_length=6, shuffle=False)
-    with pytest.raises(SampleError, match=r"more than max_length \(6\).*items' tokens"):
+    with pytest.raises(SampleError, match=r"exceed max_length \(6\).*tokens of its items"):
         list(local_steps(config, steps=1))

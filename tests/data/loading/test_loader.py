@@ -188,7 +188,7 @@ def test_a_sample_that_kills_workers_is_named_alone(make_config):
         text = str(caught.value)
         if error is RunFailedError:
             assert "died while loading step 6, samples [6, 7, 8, 9, 10, 11]" in text
-    assert text.startswith("sample 's8'") and "every data worker that loads it dies" in text
+    assert text.startswith("sample 's8'") and "every data worker that loads this" in text
     assert isinstance(caught.value, DataError)  # the run ends, and is not to be started again
 
 

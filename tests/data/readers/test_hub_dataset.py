@@ -49,14 +49,14 @@ def test_by_name_it_is_what_the_folder_is(make_config, tmp_path, cached):
         assert again[i].id == folder[i].id and again[i].messages == folder[i].messages
         assert list(again[i].media) == list(folder[i].media)
     (cached / "some_pictures-train.arrow").unlink()
-    with pytest.raises(DataError, match="cannot load it"):
+    with pytest.raises(DataError, match="cannot load split"):
         pickle.loads(pickle.dumps(dataset))[0]
 
 
 def test_what_the_hub_does_not_give_is_named(make_config, cached):
     for source, reason in (
-        ("hf://datasets/some-org/other", "other.*cannot load it, split 'train', subset None"),
-        ({"path": NAME, "split": "test"}, "split 'test'.*accepted: a data set that the hub has"),
+        ("hf://datasets/some-org/other", "other.*cannot load split 'train', subset None"),
+        ({"path": NAME, "split": "test"}, "split 'test'.*accepted: a data set of the hub"),
         ({"path": NAME, "subset": "large"}, "subset 'large'"),
     ):
         with pytest.raises(DataError, match=f"(?s){reason}"):
@@ -66,9 +66,9 @@ def test_what_the_hub_does_not_give_is_named(make_config, cached):
 @pytest.mark.parametrize(("source", "reason"), [
     ("hf://models/a/b", "expected hf://datasets/ORG/NAME"),
     ("hf://datasets/a/b/c.parquet", "expected hf://datasets/ORG/NAME"),
-    ({"path": NAME, "split": "train[:10%]"}, "split is 'train.:10%.'; accepted: the name of one"),
+    ({"path": NAME, "split": "train[:10%]"}, "split is 'train.:10%.'; accepted: the name of a"),
     ({"path": NAME, "format": "json"}, "format is 'json'; accepted with hf://.*: none"),
-    ({"path": "a.jsonl", "split": "test"}, "are of data sets by name"),
+    ({"path": "a.jsonl", "split": "test"}, "are accepted for hf://"),
 ])
 def test_names_that_are_refused(source, reason):
     with pytest.raises(ValidationError, match=reason):

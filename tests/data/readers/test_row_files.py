@@ -94,7 +94,7 @@ def test_arrays_are_read_in_blocks_of_any_size(tmp_path_factory, values, indent,
     ('[{"text": "a"}]\n[{"text": "b"}]', ":2: '\\[' follows the end of the array"),
     ('[{"text": "a"},\n{"text": "b"}\n{"text": "c"}]', r":3: expected ',' or '\]' after element 1"),
     ('[{"text": "a"},\n{"text": }]', r":2: element 1 of the array is not a JSON value"),
-    ('[{"text": "a"},\n{"text": "b"}\n', r":3: expected .* after element 1, and the file ends"),
+    ('[{"text": "a"},\n{"text": "b"}\n', r":3: expected .* after element 1, but the file ends"),
 ])
 def test_broken_files_name_the_line_and_what_helps(tmp_path, body, message):
     (tmp_path / "d.jsonl").write_text(body)
@@ -118,7 +118,7 @@ def test_folders_and_globs_are_read_by_name(tmp_path):
     assert ids(open_source(tmp_path / "**" / "*.json*", "json")) == ["0", "1", "2", "3"]
     assert ids(open_source(tmp_path / "b" / "*")) == ["2", "3"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="has no .*jsonl"):
+    with pytest.raises(DataError, match="contains no .*jsonl"):
         open_source(tmp_path / "empty")
 
 
@@ -203,7 +203,7 @@ def test_a_file_that_cannot_be_opened_now_has_not_changed(tmp_path, monkeypatch)
 def test_a_compressed_file_that_is_cut_off_leaves_no_copy(tmp_path, cache, suffix):
     content = COMPRESS[suffix](os.urandom(2000).hex().encode())
     (tmp_path / f"d.jsonl{suffix}").write_bytes(content[:-10])
-    with pytest.raises(DataError, match=r"d.jsonl.*no whole compressed file .*cut off"):
+    with pytest.raises(DataError, match=r"d.jsonl.*not a complete compressed file .*cut off"):
         open_source(tmp_path / f"d.jsonl{suffix}")
     assert not list((cache / "decompressed").iterdir())
     one = COMPRESS[suffix](lines(rows_of(2)).encode())

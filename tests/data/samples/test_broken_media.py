@@ -94,7 +94,7 @@ def test_floats_and_32_bits_are_refused_by_mode(tmp_path, values, mode):
     Image.fromarray(LEVELS.astype(np.float32 if mode == "F" else np.int32)).save(
         tmp_path / "a.tif", tiffinfo={} if values is not np.uint32 else {339: 1}
     )
-    with pytest.raises(ValueError, match=f"its mode is '{mode}'.*what is white; accepted: .*16"):
+    with pytest.raises(ValueError, match=f"its mode is '{mode}'.*value for white; accepted: .*16"):
         read_image(str(tmp_path / "a.tif"))
 
 

@@ -87,7 +87,7 @@ def test_placeholders_are_never_labels():
         ("<image> what <image>", 1, "2 placeholders '<image>' for 1 vision items"),
         ([IMAGE, IMAGE, WHAT], 1, "2 vision parts, but the row has 1 vision items"),
         ([IMAGE, WHAT], 0, "1 vision parts, but the row has 0 vision items"),
-        ([{"type": "clip"}, WHAT], 1, r"messages\[0\].*type 'clip'; known are \['image', "),
+        ([{"type": "clip"}, WHAT], 1, r"messages\[0\].*type 'clip'; accepted: \['image', "),
         ([{"type": "image", "path": "x"}, WHAT], 1, "'path'; media belong in a column"),
     ],
 )
@@ -121,7 +121,7 @@ def test_part_types_are_by_modality_column_or_as_said():
     turns = [{"role": "user", "content": [{"type": "noise"}, WHAT]},
              {"role": "assistant", "content": "yes"}]
     assert encoder.encode(Sample(0, "s", turns, None, {"audio": ("a.wav",)}))
-    with pytest.raises(SampleError, match="type 'noise'; known are"):
+    with pytest.raises(SampleError, match="type 'noise'; accepted: "):
         TextEncoder(tokenizer_with_image(), 100, modality()).encode(
             Sample(0, "s", turns, None, {})
         )

@@ -50,9 +50,9 @@ def test_a_row_with_too_much_text_is_refused(row):
     ("ftp://a.b/c.png", ["ftp URL", "not fetched", "download it"]),
     ("https://a.b/c/d.png", ["https://a.b/c/d.png, outside", "media_folders: [https://a.b/c]"]),
     ("s3://bucket/key.png", ["s3://bucket/key.png, outside", "media_folders: [s3://bucket]"]),
-    ("http://a.b/c.png", ["'http://a.b/c.png'", "of this machine alone"]),
+    ("http://a.b/c.png", ["'http://a.b/c.png'", "for this machine only"]),
     ("data:image/svg+xml,%3Csvg/%3E", ["data: URI without base64", "base64"]),
-    ("data:image/png;base64,iVBO#w0KGgo=", ["base64 that is broken"]),
+    ("data:image/png;base64,iVBO#w0KGgo=", ["invalid base64"]),
     ("aGVsbG8gd29y" * 500, ["not a path", "not base64 of a known format"]),
     ("a\0b.png", ["null character"]),
 ])

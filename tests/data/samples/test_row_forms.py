@@ -246,11 +246,11 @@ def test_function_calls_of_sharegpt_become_tool_calls():
     ({"messages": [{"role": "user", "content": ["a"]}]}, "a part with a string 'type'"),
     ({"messages": [user("a"), assistant("b"), user("c"), {"role": "gpt", "content": "d"}]},
      r"messages\[3\] has the role 'gpt', which is not learned; accepted: 'assistant'"),
-    ({"messages": [{**user("a"), "train": True}, assistant("b")]}, "is of the role 'user' and"),
+    ({"messages": [{**user("a"), "train": True}, assistant("b")]}, "has the role 'user' and"),
     ({"messages": {"role": ["user", "assistant"], "content": ["a"]}}, "lists of different lengths"),
     ({"conversations": [{"from": "function_call", "value": "look"}]}, "must be JSON with 'name'"),
     ({"prompt": "else", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), user("c")]},
-     "'prompt' is a text; accepted: messages too"),
+     "'prompt' is a text; accepted: only texts, or messages"),
 ])
 def test_rows_that_fit_no_form_say_what_does(row, message):
     with pytest.raises(SampleError, match=message):

@@ -120,7 +120,7 @@ def test_places_and_items_may_both_be_in_a_row_of_several_kinds():
 def test_the_number_of_a_place_must_be_that_of_its_item():
     places = [{"type": "image", "index": number} for number in (0, 1)]
     assert of_parts(*places).text.messages[0]["content"][:2] == [{"type": "image"}] * 2
-    with pytest.raises(SampleError, match=r"content\[0\] is the place of item 1"):
+    with pytest.raises(SampleError, match=r"content\[0\] has index 1"):
         of_parts(*places[::-1])
 
 
@@ -128,7 +128,7 @@ def test_parts_take_the_type_that_the_modality_names():
     parsed = of_parts({"type": "scan", "scan": "a.png"}, parts={"scan": "vision"})
     assert parsed.media == {"vision": ("/data/a.png",)}
     assert parsed.text.messages[0]["content"][0] == {"type": "scan"}
-    with pytest.raises(SampleError, match=r"'image_url', and no modality takes it.*\['scan'\]"):
+    with pytest.raises(SampleError, match=r"'image_url', but no modality accepts it.*\['scan'\]"):
         of_parts({"type": "image_url", "image_url": "a.png"}, parts={"scan": "vision"})
 
 
@@ -186,7 +186,7 @@ def test_texts_that_only_look_like_base64_are_paths(text):
     ({"path": "", "bytes": None}, "neither 'bytes' nor 'path'"),
     ({"array": [0.1], "sampling_rate": 16000}, "dict with .'array', 'sampling_rate'"),
     ({"bytes": [1, 2]}, "'bytes' are list"), (5, "got int"), ([None], "got NoneType"),
-    ({"bytes": "no base64!"}, "base64 that is broken"), ("file://", "an empty path"),
+    ({"bytes": "no base64!"}, "invalid base64"), ("file://", "an empty path"),
 ])
 def test_values_that_are_no_items_are_refused(value, message):
     with pytest.raises(SampleError, match=message):
@@ -201,5 +201,5 @@ def test_media_of_an_answer_of_a_pair_are_refused():
 
 
 def test_a_text_with_an_item_is_refused():
-    with pytest.raises(SampleError, match=r"content\[0\] has type 'text' and 'image'; .*its own"):
+    with pytest.raises(SampleError, match=r"content\[0\] has type 'text' and 'image'; .*separate"):
         of_parts({"type": "text", "text": "a", "image": "a.png"})

@@ -154,7 +154,7 @@ def test_a_run_mixes_by_schedule_and_goes_on_with_others(make_config, tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    ({"train": [{"path": "a", "weight": 1}, "b"]}, "'b' has no weight, others have"),
+    ({"train": [{"path": "a", "weight": 1}, "b"]}, "'b' has no weight, but other sources have one"),
     ({"train": [{"path": "a", "weight": 1, "repeat": 2}]}, "repeat 2; accepted: one of them"),
     ({"train": [{"path": "a", "weight": {5: 1}}]}, "weight from step 0 on"),
     ({"train": [{"path": "a", "weight": -1}]}, "greater than or equal to 0"),
