@@ -1,1 +1,1 @@
-"""Data workers, and what they build."""
+"""Ray data workers, and the steps that they build."""

@@ -1,4 +1,4 @@
-"""Build the microbatches of a step in this process; data workers and local runs both use it."""
+"""Building of the microbatches of a step, in this process; used by data workers and local runs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,8 +49,8 @@ _REASONS_SHOWN = 3
 T = TypeVar("T")
 
 
-# Raises a ValueError that says what of a microbatch of one sample the model cannot take; it may
-# have a ``modality`` whose items are at fault.
+# Check of a microbatch of one sample: raises a ValueError if the model cannot use the sample. The
+# error may have an attribute ``modality`` that names the items at fault.
 SampleCheck = Callable[[Microbatch], None]
 
 
@@ -66,12 +66,9 @@ class Skipped:
 
     @classmethod
     def of(cls, error: SampleError, source: str) -> "Skipped":
-        """Return the record of an unusable sample of a source.
-
-        Raises:
-            SampleError: as given; the process lacked a resource, which is no fault of the sample.
-                Skipping the sample would change the data of the run.
-        """
+        """Return the record of an unusable sample. If the process lacked a resource, raise
+        ``error`` instead: the sample is not at fault, and skipping it would change the data of the
+        run."""
         if failure_kind(error) is FailureKind.RESOURCE:
             raise error
         return cls(str(error.sample_id), error.path, error.reason, error.column, source)
@@ -88,8 +85,11 @@ def none_usable(skipped: Sequence[Skipped], of: str = "the step's") -> DataError
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """Microbatches of a step as tensors, their metadata, what was left out, and of data of
-    several sources the number of every row's."""
+    """Step with its microbatches as tensors, their metadata, and the samples that were left out.
+
+    Attributes:
+        sources: source number of every row by microbatch; empty for data of one source.
+    """
 
     microbatches: list[Microbatch]
     meta: list[MicrobatchMeta]
@@ -98,14 +98,9 @@ class BuiltStep:
 
 
 def check_data(config: DataConfig) -> None:
-    """Find before any actor starts what a data worker would fail on.
-
-    Indexes both splits; checks that the tokenizer folder exists, processors import, and
-    placeholders are tokens.
-
-    Raises:
-        DataError: names the field and the value.
-    """
+    """Check at startup everything that would make a data worker fail later: index both splits, find
+    the tokenizer folder, import processors, and look up placeholders. Raise a ``DataError`` that
+    names the field and the value."""
     for split in ("train", "heldout"):
         if getattr(config, split) is not None:
             open_split(config, split)
@@ -113,7 +108,7 @@ def check_data(config: DataConfig) -> None:
 
 
 def check_tools(config: DataConfig) -> None:
-    """The part of ``check_data`` that does not read the samples."""
+    """Run the part of :func:`check_data` that does not read samples."""
     for name in config.modalities:
         if config.modalities[name].video is not None:
             decoder(f"data.modalities.{name}.video")
@@ -135,22 +130,19 @@ def check_tools(config: DataConfig) -> None:
 
 
 def most_groups(config: DataConfig, indices: Sequence[int] | Sequence[Sequence[int]]) -> int:
-    """Microbatches of a step of these samples if none is skipped; otherwise fewer."""
+    """Return the number of microbatches of a step if no sample is skipped."""
     if is_grouped(indices):
         return len(indices)
     return -(-len(indices) // (config.batch_size // config.microbatches))
 
 
 class StepBuilder:
-    """Reads, decodes, tokenizes and collates the samples of a step.
+    """Reads, decodes, tokenizes and collates the samples of a step. Tokenizer and processors are
+    loaded on first use.
 
     Args:
-        config: the data configuration.
-        dataset: the split's samples.
-        check: checks whether the model can take a sample; None for no check.
-        features: looks for features of items that were kept; None if none are.
-
-    Tokenizer and processors are loaded at the first use.
+        check: called for every sample to check that the model accepts it.
+        features: lookup of cached features.
     """
 
     def __init__(
@@ -166,7 +158,7 @@ class StepBuilder:
 
     @property
     def answer_ends(self) -> frozenset[int]:
-        """Ids of tokens that end a turn of the assistant."""
+        """Ids of the tokens that end a turn of the assistant."""
         if not (self.tokenizer.chat_template and self.tokenizer.is_fast):
             return frozenset()
         return ChatTemplate(self.tokenizer, None, self.config.chat_template_kwargs).answer_ends
@@ -187,7 +179,7 @@ class StepBuilder:
 
     @cached_property
     def pad_id(self) -> int:
-        """Masked everywhere, so any id of the vocabulary will do."""
+        """Token id of padding. Padding is always masked, so any id of the vocabulary works."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(id for id in ids if id is not None)
 
@@ -196,11 +188,8 @@ class StepBuilder:
         return split_parts(microbatch)
 
     def alone(self, encoded: Any) -> tuple[dict[str, dict[str, torch.Tensor]], MicrobatchMeta]:
-        """:meth:`parts` of a microbatch of one sample, with its metadata.
-
-        Args:
-            encoded: what :meth:`encode` has made of it.
-        """
+        """Return the :meth:`parts` and the metadata of a microbatch with one sample from
+        :meth:`encode`."""
         microbatch = collate([encoded], self.pad_id, self.config.columns)
         meta = describe(microbatch, [encoded.id], self.text.placeholder_ids)
         return self.parts(microbatch), meta
@@ -211,26 +200,25 @@ class StepBuilder:
         shuffled: Sequence[str] = (),
         stack: Stack = torch.stack,
     ) -> BuiltStep:
-        """Build the step of some samples.
+        """Build a step.
 
-        Given groups are microbatches as they are; under ``on_error: skip`` an unusable sample
-        leaves its group, and a group without samples the step.
+        Groups of samples become one microbatch each. With ``on_error: skip``, an unusable sample
+        leaves its group, and a group without samples leaves the step.
 
-        Samples that are not in groups are sorted by the modalities they have and cut into
-        microbatches of equal size. Under ``on_error: skip`` an unusable sample is dropped and the
-        rest of the step is cut again into the same number of microbatches (sizes then differ by
-        at most one), or one per sample when fewer are left. Which samples, and in which
-        microbatch, depends on nothing but ``indices`` and the files.
+        Samples without groups are sorted by their modalities and split into microbatches of equal
+        size. With ``on_error: skip``, unusable samples are dropped, and the rest is split into the
+        same number of microbatches, whose sizes then differ by at most one, or into one per sample
+        if fewer are left. The result depends only on ``indices`` and the files.
 
         Args:
-            indices: samples of the step, of which fewer than ``batch_size`` give fewer
-                microbatches; or groups of samples, none empty.
-            shuffled: modalities whose items are dealt to other samples (``shuffle_modality``).
-            stack: see ``collate``.
+            indices: samples of the step (fewer than ``batch_size`` result in fewer microbatches),
+                or non-empty groups of samples.
+            shuffled: modalities whose items are given to other samples (``shuffle_modality``).
+            stack: see :func:`collate`.
 
         Raises:
-            SampleError: an unusable sample under ``on_error: raise``.
-            DataError: no usable sample left, or items that cannot be stacked.
+            SampleError: a sample is unusable, with ``on_error: raise``.
+            DataError: no sample is usable, or items cannot be stacked.
         """
         self._features = self._kept(indices)
         groups, skipped = self._groups(indices)
@@ -241,7 +229,8 @@ class StepBuilder:
         microbatches = [
             collate(group, self.pad_id, self.config.columns, stack) for group in groups
         ]
-        # Seeded by the step's samples: the same on every worker and after a resume.
+        # The samples of the step are the seed, so the result is the same on every worker and after
+        # a resume.
         seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
         pairs = self.config.preferences is True
@@ -249,7 +238,7 @@ class StepBuilder:
             microbatches = [
                 shuffle_modality(mb, name, generator, 1 + pairs) for mb in microbatches
             ]
-        # A row with the items of another sample is another row.
+        # The id changes too, because a row with items of another sample is a different row.
         suffix = "".join(f" with other {name}" for name in shuffled)
         meta = [
             replace(
@@ -271,7 +260,7 @@ class StepBuilder:
             return StepFeatures()
         samples = []
         for index in flat(indices):
-            with suppress(SampleError):  # reported when it is encoded
+            with suppress(SampleError):  # reported when the sample is encoded
                 samples.append(self.dataset[index])
         return self._lookup.of_step(samples)
 
@@ -301,7 +290,7 @@ class StepBuilder:
         return samples, skipped
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Return token ids, labels and item tensors of one sample.
+        """Return the token ids, labels and item tensors of a sample.
 
         Raises:
             SampleError: names the sample, the column and, for a media file, its path.
@@ -321,7 +310,7 @@ class StepBuilder:
             name: of_samples[sample.index] for name, of_samples in kept.keys.items()
             if name in media and name not in kept.features
         }
-        # A prompt is of no data set.
+        # Prompts for generation come without a dataset.
         source = 0 if self.dataset is None else int(self.dataset.sources[sample.index])
         encoded = EncodedSample(
             sample.id, *texts[0], media, keys, source=source,
@@ -335,10 +324,7 @@ class StepBuilder:
         return encoded
 
     def _check_answers(self, sample: Sample) -> None:
-        """
-        Raises:
-            SampleError: it has two answers, or not, and the loss is another's.
-        """
+        """Raise a ``SampleError`` if the number of answers of a sample does not fit the loss."""
         if (sample.preference is not None) != bool(self.config.preferences):
             accepted = "messages or text" if sample.preference else "prompt, chosen and rejected"
             raise SampleError(
@@ -403,8 +389,7 @@ class StepBuilder:
 def _keys_of(
     group: Sequence[EncodedSample], shuffled: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return cache keys of the items of a microbatch, in order, without modalities whose items are
-    shuffled."""
+    """Return the cache keys of the items of a microbatch in order, without shuffled modalities."""
     names = dict.fromkeys(name for sample in group for name in sample.keys)
     return {
         name: tuple(key for sample in group for key in sample.keys.get(name, ()))

@@ -1,4 +1,4 @@
-"""Which items of a step have features that were kept, so that nobody need decode or encode them."""
+"""Lookup of cached encoder features, whose items need neither decoding nor encoding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KEY_BYTES = 20
 
 @dataclass(frozen=True)
 class StepFeatures:
-    """What is known of the items of a step.
+    """Cache keys and cached features of the items of a step.
 
     Attributes:
-        keys: by modality and sample, what each of its items is kept under; "" where it cannot be
-            read.
-        features: the same with features, of modalities of which all items of the step have some.
+        keys: modality -> sample -> cache key of each item; ``""`` for an unreadable item.
+        features: modality -> sample -> features of each item, for modalities in which all items of
+            the step have cached features.
     """
 
     keys: Mapping[str, Mapping[int, list[str]]] = field(default_factory=dict)
@@ -29,20 +29,16 @@ class StepFeatures:
 
 @dataclass(frozen=True)
 class FeatureLookup:
-    """Looks for features.
+    """Reader of the feature cache.
 
     Attributes:
-        folders: by modality; each is of one encoder with one processor in one precision.
+        folders: cache folder by modality, for one encoder with one processor in one precision.
     """
 
     folders: Mapping[str, FeatureFolder]
 
     def of_step(self, samples: Sequence[Sample]) -> StepFeatures:
-        """What is known of the items of all samples of a step.
-
-        Args:
-            samples: of the step.
-        """
+        """Return the cache keys and features of all items of a step."""
         keys, features = {}, {}
         for name, folder in self.folders.items():
             keys[name] = {
@@ -57,7 +53,7 @@ class FeatureLookup:
 def _read(
     folder: FeatureFolder, keys: Mapping[int, Sequence[str]]
 ) -> dict[int, list[Features]] | None:
-    """Features of all items; None if one has none."""
+    """Return the features of all items, or None if an item has none."""
     every = [key for own in keys.values() for key in own]
     if not every or not all(key and folder.has(key) for key in every):
         return None
@@ -72,11 +68,12 @@ def _read(
 
 
 def item_key(item: Media) -> str:
-    """What an item is kept under: by its encoded bytes alone, whatever its name is; "" if they
-    cannot be read, which whoever decodes it will say.
+    """Return the cache key of an item: a digest of its encoded bytes, independent of its name.
+
+    The key is ``""`` if the item cannot be read; decoding it then reports the error.
 
     Args:
-        item: a file, a part of one, bytes, or a tuple of frames.
+        item: a file, a part of a file, bytes, or a tuple of frames.
     """
     frames: Sequence[str | MediaBytes | MediaRange] = item if isinstance(item, tuple) else (item,)
     digest = hashlib.blake2b(digest_size=_KEY_BYTES)

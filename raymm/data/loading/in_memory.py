@@ -1,4 +1,5 @@
-"""Microbatches in memory: cut from batches, and as the actors read them."""
+"""Microbatches that are in memory: splitting of batches, and conversion to the form that ranks
+read."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Split a batch by rows into ``count`` microbatches of equal size.
 
     Args:
-        batch: a complete one (:func:`raymm.model.batch_rules.complete_microbatch`).
-        count: of microbatches.
+        batch: complete batch (:func:`raymm.model.batch_rules.complete_microbatch`).
 
     Raises:
-        DataError: rows do not divide, or tensors have not the items along their first dimension.
+        DataError: rows are not divisible by ``count``, or a tensor does not have the items in
+            dimension 0.
     """
     rows = len(batch[IDS])
     if rows % count:
@@ -48,15 +49,8 @@ def _rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> None:
-    """
-    Args:
-        name: of the modality.
-        items: its tensors and ``sample_index``.
-        purpose: why items are to be split.
-
-    Raises:
-        DataError: a tensor has not its items along the first dimension.
-    """
+    """Raise a ``DataError`` if a tensor does not have the items of modality ``name`` in dimension
+    0. ``purpose`` is the reason for splitting the items."""
     count = len(items[INDEX])
     for key, tensor in items.items():
         if len(tensor) != count:
@@ -67,8 +61,8 @@ def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> N
 
 
 def items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """A microbatch whose items come in the order of the rows that they belong to, so that what
-    consecutive samples have is consecutive, too."""
+    """Return a microbatch whose items are in the order of their rows, so that the items of
+    consecutive samples are contiguous."""
     items: dict[str, Any] = {}
     for name, value in microbatch.items():
         if not isinstance(value, Mapping):
@@ -83,15 +77,15 @@ def items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
 def describe_microbatches(
     microbatches: Sequence[Mapping[str, Any]], encoders: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-    """Complete microbatches (:func:`raymm.model.batch_rules.complete_microbatch`) as parts per
-    reader, with their metadata."""
+    """Return complete microbatches (:func:`raymm.model.batch_rules.complete_microbatch`) split into
+    the parts of each reader, and their metadata."""
     meta = [
         describe(dict(microbatch), [str(row) for row in range(microbatch["input_ids"].shape[0])])
         for microbatch in microbatches
     ]
     parts = []
     for microbatch in microbatches:
-        # Torch's own format of storages cannot be read again for every dtype (uint16, float8).
+        # The storage format of torch cannot be read back for all dtypes (uint16, float8).
         part = {name: StoredTensors(microbatch[name]) for name in encoders if name in microbatch}
         parts.append({**part, "text": text_inputs(microbatch)})
     return parts, meta

@@ -1,4 +1,5 @@
-"""Refuses items of which a model's processor would drop a part without a word, or invent one."""
+"""Check for items that the processor of a model would silently truncate or complete with made-up
+data."""
 
 from __future__ import annotations
 
@@ -15,33 +16,27 @@ from raymm.data.samples.whole_sounds import WholeSounds, equal_tensors
 from raymm.data.video.frames import Clip
 from raymm.errors import SampleError
 
-# Rates of frames that are tried, in frames per second.
+# Frames per second at which a list of frames is processed for comparison.
 _RATES = (1.0, 4.0)
 
 
 class ItemCheck:
-    """Check of samples, which tries the processor on their own items.
+    """Check of samples that runs the processor on modified versions of their items.
 
-    Sounds beyond the window of a feature extractor would be cut. Frames without times would get
-    those of a rate that the processor assumes. Nothing is known of single processors: a sample is
-    processed with changed items, and the results are compared. That happens for sounds and lists of
-    frames that are longer than all before.
-
-    Args:
-        processor: of the model.
+    A sound longer than the window of the feature extractor would be truncated, and frames without
+    times would get times at a rate that the processor assumes. To detect this without code for
+    single processors, a sample is processed with modified items and the results are compared. Only
+    sounds and lists of frames that are longer than all earlier ones are checked.
     """
 
     def __init__(self, processor: ModelProcessor) -> None:
         self._processor = processor
         self._sounds: WholeSounds | None = None
-        self._most_frames = 1  # of a list whose rate makes no difference
+        self._most_frames = 1  # longest list for which the frame rate made no difference
 
     def __call__(self, encoded: Conversation) -> None:
-        """
-        Raises:
-            SampleError: a sound is longer than what the processor takes, or a list of frames has no
-                rate and needs one.
-        """
+        """Raise a ``SampleError`` for a sound that is longer than the processor accepts, or a list
+        of frames without a frame rate if the processor uses one."""
         for number, sound in enumerate(encoded.media.get("audio", ())):
             self._check_sound(encoded, number, sound)
         for number, video in enumerate(encoded.media.get("video", ())):
@@ -74,7 +69,7 @@ class ItemCheck:
     def _with(
         self, encoded: Conversation, kind: str, number: int, item: Any
     ) -> dict[str, torch.Tensor]:
-        """Process a sample with another item in the place of one of its items."""
+        """Process a sample with one of its items replaced."""
         items = list(encoded.media[kind])
         items[number] = item
         media: Mapping[str, Sequence[Any]] = {**encoded.media, kind: items}
@@ -82,15 +77,8 @@ class ItemCheck:
 
 
 def clip_of_images(frames: Sequence[Any], fps: float) -> Clip:
-    """Make a clip of images.
-
-    Args:
-        frames: ``PIL.Image`` in RGB.
-        fps: frames per second.
-
-    Raises:
-        SampleError: the images are of several sizes.
-    """
+    """Return a clip of RGB images at ``fps`` frames per second; raise a ``SampleError`` if sizes
+    differ."""
     times = [number / fps for number in range(len(frames))]
     return Clip.from_frames([np.asarray(frame) for frame in frames], times)
 

@@ -1,5 +1,5 @@
-"""Tokens of every row of a data set, from which ``max_length`` is chosen and rows that are longer
-are counted."""
+"""Token counts of all rows of a dataset, for choosing ``max_length`` and reporting truncated rows.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from raymm.data.sampling.scanner import HeaderSizes, Progress, Sizes, scan
 from raymm.errors import SampleError
 from raymm.files.section import MOST_COUNT
 
-# A worker process needs seconds to start. Rows that one scans in the meantime: of text, and with
-# media, which are decoded.
+# Rows that a worker process scans in about the seconds that it takes to start: rows of text, and
+# rows with media, which must be decoded.
 _TEXT_ROWS_PER_WORKER, _MEDIA_ROWS_PER_WORKER = 10_000, 500
 _MAX_WORKERS = 16
-# Rows whose tokens are counted at the start of a run, where no scan has counted all.
+# Rows that are counted at the start of a run if no scan has counted all rows.
 _ROWS_LOOKED_AT = 256
 
 
@@ -30,27 +30,24 @@ def row_lengths(
     config: DataConfig, dataset: Dataset, progress: Progress | None = None,
     cache: str | Path | None = None, workers: int | None = None,
 ) -> np.ndarray:
-    """Count the tokens of every row, with those of its media, whatever ``max_length`` is.
+    """Count the tokens of every row before truncation to ``max_length``, including tokens of media.
 
-    Rows without media are only tokenized. With ``data.processor`` the media of a row are decoded
-    and processed, as only the processor knows how many tokens they become; the tokens of other
-    models' media are not part of the text and are not counted. Measured on one core of a busy CPU:
-    560 to 710 rows of 360 tokens of text a second, 210 to 370 rows with a picture of about 100 x
-    100 pixels.
+    Rows without media are only tokenized. With ``data.processor``, media are decoded and processed,
+    because only the processor knows their number of tokens. Media of other models are not part of
+    the text and are not counted. Speed on one core of a busy CPU: 560 to 710 rows of 360 text
+    tokens per second, or 210 to 370 rows with a picture of about 100 x 100 pixels.
 
     Args:
-        config: of the data.
-        dataset: of ``open_split``.
-        progress: called with (rows done, rows in all).
-        cache: folder that results are kept in; by default that of all scans. The result of a data
-            set is used for every ``max_length``.
-        workers: processes; by default one per CPU, if the rows are worth it.
+        progress: called with (rows done, total rows).
+        cache: folder for results, by default that of all scans. A result is valid for any
+            ``max_length``.
+        workers: processes; by default up to one per CPU, depending on the number of rows.
 
     Returns:
-        (rows,) int64; 0 for rows that cannot be used, with ``on_error: skip``.
+        (rows,) int64; 0 for unusable rows, with ``on_error: skip``.
 
     Raises:
-        SampleError: a row cannot be used, and ``on_error`` is ``"raise"``.
+        SampleError: a row is unusable, and ``on_error`` is ``"raise"``.
     """
     config = config.model_copy(update={"max_length": MOST_COUNT})
     if workers is None:
@@ -73,15 +70,10 @@ def row_lengths(
 def truncation_note(
     config: DataConfig, dataset: Dataset, cache: str | Path | None = None
 ) -> str | None:
-    """Say how many rows have more than ``max_length`` tokens; None if no row has.
+    """Return a message about rows with more than ``max_length`` tokens; None if no row has more.
 
-    All rows are known if :func:`row_lengths` has counted them. Else those of a few hundred rows are
-    counted, at equal distances over the data. Rows that cannot be used are left out.
-
-    Args:
-        config: of the data.
-        dataset: of ``open_split``.
-        cache: as of :func:`row_lengths`.
+    Uses the counts of :func:`row_lengths` if they are in the cache. Otherwise a few hundred rows at
+    equal distances are counted, without unusable ones.
     """
     if config.preferences:
         return None
@@ -110,22 +102,14 @@ def truncation_note(
 
 
 class ProcessedLengths:
-    """Tokens of samples as a model's own processor makes them.
-
-    Args:
-        dataset: the samples.
-        config: of the data.
-    """
+    """Token counts of samples, as made by ``data.processor``."""
 
     def __init__(self, dataset: Dataset, config: DataConfig) -> None:
         self._builder = ProcessedBuilder(config, dataset)
 
     def __call__(self, sample: Sample) -> Sizes:
-        """Return the tokens of a sample, and zeros for the sizes of its items.
-
-        Raises:
-            SampleError: it cannot be used.
-        """
+        """Return the tokens of a sample, and zeros as the sizes of its items; raise a
+        ``SampleError`` for an unusable sample."""
         encoded = self._builder.encode(sample)
         items = {
             kind: [(0, 0, 0)] * len(encoded.media.get(kind, ()))

@@ -1,4 +1,4 @@
-"""Steps of training data, from Ray data workers or built in this process."""
+"""Steps of training data, loaded by Ray data workers or built in this process."""
 
 import time
 from collections import deque
@@ -43,24 +43,24 @@ from raymm.data.sampling.batching import Sampler, training_sampler
 from raymm.data.sampling.sampler import EpochSampler, State, flat
 from raymm.errors import DataError, FailureKind, Loss, RunFailedError, SampleError
 
-# Steps, by data file and samples, of which a worker has died in this process.
+# Steps (data file, samples) during which a data worker of this process has died.
 _died: set[tuple[str, tuple[int, ...]]] = set()
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step's data.
+    """Data of one optimizer step.
 
     Attributes:
-        index: from 0, counted from where the loader started.
-        microbatches: from ``StepLoader``, {"text": ref, modality: ref} (``ray.get`` of a ref
-            gives a dict of tensors; ``join_parts`` makes the microbatch of the parts), valid as
-            long as the refs are held; from ``local_steps``, the microbatches themselves. None
-            where all samples of a step of a pass were left out.
-        meta: one per microbatch.
-        state_after: data position to resume at after this step.
+        index: position from 0, counted from the start of the loader.
+        microbatches: from ``StepLoader``, {"text": ref, modality: ref}, valid while the refs are
+            held; ``ray.get`` of a ref returns a dict of tensors, and ``join_parts`` joins the parts
+            of a microbatch. From ``local_steps``, the microbatches. Empty if all samples of the
+            step were left out, which only happens with held-out data.
+        meta: metadata of each microbatch.
+        state_after: data position to resume from after this step.
         skipped: samples left out (``on_error: skip``).
-        owner: the worker that built the step.
+        owner: worker that built the step.
     """
 
     index: int
@@ -79,15 +79,14 @@ def local_steps(
     shuffled: Sequence[str] = (),
     sampler: Sampler | None = None,
 ) -> Iterator[Step]:
-    """The steps of ``StepLoader`` with the same bytes, built in this process without Ray.
+    """Yield the same steps as ``StepLoader``, built in this process without Ray.
 
     Args:
-        config: of the data.
         split: ``"train"`` (endless) or ``"heldout"`` (one pass in a fixed order).
-        start_state: ``Step.state_after`` to go on from; None for the beginning.
-        steps: stop after so many.
+        start_state: ``Step.state_after`` to resume from; None for the beginning.
+        steps: number of steps to stop after.
         shuffled: modalities whose items are given to other samples.
-        sampler: what steps of the training data consist of; as of :class:`StepLoader` if None.
+        sampler: sampler of the training data; see :class:`StepLoader`.
     """
     dataset = open_split(config, split)
     builder = step_builder(config, dataset)
@@ -113,42 +112,41 @@ def local_steps(
 
 
 class StepLoader:
-    """Iterator over steps, loaded ahead by Ray actors (start Ray first).
+    """Iterator over steps that Ray actors load ahead. Also a context manager. Ray must be running.
 
-    The driver only sees metadata: tensors stay in the object store (what is below Ray's 100 KB,
-    mostly text, in this process's part of it). Step ``i`` is built by
-    worker ``i % num_workers`` and steps come out in order, so the stream is that of
-    ``local_steps`` whatever the number of workers. At most ``prefetch_steps`` steps beyond the
-    last one handed out are being built or waiting. Also a context manager.
+    The driver only receives metadata; tensors stay in the object store (objects below 100 KB,
+    mostly text, in the part of this process). Worker ``i % num_workers`` builds step ``i``, and
+    steps are returned in order, so they equal those of ``local_steps`` for any number of workers.
+    At most ``prefetch_steps`` steps after the last returned one are built or waiting.
 
-    A step of the training data of which no sample is usable (``on_error: skip``) is passed over:
-    its samples are among those that the next step reports as skipped.
+    With ``on_error: skip``, a step of training data without a usable sample is omitted, and the
+    next step reports its samples as skipped.
 
     Args:
-        config: the data configuration.
-        split: "train" (endless) or "heldout" (one pass in a fixed order; its last step may have
-            fewer samples and microbatches, and one of which no sample is usable has none).
-        start_state: ``Step.state_after`` to go on from; None for the beginning.
-        steps: stop after so many.
-        shuffled: modalities whose items are given to other samples (``shuffle_modality``), for
-            the held-out loss without them.
-        sampler: what steps of the training data consist of; by default
-            ``training_sampler(config, dataset)``, which knows nothing of the model.
-        dataset: the split's samples, if they were opened already.
-        check: looks whether the model can take a sample (``StepBuilder``).
-        places: where the workers go (Ray's ``scheduling_strategy``), one each; anywhere without.
-        features: looks for features of items that were kept (``StepBuilder``).
-        check_cluster: called every second of a wait for a step; what it raises ends the wait. Of a
-            worker that was to start on a node that is lost Ray itself tells some 15 s later.
-        steps_before: steps of the run that were taken before; errors count on from there.
+        split: ``"train"`` (endless) or ``"heldout"`` (one pass in a fixed order; the last step may
+            have fewer samples and microbatches, and a step without a usable sample has no
+            microbatches).
+        start_state: ``Step.state_after`` to resume from; None for the beginning.
+        steps: number of steps to stop after.
+        shuffled: modalities whose items are given to other samples (``shuffle_modality``), to
+            measure the held-out loss without them.
+        sampler: sampler of the training data; by default ``training_sampler(config, dataset)``,
+            which does not consider the model.
+        dataset: samples of the split, if already open.
+        check: checks whether the model accepts a sample (``StepBuilder``).
+        places: Ray ``scheduling_strategy`` of each worker; by default workers run anywhere.
+        features: lookup of cached features (``StepBuilder``).
+        check_cluster: called every second while waiting for a step; an error that it raises ends
+            the wait. Ray itself reports a lost node only about 15 s later.
+        steps_before: steps that the run took earlier; step numbers in errors continue from there.
 
     Raises:
-        DataError: here, before any actor starts, for a missing file, malformed row, unknown
-            processor or a state that does not fit; from ``next()`` for an unusable sample
-            (``SampleError``), or a worker that is not started within ``worker_timeout``.
-            Also from ``next()`` for a sample that ended two workers, and if no sample was usable
-            among as many as the data have.
-        RunFailedError: from ``next()``: a worker died, or did not load a step in that time.
+        DataError: from the constructor for a missing file, malformed row, unknown processor, or a
+            state that does not fit. From ``next()`` for an unusable sample (``SampleError``), a
+            worker that has not started within ``worker_timeout``, a sample that ended two workers,
+            or as many unusable samples in a row as the data have.
+        RunFailedError: from ``next()`` if a worker dies, or does not load a step within
+            ``worker_timeout``.
     """
 
     def __init__(
@@ -186,7 +184,7 @@ class StepLoader:
             for place, _ in zip_longest(places, range(config.num_workers))
         ]
         self._workers = [start() for start in self._start]
-        # Asked for first, as one that does not answer any more cannot be asked.
+        # Requested in advance, because a worker that hangs can no longer answer.
         self._described = [worker.describe.remote() for worker in self._workers]
         self._places: dict[int, dict | None] = {}
         self._heartbeats = Heartbeats(config.worker_timeout)
@@ -214,11 +212,11 @@ class StepLoader:
         )
 
     def close(self) -> None:
-        """Let go of the workers; they end when the last ``Step`` they built is dropped."""
-        # Ray may have ended before a generator that holds this: cancelling would start another.
+        """Release the workers; they end when the last ``Step`` that they built is dropped."""
+        # If Ray has already shut down, cancelling would start it again.
         refs = [*self._described, *(ref for *_, (ref, *_) in self._pending)]
         for ref in refs if ray.is_initialized() else ():
-            ray.cancel(ref)  # a worker that never started would wait for a place to do it
+            ray.cancel(ref)  # or a worker that has not started would wait for resources
         self._pending.clear()
         self._plan = iter(())
         self._workers = []
@@ -246,7 +244,7 @@ class StepLoader:
     def _microbatches(
         self, meta: Sequence[MicrobatchMeta], refs: Sequence[ray.ObjectRef]
     ) -> list[dict[str, ray.ObjectRef]]:
-        """Each microbatch's own parts, of the refs of all that there might have been."""
+        """Return the parts of each microbatch, out of the refs for all possible parts."""
         width = len(self._names)
         return [
             {
@@ -278,7 +276,7 @@ class StepLoader:
                     self._look_for_culprit(number, flat(indices))
             self._end_workers()
             failure = _load_failure(who, what, error)
-            failure.add_note(str(error))  # Ray's account: process, node, likely causes
+            failure.add_note(str(error))  # Ray's description: process, node, likely causes
             raise failure from None
         if isinstance(result, DataError):
             if result.skipped is None:
@@ -287,20 +285,13 @@ class StepLoader:
         return result
 
     def _end_workers(self) -> None:
-        """End all workers: others are to have their places. Steps that they have built stay."""
+        """Kill all workers to free their resources. The steps that they have built stay valid."""
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
 
     def _look_for_culprit(self, number: int, indices: Sequence[int]) -> None:
-        """Load the samples of a step one at a time, if two workers have died of the step.
-
-        Args:
-            number: of the worker.
-            indices: of the samples.
-
-        Raises:
-            SampleError: names a sample of which a third worker has died.
-        """
+        """Load the samples of a step one at a time if two workers have died while loading that
+        step. Raise a ``SampleError`` for a sample that kills a third worker."""
         key = (str(self.path), tuple(indices))
         if key not in _died:
             _died.add(key)
@@ -327,12 +318,9 @@ class StepLoader:
                 continue
 
     def _result(self, number: int, ref: ray.ObjectRef) -> Any:
-        """What a worker has loaded; it is looked after meanwhile.
-
-        Raises:
-            RayError: it cannot load it any more.
-            GetTimeoutError: why that takes too long.
-        """
+        """Wait for a worker to load a step, and check its heartbeats meanwhile. Raise a
+        ``RayError`` if the worker has failed, and a ``GetTimeoutError`` with the reason if it takes
+        too long."""
         patience = self.config.worker_timeout
         due = time.monotonic() + patience
         while (now := time.monotonic()) < due:
@@ -344,7 +332,7 @@ class StepLoader:
                     continue
             look = partial(self._look, number, place["address"])
             inquiry = inquire({number: self._workers[number]}, BEAT_S)
-            if inquiry.dead:  # with its node, of which Ray knows some 15 s later
+            if inquiry.dead:  # lost with its node, which Ray reports about 15 s later
                 raise inquiry.dead[number]
             late = self._heartbeats.overdue(inquiry, time.monotonic(), look)
             if late is not None:
@@ -356,7 +344,7 @@ class StepLoader:
         return look_from_outside({number: address})
 
     def _place(self, number: int, seconds: float = 0.0) -> dict | None:
-        """Where a worker lives that has started; None if it has not said so by then."""
+        """Return the address of a worker; None if it has not reported one within ``seconds``."""
         try:
             if number not in self._places:
                 place: Any = ray.get(self._described[number], timeout=seconds)
@@ -366,7 +354,8 @@ class StepLoader:
             return None
 
     def _late(self, number: int, who: str, what: str, why: str) -> Exception:
-        """What to say of a worker that takes too long: is it stuck, or was it never started?"""
+        """Return the error for a worker that takes too long: it either hangs, or has not started.
+        """
         late = f"did not load {what} {why}"
         from ray._private.state import actors
 
@@ -381,7 +370,7 @@ class StepLoader:
             return _worker_error(f"{who} {late}: the worker has never answered")
         inquiry = inquire({number: self._workers[number]}, BEAT_S)
         looks = look_from_outside({number: place["address"]})
-        kill_from_outside({number: place["address"]})  # it would not obey Ray
+        kill_from_outside({number: place["address"]})  # a worker that hangs does not react to Ray
         look = looks.get(number, Look("out of reach", ""))
         doing = inquiry.reports.get(number) or f"does not answer; it is {look.state}"
         return _worker_error(
@@ -391,27 +380,21 @@ class StepLoader:
 
 
 class _LeftOut:
-    """Samples of steps that had no usable one, until a step that has some reports them.
-
-    Args:
-        most: samples of the data.
-    """
+    """Skipped samples of steps without a usable sample, until the next step reports them. ``most``
+    is the number of samples in the data."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._skipped: list[Skipped] = []
 
     def add(self, skipped: Sequence[Skipped]) -> None:
-        """
-        Raises:
-            DataError: there are as many as the data have.
-        """
+        """Add samples; raise a ``DataError`` once there are as many as the data have."""
         self._skipped += skipped
         if len(self._skipped) >= self._most:
             raise none_usable(self._skipped, "the last")
 
     def take(self, skipped: Sequence[Skipped]) -> list[Skipped]:
-        """Return them, with those of the step that reports them."""
+        """Return and clear the collected samples, followed by ``skipped``."""
         taken, self._skipped = [*self._skipped, *skipped], []
         return taken
 
@@ -421,12 +404,7 @@ def _worker_error(text: str, kind: FailureKind | None = None) -> RunFailedError:
 
 
 def _load_failure(worker: str, step: str, error: RayError) -> RunFailedError:
-    """Return the error of a worker that did not load a step.
-
-    Args:
-        worker, step: in words.
-        error: that Ray raised.
-    """
+    """Return the error for a worker that did not load a step, from the error that Ray raised."""
     if isinstance(error, RayActorError):
         if error.actor_init_failed:
             kind = constructor_kind(str(error))

@@ -1,7 +1,7 @@
-"""Tensors in Ray's object store at the price of one copy in and one copy out.
+"""Transfer of tensors through the Ray object store with one copy in and one copy out.
 
-Ray pickles a CPU tensor through torch's storage format. As NumPy buffers the same bytes travel
-out of band through shared memory.
+Ray pickles CPU tensors in the storage format of torch. As NumPy buffers, the same bytes are
+transferred out of band through shared memory.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,9 @@ import torch
 
 
 class ItemStack:
-    """Items of one shape and dtype that are not stacked yet.
+    """Items of one shape and dtype that are stacked later, when ``StoredTensors`` are unpacked.
 
-    Inside ``StoredTensors`` they are stacked where they are taken out, in the copy that is made
-    there anyway, which saves the one of ``torch.stack``.
+    Unpacking copies the items anyway, so this saves the copy of ``torch.stack``.
 
     Args:
         items: at least one CPU tensor.
@@ -26,16 +25,16 @@ class ItemStack:
         self.shape = torch.Size((len(self.items), *self.items[0].shape))
 
     def __getitem__(self, order: torch.Tensor) -> "ItemStack":
-        """The items in another order, (n,) int64."""
+        """Return the items in another order, (n,) int64."""
         return ItemStack([self.items[i] for i in order.tolist()])
 
 
 class StoredTensors(dict):
-    """A dict of CPU tensors to give to Ray; ``ray.get`` gives a plain dict of tensors.
+    """Dict of CPU tensors to pass to Ray; ``ray.get`` returns a plain dict of tensors.
 
-    The tensors that come out own their memory, because the object store's pages are read-only
-    and an in-place operation on them would kill the process. An ``ItemStack`` comes out as what
-    ``torch.stack`` makes of its items.
+    The returned tensors own their memory, because pages of the object store are read-only and an
+    in-place operation on them would kill the process. An ``ItemStack`` is returned as a stacked
+    tensor.
     """
 
     def __reduce__(self):

@@ -1,5 +1,5 @@
-"""Build the microbatches of a Hugging Face VLM: its processor makes all tensors of a microbatch in
-one call, as for inference."""
+"""Building of microbatches for a Hugging Face VLM, whose processor makes all tensors of a
+microbatch in one call, as for inference."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def step_builder(
 
 
 class ProcessedBuilder(StepBuilder):
-    """Step builder that uses ``data.processor``; arguments as in :class:`StepBuilder`. Samples are
-    checked together with their microbatch, and one by one to find the sample at fault."""
+    """Step builder that uses ``data.processor``. Samples are checked together with their
+    microbatch, and one by one to find an unusable sample."""
 
     @cached_property
     def _of_microbatches(self) -> list[tuple[Microbatch, tuple[Any, Any]]]:
@@ -61,7 +61,6 @@ class ProcessedBuilder(StepBuilder):
 
     @cached_property
     def processor(self) -> ModelProcessor:
-        """Processor of the model."""
         config = self.config
         assert config.processor is not None  # see step_builder
         return ModelProcessor(
@@ -71,7 +70,6 @@ class ProcessedBuilder(StepBuilder):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer of the processor."""
         return self.processor.tokenizer
 
     @property
@@ -79,11 +77,7 @@ class ProcessedBuilder(StepBuilder):
         return self.processor.template.answer_ends
 
     def alone(self, encoded: Any) -> tuple[dict[str, dict[str, torch.Tensor]], MicrobatchMeta]:
-        """See :meth:`StepBuilder.alone`.
-
-        Raises:
-            SampleError: it cannot be used.
-        """
+        """See :meth:`StepBuilder.alone`. Raises a ``SampleError`` for an unusable sample."""
         microbatch = self._microbatch([encoded])
         return self.parts(microbatch), self._described(microbatch, [encoded])
 
@@ -109,13 +103,14 @@ class ProcessedBuilder(StepBuilder):
         shuffled: Sequence[str] = (),
         stack: Stack = torch.stack,
     ) -> BuiltStep:
-        """:meth:`StepBuilder.build`; a microbatch has all that the processor returns, and labels.
-        An unusable sample under ``on_error: skip`` leaves its microbatch.
+        """See :meth:`StepBuilder.build`. A microbatch has labels and all tensors that the processor
+        returns.
 
         Args:
-            indices: as of :meth:`StepBuilder.build`.
-            shuffled: kinds whose items other samples get that have as many.
-            stack: not used: the processor makes the tensors.
+            indices: see :meth:`StepBuilder.build`. With ``on_error: skip``, unusable samples leave
+                their microbatch.
+            shuffled: kinds whose items are exchanged between samples with the same number of items.
+            stack: ignored, because the processor makes the tensors.
         """
         self._of_microbatches.clear()
         encoded, skipped = self._groups(indices)
@@ -136,19 +131,13 @@ class ProcessedBuilder(StepBuilder):
         return BuiltStep(microbatches, meta, skipped)
 
     def processor_batch(self, indices: Sequence[int]) -> Microbatch:
-        """Return the processor's tensors of some samples together, and labels.
-
-        Raises:
-            SampleError: one that cannot be used.
-        """
+        """Return the processor's tensors of some samples together, and labels; raise a
+        ``SampleError`` for an unusable sample."""
         return self._microbatch([self.encode(self.dataset[index]) for index in indices])
 
     def encode(self, sample: Sample) -> Any:
-        """Render and decode a sample; return a :class:`Conversation`.
-
-        Raises:
-            SampleError: see :meth:`StepBuilder.encode`.
-        """
+        """Render and decode a sample; return a :class:`Conversation`. Errors are those of
+        :meth:`StepBuilder.encode`."""
         check_characters(sample)
         self._check_answers(sample)
         if sample.text is not None:
@@ -183,10 +172,7 @@ class ProcessedBuilder(StepBuilder):
         return ItemCheck(self.processor)
 
     def _check_items(self, encoded: Conversation) -> None:
-        """Refuse a sample if the processor would drop or invent a part of its items.
-
-        Raises:
-            SampleError: see :class:`ItemCheck`; or the processor fails on the sample.
+        """Run :class:`ItemCheck` on a sample; raise a ``SampleError`` also if the processor fails.
         """
         try:
             self._item_check(encoded)
@@ -203,7 +189,7 @@ class ProcessedBuilder(StepBuilder):
         return read_image
 
     def _video(self, video: Any, times: Sequence[float] | None = None) -> Clip | list:
-        """Return the frames of a video, with their times where they are known."""
+        """Return the frames of a video, with their times if they are known."""
         if isinstance(video, Clip):
             return video
         if not isinstance(video, list):
@@ -228,7 +214,7 @@ class ProcessedBuilder(StepBuilder):
             if self.config.on_error == "raise" and error.sample_id is not None:
                 raise
             first: BaseException = error
-        except MemoryError:  # that is the process's, whatever the samples
+        except MemoryError:  # the process lacks memory; the samples are not at fault
             raise
         except USER_CODE_RAISES as error:  # a processor may raise anything
             first = error
@@ -291,11 +277,8 @@ class ProcessedBuilder(StepBuilder):
         return microbatch
 
     def length(self, sample: Conversation) -> int:
-        """Count the tokens of a sample, before it is cut at ``max_length``.
-
-        Raises:
-            SampleError: the processor fails on it.
-        """
+        """Count the tokens of a sample before truncation at ``max_length``; raise a ``SampleError``
+        if the processor fails."""
         if not any(sample.media.values()):
             return len(sample.ids)
         try:
@@ -341,7 +324,7 @@ class ProcessedBuilder(StepBuilder):
             microbatch, parts, [sample.id for sample in group],
             {name: rows.get(name, [0]) for name in parts if name != "text"},
         )
-        # Shapes of inputs that are not there, in place of the inputs themselves.
+        # Where cached features replace the inputs of a tower, these entries are their shapes.
         shapes = {
             f"{name}/{entry}": _digest(value)
             for name, own in parts.items() if name != "text" and is_featured(own)
@@ -363,24 +346,14 @@ def measure_of(config: DataConfig) -> Measure | None:
 
 
 class ProcessedSizes:
-    """Sizes of processed samples: input numbers of each tower, and tokens including those of items.
-
-    Args:
-        dataset: the samples.
-        config: of the data.
-    """
+    """Sizes of processed samples: tower input values of each item, and tokens including those of
+    items."""
 
     def __init__(self, dataset: Dataset, config: DataConfig) -> None:
         self._builder = ProcessedBuilder(config, dataset)
 
     def __call__(self, sample: Sample) -> tuple[int, dict[str, list[tuple[int, int, int]]]]:
-        """
-        Args:
-            sample: one of them.
-
-        Raises:
-            SampleError: it cannot be used.
-        """
+        """Return the sizes of a sample; raise a ``SampleError`` for an unusable one."""
         encoded = self._builder.encode(sample)
         parts, meta = self._builder.alone(encoded)
         kinds = self._builder.config.modalities
@@ -389,7 +362,7 @@ class ProcessedSizes:
         for kind, count in counts.items():
             tower = TOWER_OF[kind]
             total = sum(v.numel() for v in parts.get(tower, {}).values() if v.is_floating_point())
-            # Of all items of a sample together; those of one sample are never apart.
+            # The total of a sample is divided evenly among its items, which always stay together.
             own = sum(n for other, n in counts.items() if TOWER_OF[other] == tower)
             each = [total * (n + 1) // max(own, 1) - total * n // max(own, 1) for n in range(count)]
             items[kind] = [(size, 1, 1) for size in each]
@@ -403,10 +376,9 @@ def describe_whole(
     """Return the metadata of a microbatch.
 
     Args:
-        microbatch: what the model's forward takes, and labels.
-        parts: what each module gets of it.
-        sample_ids: of its rows.
-        items: by tower, the row of each item.
+        microbatch: inputs of the model's forward, and labels.
+        parts: inputs of each module.
+        items: row of each item by tower.
     """
     ids, labels = microbatch[IDS], microbatch["labels"]
     mask = microbatch.get(MASK)
@@ -433,7 +405,8 @@ def _digest(values: torch.Tensor) -> str:
 def _shuffled(
     group: Sequence[Conversation], kind: str, random: np.random.Generator
 ) -> list[Conversation]:
-    """Return samples with the items of a kind of another sample that has as many."""
+    """Return samples in which the items of a kind are exchanged between samples with equal numbers
+    of items."""
     result = list(group)
     by_count: dict[int, list[int]] = {}
     for row, sample in enumerate(group):

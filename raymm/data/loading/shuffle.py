@@ -1,4 +1,4 @@
-"""Give every sample another sample's images: what a model that ignores them would not notice."""
+"""Exchange of items between samples, to measure whether a model uses them."""
 
 import torch
 
@@ -10,16 +10,16 @@ def shuffle_modality(
 ) -> Microbatch:
     """Return a copy of a microbatch in which other samples get the items of one modality.
 
-    ``sample_index`` stays, so each sample keeps its number of items. No item stays with its
-    sample, unless some sample owns more than half of them (then as few as possible stay; with
-    a single item nothing can move). A microbatch without the modality is returned as it is.
+    ``sample_index`` is unchanged, so each sample keeps its number of items. No item stays with its
+    sample, unless a sample owns more than half of the items; then as few as possible stay. A
+    microbatch without the modality is returned unchanged.
 
     Args:
-        microbatch: as from ``collate``; not changed.
-        name: the modality.
-        generator: of the random order; torch's default one if None.
-        rows: consecutive rows of each sample, every one of which has the sample's items: 2 for
-            pairs of answers. All rows of a sample get the items of the same other sample.
+        microbatch: from ``collate``; not modified.
+        name: modality to shuffle.
+        generator: random generator; by default that of torch.
+        rows: consecutive rows that share the items of a sample, such as 2 for pairs of answers. All
+            rows of a sample get the items of the same other sample.
     """
     if name not in microbatch:
         return microbatch
@@ -27,8 +27,8 @@ def shuffle_modality(
     owners = part["sample_index"].tolist()
     copies = [[i for i, row in enumerate(owners) if row % rows == copy] for copy in range(rows)]
     owner = [owners[item] // rows for item in copies[0]]
-    # Items of one sample side by side, samples and items in random order. Rotating that ring by
-    # the largest sample's count moves every item out of its own sample's run.
+    # A ring of all items in which samples, and the items of each sample, are in random order.
+    # Rotating it by the largest number of items of a sample moves every item to another sample.
     rank = torch.randperm(max(owner) + 1, generator=generator).tolist()
     within = torch.randperm(len(owner), generator=generator).tolist()
     ring = sorted(within, key=lambda item: rank[owner[item]])

@@ -1,4 +1,4 @@
-"""The data set of a split: its sources, opened."""
+"""Opening of the sources of a split as one dataset."""
 
 import numpy as np
 
@@ -17,11 +17,8 @@ from raymm.errors import DataError
 
 
 def open_split(config: DataConfig, split: str) -> Dataset:
-    """The data set of ``"train"`` or ``"heldout"``.
-
-    Raises:
-        DataError: unknown or unset split, or what the readers raise.
-    """
+    """Open the dataset of ``"train"`` or ``"heldout"``; raise a ``DataError`` if it is not set or
+    cannot be read."""
     if split not in ("train", "heldout"):
         raise DataError(f"split must be 'train' or 'heldout', got {split!r}")
     sources = config.sources(split)
@@ -48,8 +45,8 @@ def _open(config: DataConfig, source: SourceConfig, split: str) -> Reader | Repe
 
 
 def _heldout_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
-    """Return which rows of a source are held out, (rows,) bool: a fraction of them, at least one
-    but not all, drawn with the seed."""
+    """Return a (rows,) bool mask of held-out rows: a random fraction, at least one row but not all.
+    """
     chosen = np.zeros(rows, bool)
     count = min(max(1, round(fraction * rows)), rows - 1)
     chosen[np.random.default_rng(seed).permutation(rows)[:count]] = True
@@ -62,7 +59,7 @@ def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
         for name, modality in config.modalities.items()
     }
     ignored = {*config.ignore_columns, *source.ignore_columns}
-    # A source that is said to lack a modality may have its column.
+    # A source configured without a modality may still have its column.
     ignored |= {name for n, name in config.columns.items() if columns[n] is None}
     return ReaderOptions(
         name=source.name or "",

@@ -1,4 +1,4 @@
-"""Which items of a whole model's microbatch have features that were kept."""
+"""Lookup of cached features for the items of a Hugging Face VLM."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KEY_BYTES = 20
 
 @dataclass(frozen=True)
 class TowerLookup(FeatureLookup):
-    """Looks for features of items of towers, by what these are given of each.
+    """Reader of cached tower features. The key of an item is a digest of its tower inputs.
 
     Attributes:
-        forms: by tower, of what is kept.
+        forms: form of the cached features by tower.
     """
 
     forms: Mapping[str, RootForm] = field(default_factory=dict)
@@ -30,11 +30,11 @@ class TowerLookup(FeatureLookup):
     def parts(
         self, parts: Mapping[str, dict[str, torch.Tensor]]
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, tuple[str, ...]]]:
-        """What each module gets of a microbatch, towers the features of their items where all are
-        known; and what those of others are to be kept under.
+        """Replace the inputs of towers whose items all have cached features by these features.
 
-        Args:
-            parts: what each module gets without.
+        Returns:
+            The inputs of each module, and the cache keys of items for the towers without cached
+            features.
         """
         featured, unknown = dict(parts), {}
         for name in parts.keys() & self.forms.keys():
@@ -46,25 +46,14 @@ class TowerLookup(FeatureLookup):
         return featured, unknown
 
     def keys(self, name: str, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-        """What features of a microbatch's items are kept under.
-
-        Args:
-            name: of the tower.
-            inputs: of it.
-
-        Raises:
-            ModelError: rows of items that do not add up.
-        """
+        """Return the cache keys of the items in the ``inputs`` of a tower; raise a ``ModelError``
+        if the rows of the items do not add up."""
         items = each_item(name, inputs, self.forms[name].zeros_left_out)
         return tuple(map(_key, items))
 
     def features(self, name: str, keys: tuple[str, ...]) -> list[torch.Tensor] | None:
-        """Features of all items together; None if one has none, or they do not go together.
-
-        Args:
-            name: of the tower.
-            keys: of the items.
-        """
+        """Return the cached features of all items, or None if an item has none or they do not fit
+        together."""
         folder, form = self.folders[name], self.forms[name]
         items = []
         for key in keys:
@@ -74,7 +63,7 @@ class TowerLookup(FeatureLookup):
         try:
             return form.together(items)
         except ModelError:
-            return None  # the tower says it of what it computes
+            return None  # the tower reports the error when it computes the features
 
 
 def _key(item: Mapping[str, torch.Tensor]) -> str:

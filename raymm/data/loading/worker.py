@@ -1,8 +1,9 @@
-"""The Ray actor that builds steps and hands their tensors to the object store.
+"""Ray actor that builds steps and puts their tensors into the object store.
 
-Every part of a microbatch is one of the values that a call returns, not an object that the worker
-puts: the caller then owns it, so it outlives the worker, no process has to ask another one for it,
-and small ones (text) travel in the reply. Against puts that saves a third of what Ray takes.
+Every part of a microbatch is a return value of the call instead of an object that the worker puts.
+The caller then owns it, so it outlives the worker, its location is known without another request,
+and small parts (text) are part of the reply. Compared with puts, this saves a third of the time in
+Ray.
 """
 
 import os
@@ -32,28 +33,27 @@ from raymm.errors import USER_CODE_RAISES, DataError, FailureKind
 
 @dataclass(frozen=True)
 class StoredStep:
-    """What the driver gets to see of a built step; its tensors are the call's other results."""
+    """Part of a built step that the driver receives; the tensors are further results of the call.
+    """
 
     meta: list[MicrobatchMeta]
     skipped: list[Skipped]
 
 
 def part_names(config: DataConfig) -> list[str]:
-    """The parts that a microbatch may have, in the order in which they are returned."""
+    """Return the parts that a microbatch may have, in the order in which they are returned."""
     return ["text", *(config.modalities if config.processor is None else config.towers)]
 
 
 class DataWorker(ObservedActor):
-    """Builds steps.
+    """Actor that builds steps.
 
     Args:
-        config: the data configuration.
-        dataset: the split's samples.
-        import_path: the driver's ``sys.path``; Ray itself hands on only the script's folder,
-            and processor functions may lie elsewhere.
+        import_path: ``sys.path`` of the driver. Ray passes only the folder of the script, but
+            processor functions may be elsewhere.
         shuffled: modalities to shuffle (``StepBuilder.build``).
-        check: a reference to ``StepBuilder``'s in a list, which is followed once the path is set.
-        features: ``StepBuilder``'s.
+        check: list with a reference to the check of ``StepBuilder``, resolved after the path is
+            set.
     """
 
     def __init__(
@@ -73,23 +73,24 @@ class DataWorker(ObservedActor):
         self._shuffled = tuple(shuffled)
 
     def pid(self) -> int:
-        """Process id, for messages and tests."""
         return os.getpid()
 
     @task("loading samples")
     def load(
         self, indices: Sequence[int] | Sequence[Sequence[int]], groups: int
     ) -> tuple[StoredStep | DataError | StoredTensors | None, ...]:
-        """``StepBuilder.build``: call it with ``num_returns = 1 + groups * len(part_names)``.
+        """Call ``StepBuilder.build``; the call needs ``num_returns = 1 + groups *
+        len(part_names)``.
 
         Args:
-            indices: as for ``StepBuilder.build``.
-            groups: as many microbatches as there may be (``most_groups``).
+            groups: largest possible number of microbatches (``most_groups``).
 
         Returns:
-            The step, then the parts of one microbatch after the other, None for what it lacks.
-            An error comes in the step's place, because Ray would wrap one that is raised. Errors
-            that may pass by themselves are raised: another attempt may succeed.
+            The step, then the parts of each microbatch in turn, with None for missing parts. A
+            permanent error is
+            returned in place of the step, because Ray would wrap a raised error. Temporary errors
+            are raised, so
+            that another attempt may succeed.
         """
         names = part_names(self._builder.config)
         parts: list[StoredTensors | None] = [None] * (groups * len(names))
@@ -123,12 +124,10 @@ def start_worker(
     """Start one ``DataWorker``.
 
     Args:
-        config: of the data.
-        dataset: refers to a ``raymm.data.readers.Dataset``.
+        dataset: reference to a ``raymm.data.readers.Dataset``.
         shuffled: modalities whose items are exchanged between samples.
-        check: refers to what every batch is checked with; empty for no check.
-        place: Ray's ``scheduling_strategy``, if it is reserved; else None.
-        features: looks for features of items that were kept.
+        check: reference to the check of every batch; empty for none.
+        place: Ray ``scheduling_strategy`` of reserved resources; None for anywhere.
     """
     return (
         remote_class(DataWorker)
@@ -136,7 +135,7 @@ def start_worker(
             num_cpus=config.worker_cpus,
             max_restarts=0,
             scheduling_strategy=place,
-            # Several workers decode side by side; threads below them would only fight.
+            # Several workers decode in parallel; more threads would compete for the same cores.
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
         )
         .remote(config, dataset, list(sys.path), tuple(shuffled), list(check), features)

@@ -1,7 +1,7 @@
-"""Opens a video file, whatever it claims to be, and reads what it announces.
+"""Opening of video files, and reading of their headers.
 
-FFmpeg is told which format to expect: left to guess it also takes playlists, which name further
-files and URLs. It decodes the codecs that are named here, no others.
+The format is detected here and passed to FFmpeg. Left to guess, FFmpeg would also accept playlists,
+which refer to further files and URLs. Only the codecs listed here are decoded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 from raymm.errors import SampleError
 from raymm.packages import require
 
-# First bytes that tell the format.
+# First bytes of a file, which identify its format.
 HEAD = 189
-# Cameras for slow motion stop at a thousand.
+# Frames per second; slow-motion cameras reach about a thousand.
 MAX_RATE = 1000
-# Of a frame; headers round.
+# Shortest video, in frames; below one, because headers round durations.
 _LEAST_FRAMES = 0.5
 
 _CODECS = (
@@ -29,23 +29,23 @@ _CODECS = (
     "aac", "mp3", "mp3float", "mp2", "mp2float", "opus", "libopus", "vorbis", "flac", "alac",
     "ac3", "eac3", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_u8",
 )  # fmt: skip
-# Seconds in FFmpeg's unit of a container.
+# Time base of container durations in FFmpeg: microseconds.
 _CONTAINER_BASE = Fraction(1, 1_000_000)
-_PACKET = 188  # of a transport stream
+_PACKET = 188  # bytes of an MPEG transport stream packet
 _SEEK_END = 2
 
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """What a file announces. All 0 of pictures, or of sound, where it has none.
+    """Contents of a video header. Fields of frames, or of sound, are 0 if the file has none.
 
     Attributes:
         width, height: pixels, as stored.
-        seconds: how long the pictures last.
+        seconds: duration of the frames.
         rate: frames per second.
-        start: time stamp of the beginning, in seconds.
-        sound_rate, channels: Hz of the sound track, and its channels.
-        sound_seconds: how long it lasts.
+        start: time stamp of the first frame in seconds.
+        sound_rate, channels: Hz and number of channels of the sound track.
+        sound_seconds: duration of the sound track.
     """
 
     width: int = 0
@@ -59,20 +59,17 @@ class VideoHeader:
 
     @property
     def frames(self) -> int:
-        """How many pictures there are, as far as the header tells."""
+        """Number of frames according to the header."""
         return max(round(self.seconds * self.rate), 1)
 
 
 def format_of(head: bytes) -> str | None:
-    """FFmpeg's name of a file's format; None if it is none of those that are read.
-
-    Args:
-        head: the file's first :data:`HEAD` bytes.
-    """
+    """Return the FFmpeg name of a format, given the first :data:`HEAD` bytes; None if not
+    supported."""
     if head[4:8] == b"ftyp" and head[8:12] not in (b"avif", b"avis", b"heic", b"mif1", b"jp2 "):
         return "mov"
     if head[4:8] in (b"moov", b"mdat", b"wide") and int.from_bytes(head[:4], "big") >= 8:
-        return "mov"  # as QuickTime began before it had brands
+        return "mov"  # old QuickTime files have no brand
     if head[:4] == b"\x1aE\xdf\xa3":
         return "matroska"
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
@@ -83,27 +80,18 @@ def format_of(head: bytes) -> str | None:
 
 
 def decoder(purpose: str) -> Any:
-    """Return the package ``av``, which decodes video files and their sound tracks.
-
-    Args:
-        purpose: setting or file that needs the package.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Return the package ``av``. If it is not installed, raise a ``ConfigError`` that names
+    ``purpose``."""
     return require("av", "video", purpose)
 
 
 @contextmanager
 def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
-    """The file as PyAV's container, for the length of a block.
-
-    Args:
-        file: seekable, at its beginning.
-        max_pixels: of a frame; no decoder makes room for more.
+    """Open a seekable video file as a PyAV container for the length of a ``with`` block. Decoders
+    refuse frames of more than ``max_pixels``.
 
     Raises:
-        SampleError: the file is no video, or cannot be read.
+        SampleError: the file is not a video, or cannot be read.
         ConfigError: the package ``av`` is not installed.
     """
     av = decoder("a video file")
@@ -115,7 +103,7 @@ def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
     options = {"codec_whitelist": ",".join(_CODECS), "max_pixels": str(max_pixels)}
     with _explained(), av.open(file, format=kind, options=options) as container:
         for stream in container.streams:
-            # A worker is one of many: threads below it would only fight.
+            # Several data workers run per node; more threads would compete for the same cores.
             if stream.type in ("video", "audio") and stream.codec_context is not None:
                 stream.codec_context.thread_count = 1
         yield container
@@ -123,7 +111,7 @@ def opened(file: BinaryIO, max_pixels: int) -> Iterator[Any]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """FFmpeg's errors as what is wrong with the file."""
+    """Convert FFmpeg errors to a ``SampleError``."""
     from av import error as errors
 
     try:
@@ -136,11 +124,8 @@ def _explained() -> Iterator[None]:
 
 
 def pictures_of(container: Any) -> Any:
-    """The stream of pictures; of several FFmpeg's choice. A cover is none.
-
-    Raises:
-        SampleError: there is none.
-    """
+    """Return the video stream that FFmpeg considers best, ignoring cover pictures. Raise a
+    ``SampleError`` if there is none, or its codec is not supported."""
     from av.stream import Disposition
 
     covers = Disposition.attached_pic
@@ -154,11 +139,8 @@ def pictures_of(container: Any) -> Any:
 
 
 def sound_of(container: Any) -> Any | None:
-    """The sound track; of several FFmpeg's choice. None if there is none.
-
-    Raises:
-        SampleError: it is of a codec that is not read.
-    """
+    """Return the sound track that FFmpeg considers best; None if there is none. Raise a
+    ``SampleError`` if its codec is not supported."""
     stream = container.streams.best("audio") if container.streams.audio else None
     if stream is not None:
         _check_codec(stream)
@@ -175,22 +157,14 @@ def _check_codec(stream: Any) -> None:
 
 
 def read_header(file: BinaryIO, max_pixels: int) -> VideoHeader:
-    """What a file announces; nothing of it is decoded but what FFmpeg needs to tell a stream's
-    parameters.
-
-    Args:
-        file: seekable, at its beginning.
-        max_pixels: of a frame.
-
-    Raises:
-        SampleError: it is no video, or cannot be read.
-    """
+    """Read the header of a video file; arguments and errors as in :func:`opened`. FFmpeg may decode
+    some data to find the stream parameters."""
     with opened(file, max_pixels) as container:
         return header_of(container)
 
 
 def header_of(container: Any) -> VideoHeader:
-    """What an open file announces."""
+    """Return the header of an open container."""
     values: dict[str, Any] = {}
     sound = None
     with contextlib.suppress(SampleError):
@@ -213,10 +187,10 @@ def header_of(container: Any) -> VideoHeader:
 
 
 def seconds_of(container: Any, stream: Any) -> Fraction:
-    """How long a stream lasts as announced; 0 where nothing says it."""
+    """Return the announced duration of a stream in seconds; 0 if the file has none."""
     if stream.duration is not None and stream.time_base:
         return max(stream.duration * stream.time_base, Fraction(0))
-    written = (stream.metadata or {}).get("DURATION", "")  # Matroska's, of one stream
+    written = (stream.metadata or {}).get("DURATION", "")  # a tag in Matroska files
     with contextlib.suppress(ValueError):
         hours, minutes, seconds = written.split(":")
         return 3600 * Fraction(hours) + 60 * Fraction(minutes) + Fraction(seconds)
@@ -226,17 +200,8 @@ def seconds_of(container: Any, stream: Any) -> Fraction:
 def check_pictures(
     header: VideoHeader, max_pixels: int, max_seconds: float, max_frames: int
 ) -> None:
-    """Look whether what a header announces can be and is within limits.
-
-    Args:
-        header: of a video.
-        max_pixels: of a frame (``data.max_image_pixels``).
-        max_seconds: ``data.max_video_seconds``.
-        max_frames: ``data.max_video_frames``.
-
-    Raises:
-        SampleError: names what is not.
-    """
+    """Raise a ``SampleError`` if a header is implausible or exceeds ``data.max_image_pixels``,
+    ``data.max_video_seconds`` or ``data.max_video_frames``."""
     width, height, rate = header.width, header.height, header.rate
     if not width or not height:
         raise SampleError(

@@ -1,8 +1,8 @@
-"""Chosen frames of a video file, of which no more is decoded than they need.
+"""Decoding of selected frames of a video file, with as little other decoding as possible.
 
-A frame is chosen by time: the one that is shown then, whatever rate the header says and however
-long each frame is shown. From one to the next the decoder goes on, or begins at the last key frame
-before, whichever is nearer.
+A frame is selected by time: the frame shown at that time, regardless of the frame rate in the
+header. To reach the next frame, the decoder continues, or seeks to the last key frame before it if
+that is closer.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 from raymm.data.video.container import VideoHeader, check_pictures, header_of, opened, pictures_of
 from raymm.errors import SampleError
 
-# Formats whose files say where their key frames are.
+# Formats with an index of key frames.
 _SEEKABLE = ("mov", "matroska", "avi")
-# Times of frames are fractions, those that are asked for not.
+# Tolerance in seconds: time stamps are fractions, requested times are floats.
 _SAME_S = 1e-6
-# What a file may lack of the length that it announces: writers round, and count a last frame or
-# the sound's last packet differently.
+# A file may be this many seconds or frames shorter than announced: writers round, and differ in
+# whether they count the last frame or sound packet.
 _SHORT_S, _SHORT_FRAMES = 0.25, 3
-# Frames per second as which frames at uneven times are numbered.
+# Nominal frames per second for frames at irregular times.
 _FINE_RATE = 1000.0
 
 
 @dataclass(frozen=True)
 class FrameSampling:
-    """Which frames of a file become an item, and how large.
+    """Selection and size of the frames that are decoded from a file.
 
     Attributes:
-        fps: frames per second; None for ``max_frames`` of every file.
-        max_frames: where ``fps`` gave more, so many at equal distances.
-        max_pixels: of a frame; larger ones are scaled down.
+        fps: frames per second; None for ``max_frames`` frames of every file.
+        max_frames: limit on the frames of an item; above it, this many frames at equal distances.
+        max_pixels: most pixels of a frame; larger frames are scaled down.
     """
 
     fps: float | None = None
@@ -44,11 +44,8 @@ class FrameSampling:
     max_pixels: int = 2**19
 
     def times(self, seconds: float) -> list[float]:
-        """Of the frames of a file, in seconds from its beginning, ascending.
-
-        Args:
-            seconds: its length, above 0.
-        """
+        """Return the times of the frames, ascending, in seconds from the beginning; ``seconds`` is
+        above 0."""
         if self.fps is not None:
             count = max(math.ceil(seconds * self.fps - 1e-6), 1)
             if count <= self.max_frames:
@@ -56,14 +53,14 @@ class FrameSampling:
         return [number * seconds / self.max_frames for number in range(self.max_frames)]
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) that frames are scaled to, with the ratio of their sides."""
+        """Return (width, height) after scaling, which keeps the aspect ratio."""
         scale = min(math.sqrt(self.max_pixels / (width * height)), 1.0)
         return max(math.floor(width * scale), 1), max(math.floor(height * scale), 1)
 
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """What a file may have at most, as of :class:`raymm.data.samples.limits.Limits`."""
+    """Limits of a video file, see :class:`raymm.data.samples.limits.Limits`."""
 
     max_pixels: int
     max_seconds: float
@@ -76,9 +73,9 @@ class Clip:
 
     Attributes:
         frames: (T, H, W, 3) uint8 RGB, upright.
-        times: (T,) float64, when each begins, in seconds from the beginning.
+        times: (T,) float64, start of each frame in seconds from the beginning.
         rate: frames per second of the file.
-        seconds: its length.
+        seconds: duration of the file.
     """
 
     frames: np.ndarray = field(repr=False)
@@ -88,15 +85,15 @@ class Clip:
 
     @classmethod
     def from_frames(cls, frames: Sequence[np.ndarray], times: Sequence[float]) -> Clip:
-        """Make a clip of frames whose times are known.
+        """Return a clip of frames with known times.
 
         Args:
             frames: (H, W, 3) uint8, all of one size.
-            times: of each, in seconds, ascending.
+            times: time of each frame in seconds, ascending.
 
         Raises:
-            SampleError: another number of times than of frames, times that do not ascend, or frames
-                of several sizes.
+            SampleError: the numbers of frames and times differ, times do not ascend, or frames
+                differ in size.
         """
         shown = np.asarray(times, np.float64)
         if len(shown) != len(frames):
@@ -122,26 +119,21 @@ class Clip:
 
     @property
     def total(self) -> int:
-        """Frames of the file."""
+        """Number of frames in the file."""
         return max(round(self.seconds * self.rate), int(self.indices.max()) + 1)
 
     @property
     def indices(self) -> np.ndarray:
-        """(T,) int64, which of the file's frames they are, at its rate."""
+        """(T,) int64, position of each frame in the file at its frame rate."""
         return np.rint(self.times * self.rate).astype(np.int64)
 
 
 def read_clip(file: BinaryIO, sampling: FrameSampling, limits: FrameLimits) -> Clip:
-    """Decode the chosen frames.
-
-    Args:
-        file: seekable, at its beginning.
-        sampling: which.
-        limits: of the file.
+    """Decode the selected frames of a file that is seekable and at its beginning.
 
     Raises:
-        SampleError: no video, one above a limit, one that ends before its header says, or one that
-            cannot be decoded.
+        SampleError: the file is not a video, exceeds a limit, ends before its announced duration,
+            or cannot be decoded.
     """
     with opened(file, limits.max_pixels) as container:
         header = header_of(container)
@@ -166,10 +158,7 @@ _NO_KEY_FRAME = "its key frames are not at the indexed times"
 
 
 def _check_end(container: Any, header: VideoHeader) -> None:
-    """
-    Raises:
-        SampleError: the file ends before its header says.
-    """
+    """Raise a ``SampleError`` if the file ends before its announced duration."""
     stream = pictures_of(container)
     due = header.start + header.seconds
     if not _seek(container, stream, due):
@@ -189,7 +178,8 @@ def _check_end(container: Any, header: VideoHeader) -> None:
 
 
 def _key_before(container: Any, time: float) -> float:
-    """When the frame is shown that decoding has to begin with."""
+    """Return the time of the key frame at which decoding has to start for a time; -inf if unknown.
+    """
     stream = pictures_of(container)
     if not _seek(container, stream, time):
         return -math.inf
@@ -199,7 +189,7 @@ def _key_before(container: Any, time: float) -> float:
 
 
 def _seek(container: Any, stream: Any, time: float) -> bool:
-    """Go to the last key frame before; whether that could be found."""
+    """Seek to the last key frame before a time; return False if FFmpeg cannot seek."""
     from av.error import FFmpegError
 
     try:
@@ -213,7 +203,7 @@ def _decoded(
     file: BinaryIO, times: list[float], keys: list[float], sampling: FrameSampling,
     limits: FrameLimits,
 ) -> tuple[np.ndarray, list[float]]:
-    """Frames, (T, H, W, 3) uint8, and when each begins."""
+    """Return the frames, (T, H, W, 3) uint8, and the time at which each begins."""
     frames: list[np.ndarray] = []
     shown: list[float] = []
     size: tuple[int, int] | None = None
@@ -231,7 +221,7 @@ def _decoded(
 def _chosen(
     container: Any, times: list[float], keys: list[float], most: int
 ) -> Iterator[Any]:
-    """The frame that is shown at each time, ascending; of equal ones the same."""
+    """Yield the frame shown at each of the ascending times; frames may repeat."""
     stream = pictures_of(container)
     decoder = _frames(container, stream, most)
     frame, following = None, next(decoder, None)
@@ -247,7 +237,7 @@ def _chosen(
                 raise SampleError(_NO_KEY_FRAME)
         while following is not None and (frame is None or following.time <= time + _SAME_S):
             frame, following = following, next(decoder, None)
-        assert frame is not None  # the first of the stream, at least
+        assert frame is not None  # at least the first frame of the stream
         if following is None and not _lasts(frame, time, stream):
             raise SampleError(f"it is cut off: its last frame is at {frame.time:.2f} s")
         yield frame
@@ -265,13 +255,13 @@ def _frames(container: Any, stream: Any, most: int) -> Iterator[Any]:
 
 
 def _lasts(frame: Any, time: float, stream: Any) -> bool:
-    """Whether the last frame may be shown so long."""
+    """Return True if the last frame of the stream may still be shown at a time."""
     shown = 1 / float(stream.average_rate or stream.guessed_rate)
     return time <= frame.time + max(_SHORT_S, _SHORT_FRAMES * shown) + shown
 
 
 def _upright(frame: Any, width: int, height: int) -> np.ndarray:
-    """(H, W, 3) uint8 RGB, turned as the file says."""
+    """Return a frame as (H, W, 3) uint8 RGB, scaled and rotated as the file specifies."""
     pixels = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
     quarters = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels

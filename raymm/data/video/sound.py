@@ -1,4 +1,4 @@
-"""The sound track of a video file, and files of sound in the same containers (M4A, WebM)."""
+"""Sound tracks of video files, and sound files in the same containers (M4A, WebM)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import numpy as np
 from raymm.data.video.container import opened, seconds_of, sound_of
 from raymm.errors import SampleError
 
-# No picture is decoded here; FFmpeg looks at some to tell what they are.
+# Limit on the frames that FFmpeg may decode to detect stream parameters; no frame is used here.
 _PIXELS = 2**26
-# What a track may lack of the length that it announces: codecs begin before the first sample that
-# is heard, and end with a whole frame.
+# A track may be this many seconds shorter than announced: codecs add padding before the first
+# sample, and end with a complete frame.
 _SHORT_S = 0.5
 
 
 def read_track(file: BinaryIO) -> tuple[int, np.ndarray]:
-    """(Hz, (samples, channels) float32) of the sound track.
-
-    Args:
-        file: seekable, at its beginning, within the limits that its header was held to.
+    """Decode the sound track of a file whose header has been checked against the limits; return
+    (Hz, (samples, channels) float32).
 
     Raises:
-        SampleError: it has none, ends before its header says, or cannot be decoded.
+        SampleError: the file has no sound track, ends before its announced duration, or cannot be
+            decoded.
     """
     import av
 
@@ -35,7 +34,8 @@ def read_track(file: BinaryIO) -> tuple[int, np.ndarray]:
         if not rate or not channels:
             raise SampleError(f"its sound track has {channels} channels at {rate} Hz")
         due = round(float(seconds_of(container, stream)) * rate)
-        # Of all codecs the same samples; channels and rate stay.
+        # Codecs return different sample formats; this converts all of them, at unchanged channels
+        # and rate.
         same = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
         parts: list[np.ndarray] = []
         count = 0
@@ -59,5 +59,4 @@ def read_track(file: BinaryIO) -> tuple[int, np.ndarray]:
 
 
 def _samples(frame: Any) -> np.ndarray:
-    """(channels, samples) float32."""
     return frame.to_ndarray()
