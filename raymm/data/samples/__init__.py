@@ -1,1 +1,1 @@
-"""From a row to a sample: media, text, limits, collation."""
+"""Conversion of rows to samples: configuration, media, text, limits, and collation."""

@@ -1,4 +1,4 @@
-"""Encoded samples -> the tensors of one microbatch.
+"""Collation of encoded samples into the tensors of one microbatch.
 
 Legend: ``B`` samples, ``T`` tokens of the longest sample.
 """
@@ -13,17 +13,23 @@ from raymm.actors.features.kept_features import FEATURES
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.errors import DataError
 
-# From the tensors of a microbatch's items to one of a further first dimension: ``torch.stack``,
-# or what leaves that to a later copy (``raymm.data.loading.object_store.ItemStack``).
+# Function that stacks the tensors of all items of a microbatch: ``torch.stack``, or a wrapper that
+# stacks during a later copy (``raymm.data.loading.object_store.ItemStack``).
 Stack = Callable[[list[torch.Tensor]], Any]
 Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; modality: {...}}
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample as tensors: token ids, labels, per modality the tensors of each item, and what its
-    features are to be kept under; beside a chosen answer, the same with the rejected one; the
-    number of its source; and how many of its rows were cut at ``max_length``."""
+    """Sample as token ids, labels and item tensors.
+
+    Attributes:
+        media: modality -> tensors of each item.
+        keys: modality -> cache key of the features of each item.
+        rejected: the same prompt with the rejected answer, if the row has two answers.
+        source: number of the source.
+        truncated: number of rows of the sample that were truncated to ``max_length``.
+    """
 
     id: str
     input_ids: list[int]
@@ -36,31 +42,31 @@ class EncodedSample:
 
     @property
     def rows(self) -> "list[EncodedSample]":
-        """Itself, and what comes in the row after it."""
+        """This sample, followed by the rejected one if there is one; a row each."""
         return [self] if self.rejected is None else [self, self.rejected]
 
 
 @dataclass(frozen=True)
 class MicrobatchMeta:
-    """What the driver knows of a microbatch: enough to lower a program, no tensor.
+    """Metadata of a microbatch, which the driver has instead of the tensors.
 
     Attributes:
         num_samples: B.
         seq_len: T.
-        tokens: text tokens that are not padding.
-        lengths: the same per row.
-        label_tokens: number of ``labels[:, 1:] != -100``; the step's loss divides by their sum.
-        items: modality -> for each item, the row it belongs to (ascending).
+        tokens: text tokens without padding.
+        lengths: text tokens without padding by row.
+        label_tokens: number of ``labels[:, 1:] != -100``; the loss of a step is divided by their
+            sum.
+        items: modality -> row of each item, ascending.
         shapes: {"text" or modality: {tensor name: shape}}.
-        sample_ids: ids of the B rows.
-        dtypes: {"text" or modality: {tensor name: dtype, as torch writes it}}.
-        places: modality -> runs of its placeholders as (row, start, stop), in order; of modalities
-            whose placeholder is known.
-        feature_keys: modality -> what the features of each of its items are to be kept under, of
-            modalities whose features are kept, and not there yet.
-        digests: of a whole model's inputs that are of no token and no floats (grids, sizes), of
-            which shapes of features follow, a digest of the values.
-        truncated: rows that were cut at ``max_length``.
+        dtypes: {"text" or modality: {tensor name: dtype, as printed by torch}}.
+        places: modality -> runs of its placeholder tokens as (row, start, stop), in order; only for
+            modalities with a known placeholder.
+        feature_keys: modality -> cache key of each item, for modalities whose features must still
+            be added to the cache.
+        digests: digests of integer inputs of a Hugging Face VLM that are not per token (grids,
+            sizes) and determine the shapes of features.
+        truncated: rows truncated to ``max_length``.
     """
 
     num_samples: int
@@ -79,7 +85,7 @@ class MicrobatchMeta:
 
     @property
     def featured(self) -> tuple[str, ...]:
-        """Modalities of whose items it has features, instead of an encoder's inputs."""
+        """Modalities with cached features instead of encoder inputs."""
         return tuple(name for name in self.items if FEATURES in self.shapes.get(name, ()))
 
 
@@ -89,20 +95,19 @@ def collate(
     columns: Mapping[str, str] | None = None,
     stack: Stack = torch.stack,
 ) -> Microbatch:
-    """One microbatch of at least one sample, padded on the right to its longest.
+    """Collate at least one sample into a microbatch, padded on the right.
 
     Args:
         samples: in the order of the rows.
-        pad_id: token id of padding.
         columns: modality -> column, for errors.
-        stack: makes one of the tensors of all items.
+        stack: stacks the tensors of all items.
 
     Returns:
-        {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality that some
-        sample has, {encoder argument: (items, ...), "sample_index": (items,) int64}.
+        {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality with items,
+        {encoder argument: (items, ...), "sample_index": (items,) int64}.
 
     Raises:
-        DataError: items of a modality that differ in tensor names, shapes or dtypes.
+        DataError: items of a modality differ in tensor names, shapes or dtypes.
     """
     B, T = len(samples), max(len(sample.input_ids) for sample in samples)
     microbatch: Microbatch = {
@@ -145,14 +150,15 @@ def _signature(item: dict[str, torch.Tensor]) -> dict[str, tuple]:
 
 
 def split_parts(microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
-    """{"text": {...}, modality: {...}}: what different stages need, apart."""
+    """Split a microbatch into the parts that different stages need: {"text": {...}, modality:
+    {...}}."""
     text = {key: value for key, value in microbatch.items() if not isinstance(value, dict)}
     parts = {key: value for key, value in microbatch.items() if isinstance(value, dict)}
     return {"text": text} | parts
 
 
 def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
-    """The inverse of ``split_parts``."""
+    """Invert ``split_parts``."""
     return {**parts["text"], **{name: part for name, part in parts.items() if name != "text"}}
 
 
@@ -160,12 +166,10 @@ def describe(
     microbatch: Microbatch, sample_ids: Sequence[str],
     placeholders: Mapping[str, int] | None = None,
 ) -> MicrobatchMeta:
-    """The microbatch's ``MicrobatchMeta``.
+    """Return the ``MicrobatchMeta`` of a microbatch from :func:`collate`.
 
     Args:
-        microbatch: as :func:`collate` makes it.
-        sample_ids: of its rows.
-        placeholders: token ids by modality, where they are known.
+        placeholders: known placeholder token ids by modality.
     """
     parts = split_parts(microbatch)
     B, T = microbatch["input_ids"].shape
@@ -193,7 +197,7 @@ def describe(
 
 
 def _runs(places: torch.Tensor) -> tuple[tuple[int, int, int], ...]:
-    """(row, start, stop) of what is true in (B, T) bool, in order."""
+    """Return the runs of true values in a (B, T) bool tensor as (row, start, stop), in order."""
     edges = torch.nn.functional.pad(places.to(torch.int8), (1, 1)).diff(dim=1)
     starts, stops = (edges == 1).nonzero(), (edges == -1).nonzero()
     return tuple(

@@ -1,4 +1,4 @@
-"""The ``data:`` section of a run's configuration."""
+"""Section ``data:`` of the configuration of a run."""
 
 from collections import Counter
 from typing import Annotated, Any, Literal
@@ -16,29 +16,28 @@ from raymm.files.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
 # Names of the text tensors of a microbatch, next to the modalities.
 TEXT_KEYS = ("input_ids", "attention_mask", "labels")
 RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
-# Of items, as whole models' processors know them, and what they call the argument.
+# Kinds of items that the processor of a Hugging Face VLM accepts, and the names of its arguments.
 KINDS = {"image": "images", "video": "videos", "audio": "audio"}
-# Tower of a whole model that items of a kind go into.
+# Tower of a Hugging Face VLM that encodes items of a kind.
 TOWER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
 
-# Actors of Ray; far above what a cluster has.
+# Upper bound on data workers (Ray actors), far above the size of a cluster.
 MOST_WORKERS = 10_000
-# Frames of a video that an item keeps.
+# Upper bound on the frames of an item.
 MOST_FRAMES = 100_000
-# Bytes, pixels and sound samples of an item.
+# Limit on bytes, pixels or sound samples of an item.
 Size = Annotated[int, Field(ge=1, le=2**60)]
 
 
 class VideoConfig(Section):
-    """Frames of a video file that become an item: those shown at some times, upright RGB. No more
-    of the file is decoded than they need.
+    """Selection of the frames of a video file that become an item. Frames are upright RGB.
 
     Attributes:
         fps: frames per second, from the beginning; None for ``max_frames`` frames of every file at
-            equal distances (some are repeated in a short file), which stack into one tensor.
-        max_frames: maximum number of frames; where ``fps`` gives more, this many at equal
+            equal distances (repeated in a short file), which stack into one tensor.
+        max_frames: limit on the frames of an item; if ``fps`` gives more, this many at equal
             distances.
-        max_pixels: width times height of a frame; larger ones are scaled down while decoding.
+        max_pixels: width times height of a frame; larger frames are scaled down while decoding.
     """
 
     fps: float | None = Field(default=None, gt=0, le=MAX_RATE)
@@ -47,42 +46,40 @@ class VideoConfig(Section):
 
     @property
     def sampling(self) -> FrameSampling:
-        """Settings of the decoder."""
         return FrameSampling(self.fps, self.max_frames, self.max_pixels)
 
 
 class ModalityDataConfig(Section):
-    """Column of a modality's items, and what turns an item into tensors.
+    """Column of the items of a modality, and their conversion to tensors.
 
     Attributes:
-        column: column of the row that holds its items: a path, bytes, {"path", "bytes"} or a
-            list of them (``raymm.data.samples.row_media``). For tar shards, a file extension
+        column: column of the row that holds the items: a path, bytes, {"path", "bytes"} or a list
+            of them (``raymm.data.samples.row_media``). For tar shards, a file extension
             (``raymm.data.readers.tar_shards``). Without a column, items come only from parts of
             messages: {"type": "image", "image": ...}. A row has its items in the column or in
             parts, not both.
         processor: ``"pkg.mod:fn"``, a function from one item to its dict of tensors; or a local
-            folder of a Hugging Face image processor, feature extractor, or both. Not accepted
-            with ``data.processor``, which takes items of all kinds.
-        input: argument of the function. ``"file"``: the item's path, or a binary file
-            (``io.BytesIO``) for an item without a path; Pillow, soundfile,
-            ``read_image`` and ``read_audio`` accept both. ``"bytes"``: the encoded item.
-            ``"image"``: an upright RGB ``PIL.Image``.
-        frames: every item is a list of frames: a list in the column is one item, a list of lists
-            is several items. The processor receives a list.
-        video: items are video files: the frames to decode, a :class:`VideoConfig`, or
-            True for its defaults. A function receives a ``raymm.data.Clip``, a folder a list of
-            images. Without ``video``, the sound track of a video file is read, so two modalities
-            may have the same column.
-        fps: frames per second of items that are lists of frames, with ``data.processor``. Needed
-            where the processor writes the times of frames into the text, or computes positions
-            from them.
-        part: type of this modality's parts in list-form messages; by default the modality's or
-            the column's name (also without its last s), and ``image`` for ``vision``.
-        placeholder: token that stands for this modality in the text; by default that of
+            folder of a Hugging Face image processor, feature extractor, or both. Not accepted with
+            ``data.processor``, which processes items of all kinds.
+        input: argument of the function. ``"file"``: the path of the item, or a binary file
+            (``io.BytesIO``) for an item without a path; Pillow, soundfile, ``read_image`` and
+            ``read_audio`` accept both. ``"bytes"``: the encoded item. ``"image"``: an upright RGB
+            ``PIL.Image``.
+        frames: every item is a list of frames: a list in the column is one item, a list of lists is
+            several items. The processor receives a list.
+        video: items are video files: the frames to decode, a :class:`VideoConfig`, or True for its
+            defaults. A function receives a ``raymm.data.Clip``, a folder a list of images. Without
+            ``video``, the sound track of a video file is read, so two modalities may have the same
+            column.
+        fps: frames per second of items that are lists of frames, with ``data.processor``. Needed if
+            the processor writes the times of frames into the text, or computes positions from them.
+        part: type of the parts of this modality in list-form messages; by default the name of the
+            modality or the column (also without a final s), and ``image`` for ``vision``.
+        placeholder: token that represents this modality in the text; by default that of
             ``model.merge``.
-        placeholder_tokens: tokens per item from the encoder; each placeholder in the text is
-            repeated this many times. If None, the text must have as many placeholders as the
-            encoder returns tokens.
+        placeholder_tokens: encoder tokens per item; each placeholder in the text is repeated this
+            many times. If None, the text must have as many placeholders as the encoder returns
+            tokens.
     """
 
     column: Text | None = None
@@ -110,7 +107,7 @@ class ModalityDataConfig(Section):
 
 
 class RebalanceConfig(Section):
-    """When to plan the remaining steps again with the costs measured while training.
+    """Conditions for planning the remaining steps again with costs measured during training.
 
     Attributes:
         every: steps between two evaluations of the measured costs.
@@ -126,26 +123,25 @@ class BatchingConfig(Section):
     """Assignment of samples to steps and microbatches.
 
     Attributes:
-        method: ``"random"``: a permutation cut into steps of ``batch_size`` samples, and these,
-            sorted by modality, into microbatches of equally many. Otherwise an epoch is planned
-            from the sizes of all samples, which are scanned before the run starts:
+        method: ``"random"``: a permutation is cut into steps of ``batch_size`` samples, which are
+            sorted by modality and cut into microbatches of equal size. The other methods plan an
+            epoch from the sizes of all samples, which are scanned before the run starts.
             ``"balanced"``: the microbatches of a step are equal in every modality and in cost
             (``raymm.scheduler.minibatch.balanced``), with different numbers of samples.
             ``"length_grouped"``: the same number of samples, of similar length.
         budgets: modality, or ``"text"`` -> units that no microbatch exceeds. The default is
             slightly above the average of ``batch_size / microbatches`` samples.
-        units: modality -> ``"pkg.mod:fn"``, from the (M, 3) int64 array of its items (of an image
-            width, height, frames; of a sound length, Hz, channels) to (M,) whole units. Without
-            a function, the units of an item are its tokens from the model's encoder. Units of
-            ``"text"`` are tokens of the language model. With ``data.processor`` the first number
-            is the count of the item's input numbers (and 1, 1).
+        units: modality -> ``"pkg.mod:fn"``, a function from the (M, 3) int64 array of its items
+            (width, height and frames of an image; length, Hz and channels of a sound) to (M,) whole
+            units. By default, the units of an item are its tokens from the encoder. Units of
+            ``"text"`` are tokens of the language model. With ``data.processor``, the array holds
+            the number of input values of each item, 1 and 1.
         alike: allowed difference in size between the microbatches of a step, relative to their
             mean, in exchange for a better mix: 0 to 1 (``plan_balanced``).
         source_weight: weight of the mix of sources, relative to sizes.
         cache: folder of stored scans; by default below ``~/.cache/raymm``.
-        rebalance: plan the rest of an epoch again with measured seconds instead of
-            units, where that is faster: steps between evaluations, a :class:`RebalanceConfig`,
-            or True for its defaults.
+        rebalance: plan the rest of an epoch again with measured seconds instead of units if that is
+            faster: steps between evaluations, a :class:`RebalanceConfig`, or True for its defaults.
     """
 
     method: Literal["random", "balanced", "length_grouped"] = "random"
@@ -185,60 +181,58 @@ class BatchingConfig(Section):
 
 
 class DataConfig(Section):
-    """Data of a run. Paths are read by the driver and by every data worker's node.
+    """Data of a run. The driver and the nodes of all data workers must be able to read the paths.
 
     Attributes:
-        train: the training samples: a path, a :class:`SourceConfig`, or a list of both.
+        train: training samples: a path, a :class:`SourceConfig`, or a list of both.
         heldout: the same for evaluation, or None.
-        heldout_fraction: hold out this fraction of the rows of each training source for
-            evaluation, instead of ``heldout``: at least one row, drawn with ``seed``. No other
-            rows are trained on, and a resumed run has the same ones.
-        tokenizer: folder of a Hugging Face tokenizer, or the id of a model on the hub,
-            ``ORG/NAME`` or ``ORG/NAME@REVISION``; by default that of ``processor``.
+        heldout_fraction: fraction of the rows of each training source to hold out for evaluation,
+            instead of ``heldout``: at least one row, drawn with ``seed``. These rows are not
+            trained on; a resumed run holds out the same rows.
+        tokenizer: folder of a Hugging Face tokenizer, or the id of a model on the hub, ``ORG/NAME``
+            or ``ORG/NAME@REVISION``; by default that of ``processor``.
         processor: folder or id, as for ``tokenizer``, of the processor of a Hugging Face VLM
             (``AutoProcessor``) with its chat template, which makes all inputs of the model.
-        modalities: by name, as in the model's ``encoders``; with ``processor``, those of ``image``,
-            ``video`` (frames) and ``audio`` that the rows have.
+        modalities: by name, as in the ``encoders`` of the model; with ``processor``, those of
+            ``image``, ``video`` (frames) and ``audio`` that the rows have.
         batch_size: samples per step, over all microbatches.
         microbatches: microbatches per step; divides ``batch_size``.
         max_length: text tokens kept per sample.
-        preferences: rows are prompts with a chosen and a rejected answer, and each row becomes two
-            rows of its microbatch; in a configuration, ``model.loss`` sets it. ``"chosen"``: only
+        preferences: True for rows with a prompt, a chosen and a rejected answer; each becomes two
+            rows of its microbatch. In a configuration, ``model.loss`` sets it. ``"chosen"``: only
             the chosen answer, like a row with one answer.
-        row_form: form of all rows, a key of
-            :data:`raymm.data.samples.row_forms.FORMS`: ``messages``, ``conversations``,
-            ``preference``, ``prompt_completion``, ``alpaca``, ``query_response`` or ``text``. By
-            default the columns of each row decide.
+        row_form: form of all rows, a key of :data:`raymm.data.samples.row_forms.FORMS`:
+            ``messages``, ``conversations``, ``preference``, ``prompt_completion``, ``alpaca``,
+            ``query_response`` or ``text``. By default the columns of each row decide.
         ignore_columns: columns of rows, and keys of message parts, that are not used on purpose.
-            Any other column that is not used is refused.
-        shuffle: a new seeded permutation each epoch; else file order.
+            Any other unused column is an error.
+        shuffle: True for a new seeded permutation each epoch, False for file order.
         batching: assignment of samples to steps: a method, or a :class:`BatchingConfig`. Held-out
             data is always one pass in a fixed order.
-        seed: of the permutations.
-        num_workers: Ray actors that decode and tokenize. The stream does not depend on it.
-        prefetch_steps: steps loaded ahead of the one in use.
-        on_error: action for a sample that cannot be used (malformed row, corrupt image or
-            audio, an item above a limit, no label token within ``max_length``, placeholders
-            that do not match the items): "raise", or "skip" and report it in ``Step.skipped``.
+        seed: seed of the permutations.
+        num_workers: Ray actors that decode and tokenize. The stream does not depend on their
+            number.
+        prefetch_steps: steps loaded ahead of the current one.
+        on_error: action for an unusable sample (malformed row, corrupt image or audio, an item
+            above a limit, no label token within ``max_length``, placeholders that do not match the
+            items): "raise", or "skip" and report it in ``Step.skipped``.
         media_folders: folders in which rows may name files, in addition to the folder of their
             source; ``[/]`` for anywhere on this machine. URLs (``https://HOST/FOLDER``,
-            ``s3://BUCKET``) allow rows to name files by URL, below these.
-        max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes,
-            max_video_seconds, max_video_frames, max_text_characters: limits of an item, and of the
-            text of a row, checked before it is decoded, read or tokenized: see
-            :class:`raymm.data.samples.limits.Limits`.
-        worker_cpus: CPUs that each data worker reserves in Ray (a fraction is fine).
+            ``s3://BUCKET``) allow rows to name files below them by URL.
+        max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes, max_video_seconds,
+            max_video_frames, max_text_characters: limits of an item, and of the text of a row,
+            checked before decoding or tokenizing: see :class:`raymm.data.samples.limits.Limits`.
+        worker_cpus: CPUs that each data worker reserves in Ray; may be a fraction.
         worker_timeout: seconds to wait for a step before the run ends with an error.
-        trust_remote_code: run Python files that folders of the tokenizer and of processors bring
+        trust_remote_code: run Python files from the folders of tokenizer and processors
             (``auto_map``); in a configuration, ``model.trust_remote_code`` sets it for all.
-        vocabulary: token ids that the language model has embeddings for; by default those of the
-            model that is trained.
+        vocabulary: number of token ids with embeddings; by default that of the model.
         chat_template_kwargs: variables for the chat template of every row, such as
-            ``{enable_thinking: false}``; those of a row (its column of that name) come on top.
-        ignore_message_keys: keys of messages that the chat template need not write. Other keys
-            that it does not write are refused.
-        towers: tower of a Hugging Face VLM -> argument -> name of that tensor in the processor's
-            output; by default those of the model that is trained.
+            ``{enable_thinking: false}``; a column of that name overrides them for its row.
+        ignore_message_keys: keys of messages that the chat template need not write. Any other key
+            that the template does not write is an error.
+        towers: tower of a Hugging Face VLM -> argument -> name of that tensor in the output of the
+            processor; by default those of the model.
     """
 
     train: list[SourceConfig] = Field(min_length=1)
@@ -401,7 +395,7 @@ class DataConfig(Section):
         return self
 
     def sources(self, split: str) -> list[SourceConfig]:
-        """The sources of ``"train"`` or ``"heldout"``; none if it is not set."""
+        """Return the sources of ``"train"`` or ``"heldout"``; an empty list if not set."""
         value = getattr(self, split)
         if value is None:
             return []
@@ -409,7 +403,6 @@ class DataConfig(Section):
 
     @property
     def limits(self) -> Limits:
-        """The limits of items."""
         return Limits(
             self.max_image_pixels,
             self.max_audio_samples,
@@ -421,11 +414,7 @@ class DataConfig(Section):
         )
 
     def sampling(self, modality: str) -> FrameSampling | None:
-        """Which frames become an item of a modality where it is a video file; None for its sound.
-
-        Args:
-            modality: its name.
-        """
+        """Return the frame selection for video files of a modality; None if their sound is read."""
         own = self.modalities[modality].video
         if own is None and self.processor is not None and modality == "video":
             own = VideoConfig()
@@ -433,7 +422,7 @@ class DataConfig(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Modality name -> column of its items, of the modalities that have one."""
+        """Modality -> column of its items, for modalities that have a column."""
         return {
             name: modality.column
             for name, modality in self.modalities.items() if modality.column is not None

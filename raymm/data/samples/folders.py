@@ -1,8 +1,8 @@
-"""Folders in which rows may name files.
+"""Restriction of the files that rows may name.
 
-Rows are often data of other people. A row with `../../.ssh/id_rsa`, a link of that name in an
-archive, or a URL of a server that only this machine reaches must not be read. Allowed are files of
-the source's folder, and of the folders that the configuration names.
+Rows often come from third parties. A row with `../../.ssh/id_rsa`, a link to such a file in an
+archive, or a URL of a server that only this machine can reach must not be read. Accepted are files
+in the folder of the source, and in folders that the configuration names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raymm.data.remote.path import DataPath, RemotePath
 from raymm.data.remote.urls import DataUrl, is_url, parse
 from raymm.errors import SampleError
 
-# Folders whose links are looked up once: a source's files are in few.
+# Number of folders whose resolved path is cached; the files of a source are in few folders.
 _FOLDERS_KEPT = 10_000
 
 
@@ -29,29 +29,20 @@ def _outside(reason: str, column: str) -> SampleError:
 
 @dataclass(frozen=True)
 class MediaFolders:
-    """The folders of a source.
-
-    Attributes:
-        own: the source's, which relative paths are relative to.
-        others: further folders of ``data.media_folders``: folders of this machine, or URLs.
-    """
+    """Folders in which the rows of a source may name files: the folder ``own`` of the source, from
+    which relative paths start, and ``others``, the local folders and URLs of
+    ``data.media_folders``."""
 
     own: DataPath
     others: Sequence[str] = ()
 
     def path(self, name: str, column: str) -> str:
-        """Return the path of a file that a row names. Links of folders are followed;
-        :meth:`check` looks for links of files, which takes a system call per file.
-
-        Args:
-            name: relative to the source's folder, or absolute, or a URL.
-            column: for errors.
-
-        Returns:
-            A path without links of folders, or a URL.
+        """Return the path or URL of a file that a row names (a relative or absolute path, or a
+        URL), after resolving links of folders. Links of files are checked by :meth:`check`, which
+        costs a system call.
 
         Raises:
-            SampleError: it is in none of the folders.
+            SampleError: the file is in none of the folders.
         """
         if is_url(name):
             return self._allowed_url(name, column)
@@ -67,10 +58,7 @@ class MediaFolders:
         return path
 
     def check(self, path: str, column: str) -> None:
-        """
-        Raises:
-            SampleError: a file that is a link to one in none of the folders.
-        """
+        """Raise a ``SampleError`` for a link to a file that is in none of the folders."""
         if not is_url(path) and os.path.islink(path):
             self._within(path, os.path.realpath(path), column)
 
@@ -85,8 +73,8 @@ class MediaFolders:
         raise self._outside(where, os.path.dirname(real), column)
 
     def _allowed_url(self, name: str, column: str) -> str:
-        """The URL of a file that a row names by one: below the source's, or one that is allowed,
-        whose connection's options it has."""
+        """Return a URL that a row names, with the connection options of the allowed URL above it.
+        """
         try:
             url = parse(name)
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""What a media file's header says: its kind and how large it is when decoded.
+"""Reading of media headers: the kind of a file, and its size when decoded.
 
-Nothing is decoded here, and nothing larger than the file is ever allocated.
+Nothing is decoded, and no allocation is larger than the file.
 """
 
 import math
@@ -21,31 +21,31 @@ from raymm.packages import is_installed
 
 IMAGE, AUDIO, VIDEO, OTHER = "image", "audio", "video", "other"
 
-_HEAD = HEAD  # bytes that tell the format
+_HEAD = HEAD  # bytes that identify the format
 _IMAGES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*",
            b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51", b"P5", b"P6")
 _SOUNDS = (b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"caff", b".snd")
 _PILLOW = threading.RLock()
-# What libsndfile's log says of WAV, AIFF and AU; of W64, which has no other line; of RF64.
+# Lines in the log of libsndfile about truncated WAV, AIFF and AU files; W64; RF64.
 _CUT_OFF = tuple(map(re.compile, (
     r"(?m)^\s*(?:data|SSND|Data Size)\s*: (?P<said>\d+) \(should be (?P<found>\d+)\)",
     r"(?m)^riff\s*: (?P<said>\d+) \(should be (?P<found>\d+)\)",
     r"frame count (?P<found>\d+) does not match value from 'ds64' chunk of (?P<said>\d+)",
 )))
-# What writers that cannot seek leave as a size (ffmpeg, sox).
+# Sizes from here on are placeholders of writers that cannot seek (ffmpeg, sox).
 _UNKNOWN_SIZE = 0x7FFF0000
 
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of an item before it is decoded.
+    """Properties of an item that are known before decoding.
 
     Attributes:
-        kind: ``"image"``, ``"audio"``, ``"video"``, or ``"other"`` for what is neither (then only
-            its size in bytes is known).
-        width, height: pixels of an image, or of a video's frames.
-        frames, rate, channels: of a sound; frames per channel, Hz.
-        seconds: of a video.
+        kind: ``"image"``, ``"audio"``, ``"video"``, or ``"other"`` if only the size in bytes is
+            known.
+        width, height: pixels of an image or of the frames of a video.
+        frames, rate, channels: frames per channel, Hz and channels of a sound.
+        seconds: duration of a video.
     """
 
     kind: str
@@ -60,17 +60,15 @@ class Header:
 def check_media(
     media: str | MediaBytes | MediaRange, limits: Limits, pictures: bool = False
 ) -> Header:
-    """The header of an item that keeps the limits.
+    """Read the header of an item and check it against the limits.
 
     Args:
-        media: the item.
-        limits: of items.
-        pictures: of a video file, whether its pictures are wanted, and not its sound track.
+        pictures: True to check the frames of a video file, False for its sound track.
 
     Raises:
-        SampleError: the item does not exist, is empty, cannot be one of its format, or is above a
-            limit, which is named.
-        DataError: a server does not give it.
+        SampleError: the item does not exist, is empty or invalid, or exceeds a limit, which is
+            named.
+        DataError: a server does not return the item.
     """
     try:
         size = media_size(media)
@@ -96,7 +94,7 @@ def check_media(
 
 
 def kind_of(item: str | Path | BinaryIO) -> str:
-    """The kind of a path or binary file, as of :class:`Header`, by its first bytes."""
+    """Return the kind of a path or binary file by its first bytes; see :class:`Header`."""
     if isinstance(item, str | Path):
         with open(item, "rb") as file:
             return _kind(file.read(_HEAD))
@@ -133,7 +131,7 @@ def _read(file: BinaryIO, limits: Limits, pictures: bool) -> Header:
 
 def _video(file: BinaryIO, limits: Limits, pictures: bool) -> Header:
     if not pictures and not is_installed("av"):
-        return Header(OTHER)  # a function of the user's may have another one
+        return Header(OTHER)  # a processor function may use another decoder
     header = read_header(file, limits.max_image_pixels)
     if pictures:
         check_pictures(
@@ -147,7 +145,7 @@ def _video(file: BinaryIO, limits: Limits, pictures: bool) -> Header:
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:
-    """Of the canvas. Pillow would allocate it on opening."""
+    """Return the size of the canvas. Pillow would allocate the canvas on opening."""
     kind = head[12:16]
     if kind == b"VP8X":
         wide, high = head[24:27] + b"\0", head[27:30] + b"\0"
@@ -164,7 +162,7 @@ def _webp_size(head: bytes) -> tuple[int, int]:
 def _image_size(file: BinaryIO) -> tuple[int, int]:
     from PIL import Image
 
-    with pillow_limit(None), Image.open(file) as image:  # the size is judged by ``_check``
+    with pillow_limit(None), Image.open(file) as image:  # ``_check`` checks the size
         return image.size
 
 
@@ -179,12 +177,8 @@ def _sound(file: BinaryIO) -> Header:
 
 
 def check_whole(sound: Any) -> None:
-    """Look whether a ``soundfile.SoundFile`` has all the data that its header announces;
-    libsndfile reads what is there and says the rest in its log.
-
-    Raises:
-        SampleError: it ends before.
-    """
+    """Raise a ``SampleError`` if a ``soundfile.SoundFile`` has less data than its header announces.
+    libsndfile reads the available data and only logs the difference."""
     for pattern in _CUT_OFF:
         if match := pattern.search(sound.extra_info):
             announced, actual = int(match["said"]), int(match["found"])
@@ -221,7 +215,8 @@ def _check(header: Header, limits: Limits) -> None:
 
 @contextmanager
 def pillow_limit(pixels: int | None) -> Iterator[None]:
-    """Let Pillow open images of so many pixels; it refuses those of more than twice as many."""
+    """Set Pillow's limit of pixels for the length of a ``with`` block; Pillow refuses images of
+    more than twice the limit."""
     from PIL import Image
 
     with _PILLOW:

@@ -1,4 +1,4 @@
-"""Media items that are not decoded yet: a file, a byte range of a file, or bytes in memory."""
+"""Media items before decoding: a file, a byte range of a file, or bytes in memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from raymm.data.remote.urls import is_url
 
 @dataclass(frozen=True)
 class MediaBytes:
-    """An item whose encoded bytes came with its row.
-
-    Attributes:
-        name: name in errors, such as the path that was stored with the bytes.
-        data: the encoded file.
-    """
+    """Item whose encoded bytes are part of the row. ``name`` identifies the item in errors."""
 
     name: str
     data: bytes = field(repr=False)
@@ -28,13 +23,13 @@ class MediaBytes:
 
 @dataclass(frozen=True)
 class MediaRange:
-    """An item that is a part of a file, such as a member of a tar shard.
+    """Item that is a part of a file, such as a member of a tar shard.
 
     Attributes:
-        name: the member's name.
-        path: the file it lies in, or its URL.
+        name: name of the member.
+        path: path or URL of the file.
         start, size: byte range.
-        version: which the file was when it was found, if that is known.
+        version: version of a remote file when the item was located.
     """
 
     name: str
@@ -45,28 +40,23 @@ class MediaRange:
 
 
 class TimedFrames(tuple):
-    """Frames of one item, with the time of each.
-
-    Args:
-        frames: media of the frames.
-        times: of each, in seconds from the beginning.
-    """
+    """Frames of one item, with ``times`` in seconds from the beginning."""
 
     times: tuple[float, ...]
 
     def __new__(cls, frames: Iterable[Any], times: Iterable[float] = ()) -> TimedFrames:
-        """Make the tuple; without times only while it is unpickled."""
+        """Create the tuple; ``times`` is only empty during unpickling."""
         timed = super().__new__(cls, frames)
         timed.times = tuple(times)
         return timed
 
 
-# A path or URL, or one of the above; a tuple of them is one item made of frames.
+# A path or URL, or one of the classes above; a tuple of them is one item made of frames.
 Media = str | MediaBytes | MediaRange | tuple
 
 
 def media_name(media: Media) -> str:
-    """Return the name of an item in errors."""
+    """Return the name of an item for errors."""
     if isinstance(media, tuple):
         return media_name(media[0]) + (f" and {len(media) - 1} more frames" * (len(media) > 1))
     if isinstance(media, MediaRange):
@@ -75,11 +65,7 @@ def media_name(media: Media) -> str:
 
 
 def media_size(media: str | MediaBytes | MediaRange) -> int:
-    """Encoded size in bytes, without reading it.
-
-    Raises:
-        OSError: there is no such file.
-        DataError: a server does not say.
+    """Return the encoded size in bytes without reading the item; errors as in :func:`open_media`.
     """
     if isinstance(media, str):
         return item_size(media) if is_url(media) else os.stat(media).st_size
@@ -87,11 +73,11 @@ def media_size(media: str | MediaBytes | MediaRange) -> int:
 
 
 def open_media(media: str | MediaBytes | MediaRange) -> BinaryIO:
-    """A seekable binary file of the item, of which only what is asked for is read.
+    """Open an item as a seekable binary file; only the requested ranges are read.
 
     Raises:
-        OSError: there is no such file.
-        DataError: a server does not give it; also when it is closed, of what a library read.
+        OSError: the file does not exist.
+        DataError: a server does not return the file. Closing may raise it for an earlier read.
     """
     if isinstance(media, str):
         return open_item(media) if is_url(media) else open(media, "rb")
@@ -103,10 +89,7 @@ def open_media(media: str | MediaBytes | MediaRange) -> BinaryIO:
 
 
 def read_media(media: str | MediaBytes | MediaRange) -> bytes:
-    """The encoded item.
-
-    Raises:
-        OSError: it cannot be read, or its file ends before it does.
+    """Return the encoded item; raise an ``OSError`` if it cannot be read or its file is truncated.
     """
     if isinstance(media, MediaBytes):
         return media.data
@@ -120,7 +103,7 @@ def read_media(media: str | MediaBytes | MediaRange) -> bytes:
 
 
 class _Window(io.RawIOBase):
-    """A byte range of a file as a file."""
+    """Byte range of a local file as a file object."""
 
     def __init__(self, media: MediaRange):
         self._file = open(media.path, "rb", buffering=0)

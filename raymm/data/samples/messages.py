@@ -1,4 +1,4 @@
-"""Messages of a row, converted to ``role`` and ``content``."""
+"""Conversion of the messages of a row to ``role`` and ``content``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raymm.errors import SampleError
 
 # The role whose messages are labels.
 LEARNED_ROLE = "assistant"
-# Roles of ShareGPT and LLaVA (``from``), of ms-swift and of LLaMA-Factory.
+# Role names in ShareGPT and LLaVA (``from``), ms-swift and LLaMA-Factory.
 _ROLES = {
     "system": ("system",),
     "developer": ("developer",),
@@ -18,9 +18,9 @@ _ROLES = {
     "tool": ("tool", "function", "observation", "tool_response", "function_response"),
 }
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
-# Roles whose text is the call of a tool, as JSON.
+# Roles whose text is a tool call in JSON.
 _CALLS = ("function_call", "tool_call")
-# Keys of a message that say whether it is learned.
+# Keys of a message that switch its labels on or off.
 _FLAGS = ("loss", "weight", "train")
 
 
@@ -28,15 +28,15 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
     """Return messages with ``role`` and ``content``, without null values.
 
     Args:
-        value: a list of messages, the same as a string of JSON, or a dict of lists, as
-            ``Sequence({...})`` of ``datasets`` stores it. A message has ``role`` and ``content``,
-            or ``from`` and ``value``.
+        value: a list of messages, a list in a JSON string, or a dict of lists as stored by
+            ``Sequence({...})`` of ``datasets``. A message has ``role`` and ``content``, or ``from``
+            and ``value``.
         column: for errors.
-        rename: also rename the roles of messages with ``role`` and ``content``, such as
-            ``human``. Those of ``from`` are always renamed.
+        rename: also rename the roles of messages with ``role`` and ``content``, such as ``human``.
+            Roles in ``from`` are always renamed.
 
     Raises:
-        SampleError: anything else.
+        SampleError: the value has another form.
     """
     if isinstance(value, str):
         try:
@@ -64,11 +64,7 @@ def read_messages(value: object, column: str, rename: bool) -> list[dict]:
 
 
 def one_or_more_messages(value: object, column: str) -> list[dict]:
-    """Return :func:`read_messages` of a list, or of one message.
-
-    Raises:
-        SampleError: neither.
-    """
+    """Return :func:`read_messages` of a list of messages, or of one message."""
     is_one = isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str)
     return read_messages([value] if is_one else value, column, True)
 
@@ -134,8 +130,8 @@ def _check_part(part: object, where: str, column: str) -> None:
 
 
 def _tool_calls(content: object, where: str, column: str) -> list[dict]:
-    """Calls of tools of a message whose text is ``{"name": ..., "arguments": ...}``, or a list of
-    these."""
+    """Return the tool calls of a message whose text is ``{"name": ..., "arguments": ...}``, or a
+    list of such objects."""
     calls: Any = content
     if isinstance(content, str):
         try:
@@ -158,7 +154,7 @@ def _tool_calls(content: object, where: str, column: str) -> list[dict]:
 
 
 def _loss(message: dict, where: str, column: str) -> bool | None:
-    """Return whether the message is learned; None if it has no flag."""
+    """Return True or False if the message has a flag for its labels, None otherwise."""
     flags = {}
     for name in _FLAGS:
         value = message.get(name)

@@ -1,4 +1,4 @@
-"""From an opened image to RGB of 8 bits, whatever it is stored as."""
+"""Conversion of an opened image to 8-bit RGB, for all storage formats."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _PHOTOMETRIC = 262
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Upright (EXIF orientation, as Hugging Face's ``load_image``), transparent pixels over
-    white, the first picture of an animation or of several pages.
+    """Convert an image to upright 8-bit RGB, as ``load_image`` of Hugging Face.
 
-    Grey of 10 to 16 bits is scaled by what its format has for white; Pillow's own conversion would
-    cut it off at 255. Colour of 16 bits loses the lower 8.
+    The EXIF orientation is applied, transparent pixels become white, and the first frame or page is
+    used. Grey of 10 to 16 bits is scaled by the white level of its format; Pillow would clip it at
+    255. Colours of 16 bits lose the lower 8 bits.
 
     Args:
         image: just opened, not decoded yet.
 
     Raises:
-        ValueError: integers of 32 bits, signed ones or floats, of which nothing says what is
-            white; a transparent colour of 16 bits.
+        ValueError: 32-bit integers, signed integers or floats, whose white level is unknown; a
+            transparent 16-bit colour.
     """
     from PIL import ImageOps
 
@@ -54,10 +54,10 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 
 class _Grey:
-    """Grey levels above 8 bits.
+    """Grey levels of more than 8 bits.
 
     Args:
-        white: the level of white; or of black, if ``inverted``.
+        white: level of white; of black if ``inverted``.
         inverted: level 0 is white.
     """
 
@@ -66,11 +66,11 @@ class _Grey:
 
     @classmethod
     def of(cls, image: Image.Image) -> _Grey | None:
-        """None for an image of 8 bits per channel or fewer."""
+        """Return the grey levels of an image; None for 8 or fewer bits per channel."""
         if not image.mode.startswith(("I", "F")):
             return None
         stored = _raw_mode(image)
-        # Pillow scales what it decodes of PGM and JPEG 2000 to 16 bits.
+        # Pillow scales the pixels of PGM and JPEG 2000 to 16 bits.
         scaled = image.format == "PPM" or image.format == "JPEG2000"
         bits = re.fullmatch(r"I;(\d+)[BLNR]?", stored)
         if image.mode.startswith("F") or not (bits or scaled) or (bits and int(bits[1]) > 16):
@@ -96,7 +96,7 @@ class _Grey:
 
 
 def _raw_mode(image: Image.Image) -> str:
-    """How the pixels are stored, as Pillow's decoders call it."""
+    """Return the storage format of the pixels, as named by Pillow's decoders."""
     for tile in getattr(image, "tile", ()):
         arguments = tile.args if isinstance(tile.args, tuple) else (tile.args,)
         if arguments and isinstance(arguments[0], str):
@@ -105,11 +105,8 @@ def _raw_mode(image: Image.Image) -> str:
 
 
 def _transparent_colour(image: Image.Image) -> int | None:
-    """The grey level that PNG says is transparent, at the scale of the decoded levels.
-
-    Raises:
-        ValueError: a colour of 16 bits, of which 8 are decoded.
-    """
+    """Return the transparent grey level of a PNG at the scale of the decoded levels. Raise a
+    ``ValueError`` for a 16-bit colour, because only 8 of its bits are decoded."""
     clear = image.info.get("transparency")
     bits = re.fullmatch(r"(?:L|RGB);(\d+)B?", _raw_mode(image))
     if isinstance(clear, tuple) and bits and int(bits[1]) > 8:

@@ -1,4 +1,4 @@
-"""Places of media in the text: list-form messages, placeholder tokens, and their counts."""
+"""Positions of media in the text: list-form messages, placeholder tokens, and their counts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ class Placeholder:
     """Placeholder of a modality in token ids.
 
     Attributes:
-        token: as text.
-        id: as a token.
-        repeat: tokens that one in the text becomes; None leaves them as they are.
+        token: text of the token.
+        id: id of the token.
+        repeat: number of tokens that replace each one in the text; None leaves them unchanged.
     """
 
     token: str
@@ -29,11 +29,8 @@ class Placeholder:
 def find_placeholders(
     tokenizer, modalities: Mapping[str, ModalityDataConfig]
 ) -> dict[str, Placeholder]:
-    """Return the placeholders of the modalities that have one.
-
-    Raises:
-        DataError: a placeholder is not one token of the tokenizer.
-    """
+    """Return the placeholders of the modalities that have one; raise a ``DataError`` for a
+    placeholder that is not one token of the tokenizer."""
     placeholders = {}
     for name, modality in modalities.items():
         token = modality.placeholder
@@ -67,14 +64,10 @@ def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
 
 
 def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
-    """Refuse list-form messages whose media parts do not match the sample's items.
-
-    Messages without a media part are left alone: their text may hold placeholders.
-
-    Raises:
-        SampleError: a part of a type that is no modality, one with media of its own, or another
-            number of parts than of items.
-    """
+    """Check that the media parts of list-form messages match the items of the sample. Messages
+    without media parts are accepted, because their text may contain placeholders. Raise a
+    ``SampleError`` if a part has an unknown type or contains media, or the numbers of parts and
+    items differ."""
     counts: Counter = Counter()
     for number, message in enumerate(sample.messages or ()):
         for place, part in enumerate(_media_parts(message)):
@@ -103,14 +96,9 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
 def flatten_parts(
     messages: Sequence[dict], types: Mapping[str, str], placeholders: Mapping[str, Placeholder]
 ) -> list[dict]:
-    """Return messages with string content: a media part becomes its placeholder, or nothing where
-    the modality has none (then it is merged elsewhere).
-
-    Args:
-        messages: a conversation, its content lists of parts.
-        types: modality of each type of a part.
-        placeholders: by modality.
-    """
+    """Convert list content to strings: each media part becomes its placeholder, or nothing if the
+    modality has none (its items are then merged elsewhere). ``types`` maps part types to
+    modalities."""
 
     def text(part: dict) -> str:
         if part["type"] == "text":
@@ -126,30 +114,21 @@ def flatten_parts(
 
 
 def template_takes_parts(tokenizer, kind: str, token: str) -> bool:
-    """Return True if a chat template writes the placeholder itself for a part of some type.
-
-    Args:
-        tokenizer: with a chat template.
-        kind: the type of a part, such as ``"image"``.
-        token: the placeholder.
-    """
+    """Return True if a chat template writes the placeholder ``token`` itself for a part of type
+    ``kind``."""
     content = [{"type": kind}, {"type": "text", "text": _PROBE}]
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     except Exception:  # a template is a program: it may raise anything
         return False
-    # One that knows only strings would print the list as it is.
+    # A template that only supports strings would print the list.
     return _PROBE in text and "'type'" not in text and '"type"' not in text and token in text
 
 
 def repeat_placeholders(
     tokens: Sequence[tuple[int, int]], placeholders: Mapping[str, Placeholder]
 ) -> list[tuple[int, int]]:
-    """Return tokens and labels with every placeholder as often as its item has tokens.
-
-    Args:
-        tokens: (token, label) pairs.
-        placeholders: by modality.
+    """Repeat every placeholder in a list of (token, label) pairs as often as its item has tokens.
     """
     times = {
         placeholder.id: placeholder.repeat
@@ -161,16 +140,12 @@ def repeat_placeholders(
 def check_counts(
     sample: Sample, input_ids: Sequence[int], kept: int, placeholders: Mapping[str, Placeholder]
 ) -> None:
-    """Refuse a sample whose placeholders do not match its items.
+    """Raise a ``SampleError`` if the placeholders of a sample do not match its items, or are
+    truncated.
 
     Args:
-        sample: the sample.
-        input_ids: all of its tokens, placeholders repeated.
-        kept: how many of them are within ``max_length``.
-        placeholders: by modality.
-
-    Raises:
-        SampleError: names both numbers.
+        input_ids: all tokens, with placeholders repeated.
+        kept: number of tokens within ``max_length``.
     """
     for name, placeholder in placeholders.items():
         items, tokens = len(sample.media.get(name, ())), list(input_ids).count(placeholder.id)
@@ -195,7 +170,7 @@ def _media_parts(message: dict) -> list[dict]:
 
 
 def text_error(sample: Sample, reason: str) -> SampleError:
-    """Return the error for the text of a sample."""
+    """Return an error about the text of a sample."""
     role = "messages" if sample.text is None else "text"
     column = sample.columns.get(role, role)
     return SampleError(reason, column, None, sample.id, sample.place or None)

@@ -1,4 +1,4 @@
-"""From a media file to the tensors of one item."""
+"""Conversion of a media file to the tensors of one item."""
 
 import importlib
 import io
@@ -25,13 +25,13 @@ from raymm.data.video.sound import read_track
 from raymm.errors import USER_CODE_RAISES, ConfigError, DataError
 from raymm.packages import explained_imports
 
-# From one item (or a list of its frames) to its tensors.
+# Function from one item (or a list of its frames) to its tensors.
 Processor = Callable[[Any], dict[str, torch.Tensor]]
 File = str | Path | BinaryIO
 
 
 def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
-    """What a processor gets of an item, see ``ModalityDataConfig.input``."""
+    """Return the argument of a processor function for an item, see ``ModalityDataConfig.input``."""
     if kind == "file":
         local = isinstance(media, str) and not is_url(media)
         return media if local else io.BytesIO(read_media(media))
@@ -44,17 +44,8 @@ def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
 def read_video(
     media: str | MediaBytes | MediaRange, sampling: FrameSampling, limits: Limits
 ) -> Clip:
-    """Frames of a video file.
-
-    Args:
-        media: the file.
-        sampling: which frames.
-        limits: of items.
-
-    Raises:
-        SampleError: see :func:`raymm.data.video.frames.read_clip`.
-        OSError: it cannot be read.
-    """
+    """Decode the selected frames of a video file; errors are those of
+    :func:`raymm.data.video.frames.read_clip`, or an ``OSError``."""
     own = FrameLimits(limits.max_image_pixels, limits.max_video_seconds, limits.max_video_frames)
     with open_media(media) as file:
         return read_clip(file, sampling, own)
@@ -63,22 +54,22 @@ def read_video(
 def load_processor(
     name: str, field: str = "processor", trust_remote_code: bool = False
 ) -> Processor:
-    """The function behind ``ModalityDataConfig.processor``.
+    """Load the function of ``ModalityDataConfig.processor``.
 
     Args:
         name: ``"pkg.mod:fn"``, or the folder or hub id of a Hugging Face image processor, feature
-            extractor, or processor of both, of which the item's kind decides. Folders get RGB
-            images (transparency over white, EXIF rotation applied; lists of them where items
-            are made of frames) or mono sound resampled to the extractor's rate.
+            extractor, or processor of both, chosen by the kind of the item. Folders receive RGB
+            images (transparency over white, EXIF rotation applied; lists of images if items are
+            made of frames) or mono sound resampled to the rate of the extractor.
         field: name of the configuration field, for errors.
-        trust_remote_code: run Python files that a folder brings, if it names some.
+        trust_remote_code: run Python files of the folder, if it names any.
 
     Returns:
-        The function; that of a folder raises a SampleError for a sound of which the extractor would
-        drop a part.
+        The function. For a folder, it raises a SampleError for a sound that the extractor would
+        truncate.
 
     Raises:
-        DataError: it cannot be imported or is not such a folder.
+        DataError: the function cannot be imported, or the folder has no processor.
     """
     try:
         folder = Path(local_folder(name, weights=False))
@@ -102,13 +93,13 @@ def load_processor(
 
 
 def read_image(path: File):
-    """An RGB ``PIL.Image`` of a path or binary file, as :func:`raymm.data.samples.pixels.to_rgb`
-    has it.
+    """Read an RGB ``PIL.Image`` from a path or binary file, converted by
+    :func:`raymm.data.samples.pixels.to_rgb`.
 
     Raises:
-        ValueError: more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (which is
-            ``data.max_image_pixels`` while a step is built), PostScript, or pixels of which nothing
-            says what is white.
+        ValueError: more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (set to
+            ``data.max_image_pixels`` while a step is built), PostScript, or an unsupported pixel
+            format.
     """
     from PIL import Image
 
@@ -122,11 +113,11 @@ def read_image(path: File):
 
 
 def read_audio(path: File, rate: int) -> np.ndarray:
-    """(samples,) float32 mono sound of a path or binary file, at ``rate`` Hz; of a video file its
-    sound track. Integers are scaled to [-1, 1); floats are as they are.
+    """Read mono sound from a sound or video file: (samples,) float32 at ``rate`` Hz. Integers are
+    scaled to [-1, 1); floats are unchanged.
 
     Raises:
-        ValueError: no sound, less than the header says, or samples that are not finite.
+        ValueError: there is no sound, less than the header announces, or a sample is not finite.
     """
     from scipy.signal import resample_poly
 
@@ -148,7 +139,7 @@ def read_audio(path: File, rate: int) -> np.ndarray:
 
 
 def _sound(path: File) -> tuple[int, np.ndarray]:
-    """Hz, and (frames, channels) float32."""
+    """Return Hz, and (frames, channels) float32."""
     import soundfile
 
     if kind_of(path) == VIDEO:
@@ -206,11 +197,7 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
 
 
 def frames_of(item: list | Clip) -> list:
-    """Every frame as a ``PIL.Image``.
-
-    Args:
-        item: a video's frames, or files of frames.
-    """
+    """Return every frame of a video, or file of a frame, as a ``PIL.Image``."""
     from PIL import Image
 
     if isinstance(item, Clip):
@@ -219,7 +206,8 @@ def frames_of(item: list | Clip) -> list:
 
 
 def _kinds_in(folder: Path, field: str) -> set[str]:
-    """What a folder has a processor for, by the files that ``save_pretrained`` writes."""
+    """Return the kinds that a folder has a processor for, by the files that ``save_pretrained``
+    writes."""
     single, both = folder / "preprocessor_config.json", folder / "processor_config.json"
     kinds = set()
     try:

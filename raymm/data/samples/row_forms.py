@@ -1,7 +1,7 @@
-"""Row forms: the layouts of rows that data sets have, and their conversion to messages or text.
+"""Row forms: layouts of rows in common datasets, and their conversion to messages or text.
 
-A form is found by the columns that a row has (:func:`find_form`). Columns go by their roles
-(``messages``, ``prompt``, ...), which a configuration may give other names.
+The columns of a row determine its form (:func:`find_form`). Columns are identified by their roles
+(``messages``, ``prompt``, ...); a configuration may assign other column names to roles.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from raymm.errors import SampleError
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
-# Advice of errors where no form fits.
+# Advice in errors if no form fits.
 RENAME = ". If its columns have other names, set them: columns: {messages: NAME}"
-# Columns that every form of messages may have.
+# Columns that every form with messages may have.
 _CHAT = ("system", "tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
 class RowText:
-    """Text of a row; the fields are those of :class:`raymm.data.samples.sample.Sample`.
+    """Text of a row; fields are those of :class:`raymm.data.samples.sample.Sample`.
 
     Attributes:
-        messages: may have media in their parts.
+        messages: parts may contain media.
         text: exactly one of ``messages`` and ``text`` is set.
         preference: both answers, if the row has two.
-        tools, template, prompt_characters: as of ``Sample``.
     """
 
     messages: list[dict] | None
@@ -47,8 +46,8 @@ class RoleValues:
 
     Args:
         row: column -> value.
-        columns: role -> column, where the column has another name.
-        taken: columns that have no role: ignored ones, and those of media.
+        columns: role -> column, for columns with other names.
+        taken: columns without a role: ignored columns, and columns of media.
     """
 
     def __init__(self, row: Mapping, columns: Mapping[str, str], taken: frozenset[str]) -> None:
@@ -63,19 +62,13 @@ class RoleValues:
         return role in self._values
 
     def get(self, role: str) -> Any:
-        """Value of a role; None if the row has none."""
         return self._values.get(role)
 
     def column(self, role: str) -> str:
-        """Column of a role."""
         return self._columns.get(role, role)
 
     def string(self, role: str, default: str | None = None) -> str:
-        """Value of a role that must be a string.
-
-        Raises:
-            SampleError: the value is no string.
-        """
+        """Return the value of a role; raise a ``SampleError`` if it is not a string."""
         value = self._values.get(role, default)
         if not isinstance(value, str):
             column = self.column(role)
@@ -83,22 +76,19 @@ class RoleValues:
         return value
 
     def parsed(self, role: str) -> Any:
-        """Value of a role, parsed if it is a string of JSON.
-
-        Raises:
-            SampleError: the string is not JSON.
-        """
+        """Return the value of a role, parsed if it is a string; raise a ``SampleError`` for invalid
+        JSON."""
         return _parsed(self._values.get(role), self.column(role))
 
 
 class RowForm(NamedTuple):
-    """A row form.
+    """Layout of rows.
 
     Attributes:
         required: roles that a row of this form has.
         optional: further roles that the form uses.
         convert: makes the text of a row from its roles.
-        main: role that errors about the text name.
+        main: role that is named in errors about the text.
     """
 
     required: tuple[str, ...]
@@ -108,15 +98,14 @@ class RowForm(NamedTuple):
 
 
 def find_form(values: RoleValues, name: str | None, present: list[str]) -> str:
-    """Return the name of the form of a row: the first of :data:`FORMS` whose columns it has.
+    """Return the name of the form of a row: the first of :data:`FORMS` whose columns the row has.
 
     Args:
-        values: by role.
-        name: the form that the configuration names, or None.
+        name: form from the configuration, or None.
         present: columns of the row, for the error.
 
     Raises:
-        SampleError: the row lacks columns of the named form, or fits none.
+        SampleError: the row lacks columns of the configured form, or fits no form.
     """
     if name is not None:
         missing = [values.column(role) for role in FORMS[name].required if role not in values]
@@ -132,12 +121,8 @@ def find_form(values: RoleValues, name: str | None, present: list[str]) -> str:
 
 
 def accepted_columns(column: Callable[[str], str], names: Sequence[str] = ()) -> str:
-    """Return the columns of row forms, for errors.
-
-    Args:
-        column: from a role to its column.
-        names: of the forms; all of them if empty.
-    """
+    """Return the columns of some row forms (by default all) as text for errors. ``column`` maps a
+    role to its column."""
     columns = [
         " and ".join(repr(column(role)) for role in FORMS[name].required) for name in names or FORMS
     ]
@@ -145,11 +130,7 @@ def accepted_columns(column: Callable[[str], str], names: Sequence[str] = ()) ->
 
 
 def convert_row(values: RoleValues, form: str) -> RowText:
-    """Convert a row of a form.
-
-    Raises:
-        SampleError: a value is not of the form.
-    """
+    """Convert a row of a form; raise a ``SampleError`` for a value that does not fit the form."""
     text = FORMS[form].convert(values)
     if "tools" not in FORMS[form].optional:
         return text
@@ -223,7 +204,7 @@ def _from_preference(values: RoleValues) -> RowText:
 
 
 def _common_prompt(values: RoleValues) -> RowText:
-    """Two whole conversations, which begin with the prompt."""
+    """Convert two complete conversations, which begin with the prompt."""
     chosen, rejected = (
         _with_system(values, one_or_more_messages(values.get(role), values.column(role)))
         for role in (CHOSEN, REJECTED)
@@ -234,7 +215,7 @@ def _common_prompt(values: RoleValues) -> RowText:
 def _split_prompt(
     chosen: list[dict], rejected: list[dict], column: str, other: str
 ) -> RowText:
-    """Take the messages with which both conversations begin as the prompt."""
+    """Use the common first messages of both conversations as the prompt."""
     count = 0
     while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
         count += 1
@@ -256,7 +237,7 @@ def _pair(
 
 
 def _answer(values: RoleValues, role: str) -> list[dict]:
-    """An answer: a string, a message, or messages."""
+    """Return the messages of an answer, which is a string, a message, or messages."""
     value = values.get(role)
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
@@ -310,7 +291,7 @@ def _from_query(values: RoleValues) -> RowText:
 
 
 def _history(values: RoleValues) -> list[dict]:
-    """Earlier turns: a list of [question, answer]."""
+    """Return the messages of earlier turns, a list of [question, answer]."""
     history, column = values.parsed("history") or [], values.column("history")
     is_pairs = isinstance(history, list) and all(
         isinstance(pair, list | tuple) and len(pair) == 2
@@ -326,7 +307,7 @@ def _history(values: RoleValues) -> list[dict]:
 
 
 def _with_system(values: RoleValues, messages: list[dict]) -> list[dict]:
-    """Put the text of ``system`` in front."""
+    """Insert the text of ``system`` as the first message."""
     system = values.string("system", "")
     if not system:
         return messages
@@ -372,7 +353,7 @@ def _parsed(value: Any, column: str) -> Any:
         raise SampleError(f"{column!r} is a text that is not JSON: {error}", column) from None
 
 
-# In the order in which they are tried.
+# In the order in which they are tested.
 FORMS: dict[str, RowForm] = {
     "messages": RowForm(
         (MESSAGES,), (*_CHAT, "rejected_response", "rejected_messages"), _from_messages, MESSAGES

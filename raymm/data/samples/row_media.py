@@ -1,4 +1,4 @@
-"""Media of a row: items of a column, and items inside the parts of messages."""
+"""Media of a row: items of a column, and items in the parts of messages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from raymm.errors import SampleError
 LONGEST_PATH = 4096
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
-# Base64 is recognised by its first bytes, so a text must be long enough not to be a path.
+# Base64 is detected by its first bytes. Shorter texts are treated as paths.
 _SHORTEST_BASE64, _HEAD_CHARACTERS = 64, 1024
-# Formats that are known by two bytes only, which a path may begin with as well: BMP, PPM, MP3.
+# Formats identified by only two bytes, with which a path may also begin: BMP, PPM, MP3.
 _WEAK_HEADS = (b"BM", b"P5", b"P6", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
-# Part types of OpenAI and others -> kind.
+# Part types of OpenAI and other APIs -> kind.
 _KINDS = {
     "image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio",
     "input_audio": "audio",
@@ -39,9 +39,8 @@ class MediaRules:
     """Rules for the media of a row.
 
     Attributes:
-        folders: where files may lie.
-        limits: sizes of items.
-        place: place of the row, part of the name of items without a path.
+        folders: folders in which files may be.
+        place: location of the row, part of the name of items without a path.
         frames: modalities whose items are lists of frames.
         parts: type of a message part -> modality.
     """
@@ -59,15 +58,15 @@ def items_of(
     """Return the items of a media column.
 
     Args:
-        value: a path, bytes, base64 of a known format, a ``data:`` URI, {"path", "bytes", "url"}
-            as ``datasets`` stores media, a ``MediaRange``, a list of such, or None / "" / [] for
-            none.
+        value: a path, bytes, base64 of a known format, a ``data:`` URI, {"path", "bytes", "url"} as
+            ``datasets`` stores media, a ``MediaRange``, or a list of them; None, "" or [] for no
+            items.
         column: for errors.
-        rules: folders and limits.
-        frames: every item is made of frames: a list is one item, a list of lists several.
+        frames: True if every item is made of frames: a list is one item, a list of lists is
+            several.
 
     Raises:
-        SampleError: anything else, an item above a limit, or a path that leaves the folders.
+        SampleError: another value, an item above a limit, or a path outside the folders.
     """
     if value is None or (isinstance(value, str | list | tuple) and not value):
         return ()
@@ -87,10 +86,9 @@ def items_of(
 
 
 class PartMedia:
-    """Collector of the media inside of message parts.
+    """Collector of the media in message parts.
 
     Args:
-        rules: folders, limits and modalities.
         column: column of the messages, for errors.
 
     Attributes:
@@ -105,11 +103,9 @@ class PartMedia:
         self._places: dict[str, int] = {}
 
     def take(self, messages: list[dict]) -> list[dict]:
-        """Return the messages with places instead of items: ``{"type": "image"}``.
-
-        Raises:
-            SampleError: an item that cannot be used, or whose modality is not configured.
-        """
+        """Collect the items of messages, and return the messages with placeholder parts such as
+        ``{"type": "image"}``. Raise a ``SampleError`` for an unusable item, or one without a
+        modality."""
         return [
             {
                 **message,
@@ -140,7 +136,7 @@ class PartMedia:
         parts = self._rules.parts or {}
         place = type_name if type_name in parts else kind
         self._check_index(fields.get("index"), place, where, bool(sources))
-        # Times are those of lists of frames; files have their own.
+        # Times are only used for lists of frames; video files contain times.
         is_list = any(isinstance(value, list | tuple) for value in sources.values())
         timing = {"fps", "times"} & set(fields) if is_list else set()
         self.unused |= {
@@ -163,7 +159,7 @@ class PartMedia:
         return {"type": place}
 
     def _check_index(self, index: Any, place: str, where: str, inline: bool) -> None:
-        """Compare the number that a place gives of its item."""
+        """Check the ``index`` of a placeholder part."""
         if inline:
             return
         number = self._places.get(place, 0)
@@ -197,7 +193,7 @@ class PartMedia:
 def _timed(
     frames: tuple[Media, ...], part: Mapping[str, Any], where: str, column: str
 ) -> TimedFrames:
-    """Return frames with the times that their part gives: ``fps``, or ``times`` in seconds."""
+    """Return frames with the times from their part: ``fps``, or ``times`` in seconds."""
     times = part.get("times")
     if times is None:
         fps = part["fps"]
@@ -272,7 +268,7 @@ def _from_text(text: str, column: str, rules: MediaRules, name: str) -> Media:
 
 
 def _is_base64_media(text: str) -> bool:
-    """Return True for base64 of a known format, by its length and first bytes."""
+    """Return True for base64 of a known format, judged by its length and first bytes."""
     if len(text) < _SHORTEST_BASE64 or len(text.rstrip()) % 4:
         return False
     head = text[:_HEAD_CHARACTERS]
@@ -287,11 +283,8 @@ def _is_base64_media(text: str) -> bool:
 
 
 def _decoded(text: str, column: str, limits: Limits) -> bytes:
-    """Decode base64, with or without padding and line ends.
-
-    Raises:
-        SampleError: the text is not base64, or its bytes are above the limit.
-    """
+    """Decode base64, with or without padding and line ends; raise a ``SampleError`` for invalid
+    base64, or more bytes than the limit."""
     size = len(text) * 3 // 4
     if size > limits.max_item_bytes + 4:
         raise SampleError(
@@ -305,10 +298,7 @@ def _decoded(text: str, column: str, limits: Limits) -> bytes:
 
 
 def _check_path(value: str, column: str) -> None:
-    """
-    Raises:
-        SampleError: a text that cannot be the path of a file.
-    """
+    """Raise a ``SampleError`` for a text that cannot be the path of a file."""
     if value.startswith("data:"):
         what, cure = "a data: URI without base64", "accepted: data:TYPE;base64,..."
     elif (match := _URL.match(value)) is not None and not is_url(value):

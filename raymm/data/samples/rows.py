@@ -1,4 +1,4 @@
-"""Parse a row of any format: its text, its media, and the columns that nothing uses."""
+"""Parsing of a row of any format: its text, its media, and unused columns."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["ID", "TEXT", "TEXT_ROLES", "LEARNED_ROLE", "ParsedRow", "RowRules", 
 
 @dataclass(frozen=True)
 class RowRules:
-    """Rules by which the rows of a source are parsed.
+    """Rules for parsing the rows of a source.
 
     Attributes:
         columns: modality -> its column.
-        parts: type of a message part -> modality, for media inside of messages.
-        text_columns: role (``"messages"``, ``"prompt"``, ``"id"``, ...) -> column, where the
-            column has another name.
-        row_form: a key of :data:`raymm.data.samples.row_forms.FORMS`; by the row's columns if None.
-        ignore_columns: columns that are not used on purpose; then any other unused column is
-            refused. None to accept all.
+        parts: type of a message part -> modality, for media in messages.
+        text_columns: role (``"messages"``, ``"prompt"``, ``"id"``, ...) -> column, for columns with
+            other names.
+        row_form: key of :data:`raymm.data.samples.row_forms.FORMS`; None to decide by the columns
+            of a row.
+        ignore_columns: columns that are not used on purpose; other unused columns are errors. None
+            accepts all columns.
         frames: modalities whose items are lists of frames.
-        limits: of items and texts.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -52,24 +52,20 @@ class RowRules:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Modalities that rows may have."""
         return tuple(dict.fromkeys([*self.columns, *self.parts.values()]))
 
     def form_columns(self, form: str) -> set[str]:
-        """Columns that a row form uses."""
         roles = (*FORMS[form].required, *FORMS[form].optional, ID)
         return {self.text_columns.get(role, role) for role in roles}
 
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """A row whose values are of the form that :class:`raymm.data.samples.sample.Sample` describes.
+    """Row with values in the form of :class:`raymm.data.samples.sample.Sample`.
 
     Attributes:
-        form: its row form.
-        text: its text.
-        media: modality -> items, without the modalities that it lacks.
-        inline: modalities whose items are inside of messages.
+        media: modality -> items; modalities without items are absent.
+        inline: modalities whose items are in messages.
         used: columns with a value that the form or a modality uses.
         unused: columns with a value, and keys of message parts, that nothing uses.
         column: column of the text, for errors.
@@ -89,12 +85,11 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
 
     Args:
         row: column -> value.
-        rules: of the source.
-        folders: where files may lie that the row names.
-        place: place of the row, part of the name of items without a path.
+        folders: folders in which the row may name files.
+        place: location of the row, part of the name of items without a path.
 
     Raises:
-        SampleError: the row cannot be used, or names a path that leaves the folders.
+        SampleError: the row is unusable, or names a path outside the folders.
     """
     if not isinstance(row, dict):
         raise SampleError(f"a sample is a JSON object, got {type(row).__name__}")
@@ -127,7 +122,7 @@ def parse_row(row: object, rules: RowRules, folders: MediaFolders, place: str = 
 
 
 def _without_media(text: RowText, parts: PartMedia, column: str) -> RowText:
-    """Move media of message parts to ``parts``."""
+    """Move media from message parts to ``parts``."""
     if text.messages is None:
         return text
     if text.preference is None:
@@ -144,9 +139,7 @@ def _without_media(text: RowText, parts: PartMedia, column: str) -> RowText:
 
 
 def _check_characters(text: RowText, most: int, column: str) -> None:
-    """
-    Raises:
-        SampleError: the texts of the row are too long to be tokenized.
+    """Raise a ``SampleError`` if the texts of the row are longer than ``most`` characters in total.
     """
     pair = text.preference
     parts = text.text, text.messages, text.tools, pair and pair.rejected

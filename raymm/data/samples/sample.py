@@ -1,4 +1,4 @@
-"""One sample as its row says it: text, and media that are not decoded."""
+"""Sample of a row: its text, and media before decoding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +9,8 @@ from raymm.data.samples.media import Media
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt with two answers; all of them messages, or all of them text.
-
-    Attributes:
-        prompt, chosen, rejected: what is asked, the better and the worse answer.
-    """
+    """Prompt with a chosen (better) and a rejected (worse) answer; all of them messages, or all
+    text."""
 
     prompt: Any
     chosen: Any
@@ -21,31 +18,31 @@ class Preference:
 
     @property
     def answers(self) -> tuple[Any, Any]:
-        """The prompt with the chosen answer, and with the rejected one."""
+        """The prompt with the chosen answer, and with the rejected answer."""
         return self.prompt + self.chosen, self.prompt + self.rejected
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row. Exactly one of ``messages`` and ``text`` is set; of a row with two answers to the
-    chosen one.
+    """One row. Exactly one of ``messages`` and ``text`` is set; for a row with two answers, from
+    the chosen one.
 
     Attributes:
-        index: position in the data set, from 0.
-        id: the row's ``id``, or its place.
-        messages: list of {"role": str, "content": str, list of parts or None}; a part is
-            {"type": "text", "text": str} or the place of a media item, {"type": "image"}. Other
-            keys go to the chat template, except ``loss``: False masks the labels of the message.
+        index: position in the dataset, from 0.
+        id: the ``id`` of the row, or its place.
+        messages: list of {"role": str, "content": str, list of parts or None}; a part is {"type":
+            "text", "text": str} or a placeholder of a media item, {"type": "image"}. Other keys go
+            to the chat template, except ``loss``: False masks the labels of the message.
         text: plain text, learned after its first ``prompt_characters`` characters.
-        media: modality -> items: absolute paths (``str``), or ``raymm.data.samples.media``
-            objects; a modality the sample lacks is absent.
-        source: name of the source that it is from.
-        place: where the row is: ``FILE:LINE``, ``FILE[INDEX]`` or ``SHARD[KEY]``.
-        preference: of a row with two answers, these.
+        media: modality -> items: absolute paths (``str``), or ``raymm.data.samples.media`` objects;
+            modalities without items are absent.
+        source: name of the source.
+        place: location of the row: ``FILE:LINE``, ``FILE[INDEX]`` or ``SHARD[KEY]``.
+        preference: both answers, if the row has two.
         columns: modality, ``"text"`` or ``"messages"`` -> its column in this source, where known.
-        tools: function definitions that the chat template writes, as JSON schemas.
+        tools: function definitions for the chat template, as JSON schemas.
         template: further arguments of the chat template (``chat_template_kwargs``).
-        prompt_characters: characters at the start of ``text`` that have no labels.
+        prompt_characters: number of characters at the start of ``text`` without labels.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""The sources of ``data.train`` and ``data.heldout`` of a configuration."""
+"""Sources in ``data.train`` and ``data.heldout`` of a configuration."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ from raymm.data.remote.urls import parse
 from raymm.data.samples.row_forms import TEXT_ROLES
 from raymm.files.section import MOST_COUNT, Section, Text
 
-# How often a source's samples may come per epoch, whose order is kept in memory.
+# Upper bound on repetitions per epoch; the order of an epoch is in memory.
 MOST_REPEAT = 10_000
 Weight = Annotated[float, Field(ge=0, le=MOST_REPEAT)]
 FormName = Literal[
@@ -22,7 +22,7 @@ FormName = Literal[
     "text",
 ]
 StepNumber = Annotated[int, Field(ge=0, le=MOST_COUNT)]
-# Prefix of the names of data sets of the hub.
+# Prefix of the names of datasets on the Hugging Face hub.
 HUB = "hf://datasets/"
 _HUB_NAME = re.compile(rf"{HUB}[\w.-]+(/[\w.-]+)?")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -32,27 +32,26 @@ class SourceConfig(Section):
     """One source of samples.
 
     Attributes:
-        path: file, folder or glob, or the URL of one: ``s3://BUCKET/...``, ``gs://BUCKET/...``, or
-            of one file ``https://...``, of a server that answers range requests; or the name of a
-            data set of Hugging Face's hub, ``hf://datasets/ORG/NAME``.
-        format: ``"json"`` (or JSON lines), ``"parquet"``, ``"tar"`` (webdataset's shards) or
-            ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
-        name: samples carry it; by default the file's name without its suffix.
-        columns: where columns have other names in this source: a role of a row form (``text``,
-            ``messages``, ``prompt``, ``chosen``, ``instruction``, ...), ``id`` or a modality ->
-            column; null for a source without the modality.
-        row_form: as of ``data.row_form``, for this source.
-        ignore_columns: as of ``data.ignore_columns``, for this source in addition.
-        subset, split, revision: of a data set by name: its configuration, the name of a split, and
-            a branch, tag or commit.
+        path: file, folder or glob, or the URL of one: ``s3://BUCKET/...``, ``gs://BUCKET/...``, or,
+            for one file, ``https://...`` of a server that supports range requests; or a dataset on
+            the Hugging Face hub, ``hf://datasets/ORG/NAME``.
+        format: ``"json"`` (also JSON lines), ``"parquet"``, ``"tar"`` (webdataset shards) or
+            ``"datasets"`` (a folder written by ``save_to_disk``); by suffix if None.
+        name: name of the source in samples; by default the file name without its suffix.
+        columns: other column names in this source: a role of a row form (``text``, ``messages``,
+            ``prompt``, ``chosen``, ``instruction``, ...), ``id`` or a modality -> column; null for
+            a source without the modality.
+        row_form: overrides ``data.row_form`` for this source.
+        ignore_columns: added to ``data.ignore_columns`` for this source.
+        subset, split, revision: for a hub dataset: its configuration, the name of a split, and a
+            branch, tag or commit.
         repeat: how often each sample comes per epoch, to mix sources in other proportions than
-            their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
-            them and half of them again: that part is drawn with ``data.seed`` and the same in
-            every epoch.
-        weight: share of every step relative to other sources' weights, instead of ``repeat``: a
-            number, or a schedule ``{0: 1.0, 1000: 0.2}`` of steps and the weight from each of them
-            on. Either all sources of the training data have one, or none has. Each source then
-            begins again at its own end.
+            their sizes: 2 for all samples twice, 0.1 for a tenth of them, 1.5 for all of them and
+            half of them again. The part is drawn with ``data.seed`` and is the same in every epoch.
+        weight: share of every step relative to the weights of other sources, instead of ``repeat``:
+            a number, or a schedule ``{0: 1.0, 1000: 0.2}`` of steps and the weight from each of
+            them on. Either all training sources have a weight, or none. Each source then restarts
+            independently when it ends.
     """
 
     path: Text
@@ -123,15 +122,15 @@ class SourceConfig(Section):
 
     @property
     def schedule(self) -> dict[int, float]:
-        """First step -> weight from it on; empty without a weight."""
+        """First step -> weight from that step on; empty without a weight."""
         if self.weight is None:
             return {}
         return dict(self.weight) if isinstance(self.weight, dict) else {0: self.weight}
 
 
 def as_sources(value: Any) -> list[Any]:
-    """Sources of what a configuration may say: a path, a source, or a list of both. Sources
-    without a name get their file's, numbered where several would have the same."""
+    """Return the sources of a configuration value: a path, a source, or a list of both. Sources
+    without a name are named after their file, with a number if several files have the same name."""
     values = value if isinstance(value, list | tuple) else [value]
     values = [{"path": source} if isinstance(source, str | Path) else source for source in values]
     sources = []
@@ -157,15 +156,8 @@ def as_sources(value: Any) -> list[Any]:
 def check_weights(
     train: Sequence[SourceConfig], heldout: Sequence[SourceConfig], method: str
 ) -> None:
-    """Look whether sources' weights mean something together.
-
-    Args:
-        train, heldout: the sources of both splits.
-        method: of batching.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise a ``ValueError`` if the weights of the sources of both splits are not consistent, or do
+    not fit the batching ``method``."""
     weighted = [source for source in train if source.weight is not None]
     if weighted and len(weighted) < len(train):
         without = next(source.path for source in train if source.weight is None)
@@ -186,5 +178,4 @@ def check_weights(
 
 
 def _stem(path: str) -> str:
-    """The name of a file without its suffix."""
     return Path(urlsplit(path).path if _URL.match(path) else path).stem

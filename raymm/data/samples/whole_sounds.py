@@ -1,8 +1,8 @@
-"""Refuses sounds of which a feature extractor would drop a part.
+"""Check for sounds that a feature extractor would silently truncate.
 
-Extractors have a longest sound (30 s for Whisper's) under various names, cut what is longer by
-default, and report nothing. Here the extractor itself is tried: where a longer sound has the same
-features, or another beginning has, a part of the sound is not in them.
+Extractors have a maximum length (30 s for Whisper) under various names, truncate longer sounds by
+default, and report nothing. The check therefore runs the extractor itself: if a longer sound, or
+one with a different beginning, has the same features, then the features omit part of the sound.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from raymm.errors import USER_CODE_RAISES, SampleError
 
-# Seconds of noise that take the place of a beginning, or follow a sound.
+# Seconds of noise that replace the beginning of a sound, or are appended to it.
 _NOISE_S = 0.1
-# Seconds at the end of a sound that may be no whole frame of the extractor.
+# Seconds at the end of a sound that may be less than a frame of the extractor.
 _FRAME_S = 0.02
 
 Extract = Callable[[np.ndarray], Mapping[str, Any]]
@@ -25,27 +25,15 @@ Features = dict[str, torch.Tensor]
 
 
 class WholeSounds:
-    """Check of the sounds of one extractor.
-
-    A sound is tried if it is longer than all that were taken whole, so of many sounds a few are.
-
-    Args:
-        rate: samples per second.
-    """
+    """Check of the sounds of one extractor, with ``rate`` samples per second. Only sounds that are
+    longer than all accepted ones are checked."""
 
     def __init__(self, rate: int) -> None:
         self._rate, self._longest = rate, 0
 
     def check(self, sound: np.ndarray, extract: Extract) -> None:
-        """Refuse a sound that is not taken whole.
-
-        Args:
-            sound: (samples,) float32.
-            extract: makes all tensors that come of a sound.
-
-        Raises:
-            SampleError: names the lengths of the sound and of what is taken of it.
-        """
+        """Raise a ``SampleError`` for a sound, (samples,) float32, that is not used completely.
+        ``extract`` returns all tensors for a sound."""
         if len(sound) <= self._longest:
             return
         noise = np.random.default_rng(0).standard_normal(int(_NOISE_S * self._rate))
@@ -72,7 +60,7 @@ class WholeSounds:
     def _is_open(
         self, sound: np.ndarray, noise: np.ndarray, features: Features, extract: Extract
     ) -> bool:
-        """Return whether a sound that goes on has other features, or is refused."""
+        """Return True if a longer sound has other features, or is refused by the extractor."""
         try:
             longer = _extracted(np.concatenate([sound, noise]), extract)
         except USER_CODE_RAISES:
@@ -80,7 +68,7 @@ class WholeSounds:
         return not equal_tensors(features, longer)
 
     def _taken(self, sound: np.ndarray, features: Features, extract: Extract) -> int:
-        """Return how many of the first samples have the features of the whole sound."""
+        """Return the number of first samples that have the same features as the entire sound."""
         least, most = 0, len(sound)
         while most - least > _FRAME_S * self._rate / 4:
             middle = (least + most) // 2
@@ -92,7 +80,8 @@ class WholeSounds:
 
 
 def _extracted(sound: np.ndarray, extract: Extract) -> Features:
-    """Features with the same random numbers each time: some extractors add noise or crop."""
+    """Return features with fixed random numbers, because some extractors add noise or crop
+    randomly."""
     state = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -104,7 +93,7 @@ def _extracted(sound: np.ndarray, extract: Extract) -> Features:
 
 
 def equal_tensors(left: Features, right: Features) -> bool:
-    """Return whether two results of a processor have the same tensors."""
+    """Return True if two results of a processor have equal tensors."""
     return left.keys() == right.keys() and all(
         torch.equal(value, right[name]) for name, value in left.items()
     )
