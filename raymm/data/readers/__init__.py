@@ -1,4 +1,4 @@
-"""Readers of data files: one small interface, a format per file.
+"""Readers of data files, one per format.
 
 A reader has ``len``, ``reader[index] -> Sample``, ``counts``, ``sources`` and ``names``; see
 ``raymm.data.readers.base``.
@@ -39,23 +39,23 @@ FORMATS: dict[str, type[Reader]] = {
 _SUFFIXES = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tar": "tar",
 }
-# Next to Parquet files or tar shards, a .json file of at most so many bytes may describe them.
+# Largest .json file, in bytes, that may be a description next to Parquet files or tar shards.
 _MOST_DESCRIPTION = 2**20
 
 
 def format_of(path: str | Path) -> str:
-    """Return the format of a file, folder or glob, by suffix; of a folder by the files in it.
+    """Return the format of a file, folder or glob by suffix; for a folder, by the files in it.
 
-    In a folder of Parquet files or tar shards, ``.json`` files that hold one JSON object describe
-    the data and are not read. JSON lines and arrays next to other data are ambiguous.
+    In a folder of Parquet files or tar shards, ``.json`` files with one JSON object describe the
+    data and are ignored. JSON lines and arrays next to other data are ambiguous.
 
     Raises:
-        DataError: there is no such path, or files of several formats.
+        DataError: the path does not exist, or contains files of several formats.
     """
     if str(path).startswith(HUB):
         return "hub"
     place = located(path)
-    # A link may lead to a file without a suffix, as those of the hub's cache do.
+    # The suffix of the link counts: its target may have none, as in the cache of the hub.
     suffix = data_suffix(place if isinstance(place, RemotePath) else Path(path))
     if isinstance(place, RemotePath):
         if suffix in _SUFFIXES:
@@ -83,7 +83,6 @@ def format_of(path: str | Path) -> str:
 
 
 def _format_within(folder: DataPath, files: Sequence[DataPath]) -> str:
-    """The format of some files."""
     files = [file for file in files if data_suffix(file) in _SUFFIXES]
     formats = {_SUFFIXES[data_suffix(file)] for file in files}
     if len(formats) > 1 and "json" in formats:
@@ -105,7 +104,7 @@ def _format_within(folder: DataPath, files: Sequence[DataPath]) -> str:
 
 
 def _is_description(file: DataPath) -> bool:
-    """True for a file of one JSON object."""
+    """Return True for a file with one JSON object."""
     if file.name in DESCRIPTIONS:
         return True
     if file.suffix != ".json" or size_of(file) > _MOST_DESCRIPTION:
@@ -113,7 +112,7 @@ def _is_description(file: DataPath) -> bool:
     try:
         with open_data(file) as opened:
             return isinstance(json.loads(opened.read()), dict)
-    except DataError:  # of a server
+    except DataError:  # a server failed
         raise
     except (OSError, ValueError, RecursionError):
         return False
@@ -128,11 +127,11 @@ def open_source(
     Args:
         path: file, folder or glob, or its URL.
         format: a key of ``FORMATS``; by ``format_of`` if None.
-        options: columns, limits and the like.
-        progress: called about once a second while the source is read.
+        options: columns, limits and similar.
+        progress: called about once per second while the source is read.
 
     Raises:
-        DataError: what ``format_of`` and the reader raise.
+        DataError: the format is unknown, or the source cannot be read.
     """
     if format is not None and format not in FORMATS:
         raise DataError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
@@ -140,8 +139,8 @@ def open_source(
         return FORMATS[format or format_of(path)](path, None, options, progress)
     except (DataError, ConfigError):
         raise
-    except ValueError as error:  # a URL of another kind
+    except ValueError as error:  # the URL is not accepted
         raise DataError(f"data source {str(path)!r}: {error}") from None
-    except (OSError, RuntimeError) as error:  # pathlib's, of links in a circle
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for circular links
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"data file {str(path)!r} cannot be read: {reason}") from error

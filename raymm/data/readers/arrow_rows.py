@@ -1,4 +1,4 @@
-"""Rows and item counts of Arrow columns, without making Python objects of media bytes."""
+"""Rows and item counts of Arrow columns, without creating Python objects for media bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raymm.data.samples.limits import Limits
 from raymm.data.samples.row_forms import FORMS, RENAME, accepted_columns
 from raymm.errors import DataError, SampleError
 
-# Roles whose value may be messages; as a string, JSON.
+# Roles whose value may be messages, and those that may have messages as a JSON string.
 _MESSAGES = (
     "messages", "conversations", "prompt", "completion", "chosen", "rejected", "rejected_response",
     "rejected_messages",
@@ -27,11 +27,12 @@ class ColumnPlan:
     """Columns of an Arrow schema that are read.
 
     Attributes:
-        used: all of them, in order of the schema.
-        text: those that are not of media.
-        media: columns of media -> modality, or itself while a source is surveyed.
-        scan: the text must be read to index the rows: it may hold media, or several row forms fit.
-        frames: columns of media that are lists of lists.
+        used: all columns that are read, in the order of the schema.
+        text: columns without media.
+        media: media column -> modality; -> the column itself during a survey.
+        scan: True if the text must be read for the index, because it may contain media or several
+            row forms fit.
+        frames: media columns with lists of lists.
         forms: row forms that the columns allow.
         unused: columns that nothing uses.
     """
@@ -46,11 +47,9 @@ class ColumnPlan:
 
 
 def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPlan:
-    """Decide which columns of a schema are read.
+    """Select the columns of a ``pyarrow.Schema`` to read.
 
     Args:
-        schema: a ``pyarrow.Schema``.
-        options: of the reader.
         where: file or folder, for errors.
 
     Raises:
@@ -98,7 +97,7 @@ def _is_nested(schema: Any, name: str) -> bool:
 
 
 def _may_hold_media(kind: Any, role: str) -> bool:
-    """True if a column of this type may have media in parts of messages."""
+    """Return True if a column of this type may contain media in parts of messages."""
     import pyarrow.types as types
 
     if role not in _MESSAGES:
@@ -126,12 +125,10 @@ def index_batch(
     """Add the rows of a table to an index.
 
     Args:
-        index: to add to.
-        table: the text columns of some rows, of pyarrow.
+        table: pyarrow table of the text columns of some rows.
         counts: modality -> (rows,) items in its column.
         first: number of the first row.
         place: name of the file.
-        folders: of the media.
     """
     for number, row in enumerate(table.to_pylist()):
         counted = {modality: int(values[number]) for modality, values in counts.items()}
@@ -139,7 +136,7 @@ def index_batch(
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove the keys of structs that a columnar file filled with nulls."""
+    """Remove struct fields that are null because the row lacks them."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -148,22 +145,22 @@ def without_nulls(value: Any) -> Any:
 
 
 def count_column(values, column: str, frames: bool) -> np.ndarray:
-    """(rows,) int32 items of a media column; see ``raymm.data.samples.row_media.items_of`` for what
-    counts.
+    """Count the items in each row of a media column, (rows,) int32. See
+    ``raymm.data.samples.row_media.items_of`` for accepted values.
 
     Args:
         values: pyarrow array of strings, binaries, structs, or lists of them. Only lengths and
-            nulls are read, so a struct may lack its ``bytes``.
-        column: its name, for errors.
-        frames: a list is one item, a list of lists several.
+            nulls are read, so structs may lack ``bytes``.
+        column: name of the column, for errors.
+        frames: True if a list is one item and a list of lists is several.
 
     Raises:
-        DataError: the type holds no media.
+        DataError: the type cannot contain media.
     """
     import pyarrow as pa
     from pyarrow import compute
 
-    pc: Any = compute  # type checkers do not see its functions, which are made at import
+    pc: Any = compute  # type checkers do not see its functions, which are created at import
 
     kind = values.type
     if _is_list(kind):
@@ -180,16 +177,8 @@ def count_column(values, column: str, frames: bool) -> np.ndarray:
 
 
 def row_of(table: Any, at: int, limits: Limits) -> dict:
-    """Return the values of one row of a pyarrow table by column, without nulls.
-
-    Args:
-        table: of pyarrow.
-        at: number of the row.
-        limits: of sizes.
-
-    Raises:
-        SampleError: a value above ``max_item_bytes``; nothing is copied then.
-    """
+    """Return the values of one row of a pyarrow table by column, without nulls. A value above
+    ``max_item_bytes`` raises a ``SampleError`` before it is copied."""
     row = table.slice(at, 1)
     for name, values in zip(row.column_names, row.columns, strict=True):
         _check_lengths(values.combine_chunks(), name, limits.max_item_bytes)
@@ -197,11 +186,11 @@ def row_of(table: Any, at: int, limits: Limits) -> dict:
 
 
 def _check_lengths(values, column: str, limit: int) -> None:
-    """Lengths of all binaries and strings in a column, however deep."""
+    """Check the lengths of all binaries and strings in a column, at any depth."""
     import pyarrow as pa
     from pyarrow import compute
 
-    pc: Any = compute  # type checkers do not see its functions, which are made at import
+    pc: Any = compute  # type checkers do not see its functions, which are created at import
 
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:

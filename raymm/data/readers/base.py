@@ -1,6 +1,6 @@
-"""Interface of all readers: index a source once, give samples of it by number.
+"""Base class of all readers.
 
-A subclass finds the rows of its format; this module parses text and media, and reports errors.
+A subclass locates the rows of its format; this module parses text and media, and reports errors.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from raymm.errors import DataError, SampleError
 
 
 class Reader(ABC):
-    """Samples of one source, by index. Picklable, without the rows.
+    """Samples of one source, by index. Readers are picklable and do not hold the rows.
 
-    Subclasses index their files in ``_open``, and give rows by ``_row``.
+    Subclasses index their files in ``_open``, and return rows from ``_row``.
 
     Args:
-        path: the file, folder or glob, or its URL.
-        columns: modality -> its column (see ``raymm.data.samples.row_media.items_of`` for the
-            values that are accepted).
-        options: everything else; its ``columns`` are used where ``columns`` is None.
+        path: file, folder or glob, or its URL.
+        columns: modality -> its column (see ``raymm.data.samples.row_media.items_of`` for accepted
+            values).
+        options: all other options; its ``columns`` are used if ``columns`` is None.
         progress: called while the source is read; see ``Progress``.
 
     Raises:
-        DataError: no such file, no rows, a malformed row (with ``skip``, reading it raises
-            ``SampleError`` instead), a column that no row has, or one that nothing uses.
+        DataError: the source does not exist, has no rows, a malformed row (with ``skip``, reading
+            the row raises a ``SampleError`` instead), a column that no row has, or a column that
+            nothing uses.
 
     Attributes:
-        path: absolute, or remote.
-        name: of the source.
-        counts: modality -> (N,) int32, items per sample; 0 for rows that cannot be used.
-        files: the files that it reads, absolute.
+        path: absolute path, or remote path.
+        counts: modality -> (N,) int32, items per sample; 0 for unusable rows.
+        files: absolute paths of all files.
         survey: summary of the rows that were read while opening.
     """
 
-    # True if every row is read while the source is opened. A row that cannot be used later has
-    # changed since.
+    # True if every row is checked while the source is opened. A row that is unusable later must
+    # have changed since.
     checked_when_opened = True
 
     def __init__(
@@ -81,47 +81,47 @@ class Reader(ABC):
 
     @abstractmethod
     def _open(self, report: ProgressReport) -> None:
-        """Index the files; sets ``counts``, ``survey`` and ``files``."""
+        """Index the files; set ``counts``, ``survey`` and ``files``."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def _row(self, index: int) -> dict:
-        """Column -> value of a row (media as ``items_of`` takes them).
+        """Return the values of a row by column (media as accepted by ``items_of``).
 
         Raises:
-            SampleError: the row cannot be read, or is too large to.
-            OSError, ValueError: the file is not what it was when it was opened.
+            SampleError: the row cannot be read, or is too large.
+            OSError, ValueError: the file has changed since it was opened.
         """
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Return the place of a row, for errors."""
+        """Return the location of a row, for errors."""
 
     @property
     def sources(self) -> np.ndarray:
-        """(N,) int64 zeros: all samples are of one source."""
+        """(N,) int64 zeros, because all samples have the same source."""
         return np.zeros(len(self), np.int64)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the sources, here one."""
+        """Names of the sources; a reader has one."""
         return (self.name,)
 
     @property
     def folder(self) -> DataPath:
-        """Folder that relative media paths start from."""
+        """Folder of the source, from which relative media paths start."""
         local = not isinstance(self.path, RemotePath)
         return self.path if local and self.path.is_dir() else self.path.parent
 
     def __getitem__(self, index: int) -> Sample:
-        """Read sample ``index``; negative counts from the end.
+        """Read sample ``index``; negative indices count from the end.
 
         Raises:
-            IndexError: out of range.
-            SampleError: the row cannot be used.
-            DataError: the file changed since it was opened.
+            IndexError: the index is out of range.
+            SampleError: the row is unusable.
+            DataError: the file has changed since it was opened.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {self.path}, which has {len(self)}")
@@ -142,7 +142,7 @@ class Reader(ABC):
         except (OSError, ValueError) as error:
             if isinstance(error, DataError) and not isinstance(error, SampleError):
                 raise
-            # Links are looked at when they are read.
+            # Links of files are only checked here, so they are errors of the sample.
             if isinstance(error, SampleError) and (
                 error.outside or not self.checked_when_opened
             ):
@@ -174,25 +174,21 @@ class Reader(ABC):
                         folders.check(file, self.columns.get(modality, text_column))
 
     def _media_folders(self, index: int) -> MediaFolders:
-        """Folders of the media of a row."""
         return MediaFolders(self.folder, self.options.media_folders)
 
     def _sample_error(self, sample_id: str, place: str, error: SampleError) -> SampleError:
         return SampleError(error.reason, error.column, error.path, sample_id, place)
 
     def _stored(self, build: Callable[[], RowIndex]) -> RowIndex:
-        """The stored index of a large source, or a new one."""
+        """Return the stored index of a large source, or build a new one."""
         return stored_index((type(self).__name__, str(self.path)), self.options, self.files, build)
 
     def _use(self, index: RowIndex) -> None:
-        """Take the counts, the bad rows and the summary of an index."""
+        """Adopt the counts, the unusable rows and the summary of an index."""
         self.counts, self._bad, self.survey = index.counts, index.bad, index.survey
 
     def _check_columns(self, present: set[str]) -> None:
-        """
-        Raises:
-            DataError: a column of a modality that is not among those present.
-        """
+        """Raise a ``DataError`` for a configured column that no row has."""
         for modality, column in self.columns.items():
             if column not in present:
                 raise DataError(
@@ -210,5 +206,5 @@ class Reader(ABC):
 
 
 def _stem(path: DataPath) -> str:
-    """Name of a file without its suffixes."""
+    """Return the name of a file without suffix, and without the suffix of its compression."""
     return Path(path.stem).stem if path.suffix in COMPRESSED else path.stem

@@ -1,4 +1,4 @@
-"""Folders of files that can be made again: indexes, scans, decompressed data."""
+"""Cache folders for files that can be recreated: indexes, scans, decompressed data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def written_file(path: Path) -> Iterator[BinaryIO]:
-    """Context manager that gives a file to write, and puts it in place when the block ends. After
-    an error there is no file.
-
-    Args:
-        path: its folder is made.
-    """
+    """Open a temporary file for writing, and move it to ``path`` at the end of the ``with`` block.
+    After an error no file is left. The folder is created if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name[:16], suffix=".part")
     try:

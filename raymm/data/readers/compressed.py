@@ -1,4 +1,4 @@
-"""Compressed files of rows: decompressed once into a cache, so that rows are read by offset."""
+"""Compressed data files, decompressed once into a cache so that rows can be read by offset."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from raymm.errors import DataError
 from raymm.packages import require
 
 COMPRESSED = (".gz", ".zst")
-# Bytes that are decompressed at a time: a few of them may become 128 KiB.
+# Compressed bytes per call of the decompressor; a few of them may expand to 128 KiB.
 _ZSTD_BLOCK = 2**14
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 def data_suffix(path: Any) -> str:
-    """Return the suffix of a path or URL without that of its compression."""
+    """Return the suffix of a path or URL, ignoring the suffix of its compression."""
     name = path.name
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
@@ -31,15 +31,15 @@ def data_suffix(path: Any) -> str:
 
 
 def plain_file(path: DataPath, progress: Callable[[float], None] | None = None) -> DataPath:
-    """Return a decompressed copy of a file, made once per size and time of change; the file itself
-    if it is not compressed.
+    """Return a decompressed copy of a file, or the file itself if it is not compressed. The copy is
+    made once per size and modification time.
 
     Args:
-        path: file; compression is recognised by its first bytes.
-        progress: called with the fraction that is decompressed.
+        path: file; compression is detected by its first bytes.
+        progress: called with the decompressed fraction.
 
     Raises:
-        DataError: the file is broken, or there is no space.
+        DataError: the file is damaged, or the disk is full.
         ConfigError: the package ``zstandard`` is missing.
     """
     with open_data(path) as file:
@@ -86,11 +86,8 @@ def _gzip_blocks(source: BinaryIO, path: DataPath) -> Iterator[bytes]:
 
 
 def _zstd_blocks(source: BinaryIO, path: DataPath) -> Iterator[bytes]:
-    """The content of all frames.
-
-    Raises:
-        EOFError: the last frame is not whole.
-    """
+    """Yield the decompressed content of all frames; raise an ``EOFError`` if the last frame is
+    incomplete."""
     zstandard = require("zstandard", "zstd", f"reading {path}")
     frame, whole = zstandard.ZstdDecompressor().decompressobj(), True
     while data := source.read(_ZSTD_BLOCK):

@@ -1,4 +1,4 @@
-"""Rows of a folder written by ``datasets.Dataset.save_to_disk``."""
+"""Reader of folders written by ``datasets.Dataset.save_to_disk``."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ from raymm.errors import DataError
 from raymm.packages import require
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
-_COUNT_ROWS = 100  # rows of a media column looked at together
+_COUNT_ROWS = 100  # rows of a media column that are counted at a time
 
 
 class DatasetsFolder(Reader):
-    """Samples of a local ``datasets`` folder, memory-mapped; media stay encoded. Nothing is
-    fetched. Relative media paths are relative to the folder. Needs the package ``datasets``."""
+    """Samples of a local ``datasets`` folder, memory-mapped. Media stay encoded, and media URLs are
+    not fetched. Media paths are relative to the folder. Needs the package ``datasets``."""
 
-    checked_when_opened = False  # the text may be read later only
+    checked_when_opened = False  # the text may not be read before a row is requested
 
     def _open(self, report: ProgressReport) -> None:
         if isinstance(self.path, RemotePath):
@@ -45,7 +45,7 @@ class DatasetsFolder(Reader):
         self._index(self._loaded(), report)
 
     def _index(self, rows: Any, report: ProgressReport) -> None:
-        """Look at the columns of a ``datasets.Dataset``, and count items."""
+        """Check the columns of a ``datasets.Dataset``, and count items."""
         self._rows = None
         self._length = len(rows)
         self._check_columns(set(rows.column_names))
@@ -91,15 +91,15 @@ class DatasetsFolder(Reader):
         return np.concatenate(parts)
 
     def _loaded(self):
-        """The folder's ``datasets.Dataset``, whose rows come as Arrow tables."""
+        """Load the ``datasets.Dataset``, with rows as Arrow tables."""
         datasets = datasets_package()
         try:
             return datasets.load_from_disk(str(self.path)).with_format("arrow")
-        except Exception as error:  # Arrow's, JSON's and its own errors
+        except Exception as error:  # errors of Arrow, JSON and datasets
             raise DataError(f"{self.path} cannot be loaded by datasets: {error}") from None
 
     def _opened(self):
-        """Return the used columns of the ``datasets.Dataset``; loaded once."""
+        """Return the used columns of the ``datasets.Dataset``, which is loaded once."""
         if self._rows is None:
             rows = self._loaded()
             self._rows = rows.select_columns(self._used)
@@ -126,11 +126,7 @@ class DatasetsFolder(Reader):
 
 
 def datasets_package() -> Any:
-    """Return the package ``datasets``.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Return the package ``datasets``; raise a ``ConfigError`` if it is not installed."""
     return require("datasets", "datasets", "a folder of save_to_disk, or a data set of the hub,")
 
 

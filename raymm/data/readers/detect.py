@@ -1,4 +1,4 @@
-"""Describe a file or folder of rows: row forms, media columns, tools, unused columns."""
+"""Description of a file or folder of rows: row forms, media columns, tools, unused columns."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Detected:
     """Description of all rows of one source.
 
     Attributes:
-        path: file, folder, glob, URL or data set name.
+        path: file, folder, glob, URL or dataset name.
         format: ``"json"``, ``"parquet"``, ``"tar"``, ``"datasets"`` or ``"hub"``.
         rows: number of rows.
         forms: row form -> number of rows, the most frequent form first.
-        modalities: kind (``image``, ``video``, ``audio``) -> column that holds its items, or None
-            if all items are in message parts.
+        modalities: kind (``image``, ``video``, ``audio``) -> column of its items, or None if all
+            items are in message parts.
         items: kind -> number of items in all rows.
         preferences: number of rows with a chosen and a rejected answer.
         tools: number of rows with ``tools``.
         template: number of rows with ``chat_template_kwargs``.
         frames: kinds whose items are lists of frames.
         unused: columns, and keys of message parts, that no row form and no modality uses.
-        names_media: those of ``unused`` whose values name files of media -> their kind.
+        names_media: unused column whose values name media files -> their kind.
     """
 
     path: str
@@ -51,8 +51,8 @@ class Detected:
 
     @property
     def data_section(self) -> dict[str, Any]:
-        """Values of the ``data:`` section of a configuration: ``train``, ``modalities`` and, if
-        there are unused columns, ``ignore_columns``."""
+        """Values of the ``data:`` section of a configuration: ``train``, ``modalities`` and, for
+        unused columns, ``ignore_columns``."""
         values: dict[str, Any] = {
             "train": self.path,
             "modalities": {
@@ -65,7 +65,7 @@ class Detected:
 
     @property
     def summary(self) -> str:
-        """One line for the terminal."""
+        """Summary in one line for the terminal."""
         parts = [
             f"{self.rows:,} rows ("
             + ", ".join(f"{form} {count:,}" for form, count in self.forms.items()) + ")"
@@ -93,12 +93,12 @@ def detect(
 
     Args:
         path: file, folder, glob, URL or ``hf://datasets/ORG/NAME``.
-        format: a format of ``SourceConfig``; decided by the name if None.
-        options: ``text_columns``, ``media_folders`` and the like; its ``columns`` are ignored.
-        progress: called about once a second.
+        format: a format of ``SourceConfig``; determined from the name if None.
+        options: ``text_columns``, ``media_folders`` and similar; its ``columns`` are ignored.
+        progress: called about once per second.
 
     Raises:
-        DataError: no such file, or a row that cannot be used, with its line.
+        DataError: the file does not exist, or a row is unusable; names its line.
     """
     format = format or format_of(path)
     options = replace(options or ReaderOptions(), columns={}, parts=_PARTS, survey=True)
@@ -134,11 +134,8 @@ def detect(
 
 
 def _media_columns(reader: Reader) -> dict[str, str | None]:
-    """By kind, the column that has its items.
-
-    Raises:
-        DataError: two columns have items of a kind.
-    """
+    """Return the column of the items of each kind; raise a ``DataError`` if two columns have a
+    kind."""
     columns: dict[str, str | None] = {}
     for name, count in reader.survey.media.items():
         kind = MEDIA_COLUMNS[name]
@@ -153,7 +150,7 @@ def _media_columns(reader: Reader) -> dict[str, str | None]:
 
 
 def _members(reader: Reader) -> dict[str, str | None]:
-    """By kind, the extensions of the members of tar shards that have its items."""
+    """Return, by kind, the extensions of tar shard members that contain its items."""
     columns: dict[str, str | None] = {}
     for name in sorted(reader.survey.media):
         if kind := _kind(name):
@@ -165,5 +162,5 @@ def _members(reader: Reader) -> dict[str, str | None]:
 
 
 def _kind(name: str) -> str | None:
-    """Kind of the items of a column, or of a tar extension like ``0.png``."""
+    """Return the kind of the items of a column, or of a tar extension such as ``0.png``."""
     return MEDIA_COLUMNS.get(name) or MEDIA_SUFFIXES.get(name.rpartition(".")[2].lower())

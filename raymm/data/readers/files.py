@@ -1,4 +1,4 @@
-"""Find the files of a path, folder or glob."""
+"""Search for the data files of a path, folder or glob."""
 
 import glob
 from collections.abc import Sequence
@@ -9,20 +9,19 @@ from raymm.data.remote.path import DataPath, RemotePath, located
 from raymm.data.samples.source_config import HUB
 from raymm.errors import DataError
 
-# Files of a folder that describe its data, as ``datasets`` and LLaMA-Factory write them.
+# Files that describe the data of a folder, written by ``datasets`` and LLaMA-Factory.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 
 
 def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
-    """Return the files of some suffixes, by name: the path itself, all below a folder, or those of
-    a glob. Hidden files and folders within a folder are left out.
+    """Return files with certain suffixes, sorted by name: the path itself, all files below a
+    folder, or the matches of a glob. Hidden files and folders within a folder are ignored.
 
     Args:
-        path: file, folder or glob.
-        suffixes: without that of a compression.
+        suffixes: without the suffix of a compression.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such file.
     """
     if isinstance(path, RemotePath):
         return _remote_files(path, suffixes)
@@ -43,7 +42,7 @@ def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Return the files below a folder by name, without hidden ones."""
+    """Return the files below a folder that are not hidden, sorted by name."""
     return sorted(
         file for file in folder.rglob("*")
         if not any(part.startswith(".") for part in file.relative_to(folder).parts)
@@ -52,7 +51,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]:
-    if path.is_file():  # also one whose name looks like a pattern, as on this machine
+    if path.is_file():  # includes names that look like a pattern, as for local paths
         return [path]
     if path.has_magic():
         files, what = path.matches(), "pattern"
@@ -68,13 +67,10 @@ def _remote_files(path: RemotePath, suffixes: Sequence[str]) -> list[RemotePath]
 
 
 def is_there(path: str | Path) -> bool:
-    """Return True if a path or URL exists, or a glob matches a file.
-
-    Raises:
-        DataError: a server does not answer.
-    """
+    """Return True if a path or URL exists, or a glob matches a file; raise a ``DataError`` if a
+    server does not answer."""
     if str(path).startswith(HUB):
-        return True  # an error comes when it is opened
+        return True  # opening the dataset reports an error
     place = located(path)
     if isinstance(place, RemotePath):
         return place.is_file() or (

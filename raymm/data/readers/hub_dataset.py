@@ -1,4 +1,4 @@
-"""Rows of a data set of Hugging Face's hub, by its name."""
+"""Reader of datasets on the Hugging Face hub."""
 
 import re
 from collections.abc import Mapping
@@ -16,14 +16,13 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class HubDataset(DatasetsFolder):
-    """Samples of ``hf://datasets/ORG/NAME``, which ``datasets`` fetches into its cache
-    (``HF_HOME``) when the source is opened, or finds there. Read from the cache as
-    :class:`DatasetsFolder` reads a folder. Scripts of a data set are not run. A node without the
-    cache's files fetches the same commit.
+    """Samples of ``hf://datasets/ORG/NAME``. Opening the source downloads it with ``datasets`` into
+    its cache (``HF_HOME``) unless it is there; rows are then read as in :class:`DatasetsFolder`.
+    Dataset scripts are not run. A node without the cached files downloads the same commit.
 
     Args:
         path: ``hf://datasets/ORG/NAME``.
-        columns, options, progress: as of :class:`raymm.data.readers.base.Reader`.
+        columns, options, progress: see :class:`raymm.data.readers.base.Reader`.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class HubDataset(DatasetsFolder):
             rows = datasets.load_dataset(
                 self._hub_name, options.subset, split=options.split, revision=revision
             )
-        except Exception as error:  # of the hub, of the network, of what reads the files
+        except Exception as error:  # errors of the hub, the network, or the file formats
             raise DataError(
                 f"{self._url}: datasets cannot load split {options.split!r}, subset "
                 f"{options.subset!r} ({type(error).__name__}: {error}); accepted: a data set of "

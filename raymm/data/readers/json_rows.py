@@ -1,4 +1,5 @@
-"""Rows of JSON and JSON lines files, found by byte offset; nothing is kept parsed."""
+"""Reader of JSON and JSON lines files. Rows are located by byte offset, and no parsed row is kept.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ from raymm.errors import DataError, SampleError
 SUFFIXES = (".json", ".jsonl", ".ndjson")
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\r\n\ufeff]*")
-# A line is read whole: a longer one is no row, and the file not JSON lines.
+# Longest line, which is read at once; a file with longer lines is probably not JSON lines.
 MAX_LINE_BYTES = 2**26
 
 
 class JsonDataset(Reader):
-    """Samples of JSON files: arrays, or JSON lines. A file that begins with ``[`` is an array.
+    """Samples of JSON files: JSON lines, or arrays if the file begins with ``[``.
 
-    The path is a file, a folder (all ``.json``, ``.jsonl`` and ``.ndjson`` files below it, by
-    name) or a glob; files may be compressed (``.gz``, ``.zst``). Opening reads every file once,
-    checks every row, and keeps per row its byte range and the number of items of each modality.
-    Blank lines and byte order marks are ignored. Relative media paths are relative to the folder of
-    their file; the media themselves are not opened.
+    The path is a file, a folder (all ``.json``, ``.jsonl`` and ``.ndjson`` files below it, by name)
+    or a glob; files may be compressed (``.gz``, ``.zst``). Opening reads every file once, checks
+    every row, and keeps the byte range and the number of items per modality of each row. Blank
+    lines and byte order marks are ignored. Media paths are relative to the folder of their file;
+    media files are not opened.
     """
 
     def _open(self, report: ProgressReport) -> None:
@@ -79,11 +80,8 @@ class JsonDataset(Reader):
         return json.loads(read_range(self._local(number), start, stop - start))
 
     def _local(self, number: int) -> DataPath:
-        """The file to read rows of. A node without the decompressed copy makes one.
-
-        Raises:
-            ValueError: the compressed file is not what it was when it was opened.
-        """
+        """Return the file to read rows from. A node without the decompressed copy creates one;
+        raise a ``ValueError`` if the compressed file has changed since it was opened."""
         path = self._plain[number]
         if path != self.files[number] and not path.is_file():
             path = plain_file(self.files[number])
@@ -103,7 +101,8 @@ class JsonDataset(Reader):
         return self._folders_of(int(self._ranges[index, 0]))
 
     def _folders_of(self, number: int) -> MediaFolders:
-        """Folders of the media of a file: its own, and the whole source's."""
+        """Return the folders of the media of a file: the folder of the file, and that of the
+        source."""
         allowed = self.options.media_folders
         if isinstance(self.path, Path) and self.path.is_dir():
             allowed = (str(self.path), *allowed)
@@ -120,8 +119,8 @@ def _is_array(path: DataPath) -> bool:
 
 
 def _line_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, object]]:
-    """Yield (first byte, end byte, line number from 1, parsed line) of every line that is not
-    blank, with a ``SampleError`` in place of a line that is not JSON."""
+    """Yield (first byte, end byte, line number from 1, parsed line) for every line that is not
+    blank. A line that is not JSON yields a ``SampleError`` instead of a parsed line."""
     offset = number = 0
     with open_data(path, SCAN_BLOCK) as file:
         while line := file.readline(MAX_LINE_BYTES):
@@ -160,7 +159,8 @@ def _advice(line: bytes, number: int) -> str:
 
 
 class _Window:
-    """Text of a UTF-8 file, block by block, with the byte and the line of a position."""
+    """Text of a UTF-8 file, read in blocks, with the byte offset and line number of the current
+    position."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.text, self.at, self.byte, self.line = "", 0, 0, 1
@@ -177,14 +177,14 @@ class _Window:
         return True
 
     def move(self, stop: int) -> None:
-        """Go to a later position."""
+        """Advance to a later position."""
         passed = self.text[self.at : stop]
         self.byte += len(passed.encode())
         self.line += passed.count("\n")
         self.at = stop
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Return the next character that is not a space; an empty string at the end."""
         while True:
             match = _SPACE.match(self.text, self.at)
             self.move(match.end() if match else self.at)
@@ -192,8 +192,8 @@ class _Window:
                 return self.text[self.at : self.at + 1]
 
     def value(self, decoder: json.JSONDecoder) -> tuple[object, int]:
-        """The JSON value at the position, and its end. More is read until it is whole, each time
-        twice as much."""
+        """Parse the JSON value at the position; return it and its end. While the value is
+        incomplete, more text is read, doubling the block size each time."""
         while True:
             try:
                 value, stop = decoder.raw_decode(self.text, self.at)
@@ -207,7 +207,7 @@ class _Window:
 
 
 def _array_rows(path: DataPath, name: DataPath) -> Iterator[tuple[int, int, int, object]]:
-    """Yield the same for the elements of a JSON array, numbered from 0."""
+    """Yield (first byte, end byte, index from 0, value) for the elements of a JSON array."""
     decoder = json.JSONDecoder()
     with open_data(path, SCAN_BLOCK) as file:
         window = _Window(file)

@@ -1,4 +1,4 @@
-"""Several sources as one data set."""
+"""Several sources as one dataset."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,22 +12,20 @@ from raymm.errors import DataError
 
 
 class Mixture:
-    """The samples of several readers, one source after the other. Picklable, without the rows.
+    """Samples of several readers, one source after the other. Picklable; does not hold the rows.
 
     Args:
-        readers: at least one, with different names and the same modalities.
+        readers: at least one, with different names.
 
     Raises:
-        DataError: two sources of one name.
+        DataError: two sources have the same name.
 
     Attributes:
-        names: of the sources.
-        sources: (N,) int64, number of the source of every sample.
+        sources: (N,) int64, source number of every sample.
         counts: modality -> (N,) int32, items per sample.
-        path: the sources' paths, for messages.
-        files: all files.
-        tells_sources: whether microbatches say which source their samples are of, for the loss of
-            each.
+        path: paths of the sources, for messages.
+        tells_sources: True if microbatches contain the source of their samples, for a loss per
+            source.
     """
 
     tells_sources = True
@@ -54,7 +52,8 @@ class Mixture:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Sample:
-        """Read sample ``index``; negative counts from the end. Raises as the readers do."""
+        """Read sample ``index``; negative indices count from the end. Errors are those of the
+        readers."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} rows of {self.path}")
         index = int(index) % len(self)

@@ -12,12 +12,13 @@ class ReaderOptions(RowRules):
     """Options of a reader.
 
     Attributes:
-        name: of the source; every sample carries it.
-        media_folders: folders in which rows may name files, in addition to that of the source.
-        subset, split, revision: of a data set by name
+        name: name of the source in its samples.
+        media_folders: folders in which rows may name files, in addition to the folder of the
+            source.
+        subset, split, revision: of a hub dataset
             (:class:`raymm.data.readers.hub_dataset.HubDataset`).
-        skip: keep rows that cannot be used, and raise only when they are read.
-        survey: read all rows while opening, and look for media in the usual columns
+        skip: keep unusable rows, and raise only when they are read.
+        survey: read all rows while opening, and detect media in the usual columns
             (:mod:`raymm.data.readers.detect`).
     """
 

@@ -1,4 +1,4 @@
-"""Rows of Parquet files. A row group is loaded when one of its rows is read."""
+"""Reader of Parquet files. Reading a row loads its row group."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,32 +22,32 @@ from raymm.data.remote.path import DataPath
 from raymm.errors import DataError, SampleError
 from raymm.packages import require
 
-# Row groups that stay in memory, if together they keep ``max_row_group_bytes``.
+# Most row groups kept in memory; together they are limited by ``max_row_group_bytes``.
 _GROUPS_KEPT = 4
-# Rows decoded at a time, at most.
+# Most rows decoded at a time.
 _BATCH_ROWS = 256
 
 
 class ParquetDataset(Reader):
-    """Samples of one Parquet file, a folder of them, or a glob, in order of their names.
+    """Samples of one Parquet file, a folder of them, or a glob, in the order of their names.
 
-    Opening reads the metadata and the lengths of media columns (of {"bytes", "path"} the paths
-    only), and the text where it may hold media or decides the row form. Reading a row loads the
-    used columns of its row group and keeps the last few groups. In random order, files with small
-    row groups (100 rows, as ``datasets`` writes media) are fast. Needs pyarrow.
+    Opening reads the metadata and the lengths of media columns (only the paths of {"bytes",
+    "path"}), and the text if it may contain media or determines the row form. Reading a row loads
+    the used columns of its row group and keeps the last few groups. Random access is fast for files
+    with small row groups (100 rows, as ``datasets`` writes media). Needs pyarrow.
 
     Raises:
-        DataError: also for a row group whose used columns have more than
-            ``max_row_group_bytes``, before it is read.
+        DataError: also for a row group whose used columns exceed ``max_row_group_bytes``, before it
+            is read.
     """
 
-    checked_when_opened = False  # the text may be read later only
+    checked_when_opened = False  # the text may not be read before a row is requested
 
     def _open(self, report: ProgressReport) -> None:
         self.files = find_files(self.path, (".parquet",))
         self._groups: list[tuple[int, int]] = []
         self._batch_rows: list[int] = []
-        self._used: list[list[str]] = []  # columns that are read, by file
+        self._used: list[list[str]] = []  # columns to read, by file
         plans, starts = [], [0]
         for number, path in enumerate(self.files):
             with _read(path) as file:
@@ -58,8 +58,8 @@ class ParquetDataset(Reader):
                 for group in range(file.num_row_groups):
                     size = self._checked_size(file.metadata.row_group(group), path, group)
                     self._groups.append((number, group))
-                    # The value behind an entry of a dictionary may be far larger than the size in
-                    # the metadata, but not larger than the sum. This many rows therefore stay
+                    # With dictionary encoding, a value may be far larger than its share of the size
+                    # in the metadata, but at most the entire size. This many rows therefore stay
                     # below the limit.
                     rows = self.options.limits.max_row_group_bytes // max(size, 1)
                     self._batch_rows.append(min(max(rows, 1), _BATCH_ROWS))
@@ -78,8 +78,8 @@ class ParquetDataset(Reader):
         self._refused: dict[int, str] = {}  # row groups that are too large, and why
 
     def _build(self, plans: list[ColumnPlan], report: ProgressReport) -> RowIndex:
-        """Count the items per row from the smallest columns that suffice, and read the text where
-        it may hold media or decides the row form."""
+        """Count the items per row from the smallest sufficient columns, and read the text if it may
+        contain media or determines the row form."""
         index = RowIndex(self.options)
         folders = self._media_folders(0)
         for number, (path, plan) in enumerate(zip(self.files, plans, strict=True)):
@@ -109,7 +109,8 @@ class ParquetDataset(Reader):
                 yield from file.iter_batches(rows, [group], columns)
 
     def _checked_size(self, group, path: DataPath, number: int) -> int:
-        """Return the bytes of the used columns of a row group, if they are within the limit."""
+        """Return the bytes of the used columns of a row group; raise a ``DataError`` above the
+        limit."""
         sizes: dict[str, int] = {}
         for column in range(group.num_columns):
             chunk = group.column(column)
@@ -127,7 +128,7 @@ class ParquetDataset(Reader):
         return sum(sizes.values())
 
     def _count(self, file: Any, number: int, column: str) -> np.ndarray:
-        """Return the items of a column, (rows of the file,)."""
+        """Count the items of a column, (rows of the file,)."""
         columns = (leaf.path for leaf in _leaves(file.schema))
         leaves = [path for path in columns if path.split(".")[0] == column]
         paths = [leaf for leaf in leaves if leaf.endswith(".path")]
@@ -143,7 +144,7 @@ class ParquetDataset(Reader):
         return int(self._starts[-1])
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """(which row group, row in it)."""
+        """Return (row group, row in the group)."""
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         return group, int(index - self._starts[group])
 
@@ -205,17 +206,14 @@ def _leaves(schema) -> list:
 
 @contextmanager
 def _read(path: DataPath) -> Iterator[Any]:
-    """Open a ``pyarrow.parquet.ParquetFile`` while a source is indexed.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Open a ``pyarrow.parquet.ParquetFile`` for indexing; errors of pyarrow become a
+    ``DataError``."""
     try:
         with _opened(path) as file:
             yield file
     except DataError:
         raise
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these
+    except (OSError, ValueError) as error:  # base classes of the errors of pyarrow
         raise DataError(f"{path} cannot be read as Parquet: {error}") from None
 
 

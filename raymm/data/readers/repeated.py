@@ -1,4 +1,4 @@
-"""A source whose samples come more or less often than once per epoch."""
+"""Source whose samples come more or less often than once per epoch."""
 
 import hashlib
 import zlib
@@ -14,23 +14,23 @@ from raymm.errors import DataError
 
 
 class Repeated:
-    """Samples of a reader, each ``repeat`` times. Picklable, without the rows.
+    """Samples of a reader, each ``repeat`` times. Picklable; does not hold the rows.
 
-    Of N samples there are ``repeat * N``, rounded to the nearest whole number: each of them as
-    often as ``repeat`` says without its fraction, and a random part of them once more. Which part
-    depends on the seed, the source's name and N, and stays the same in every epoch.
+    N samples become ``repeat * N``, rounded to the nearest whole number: each sample comes
+    ``floor(repeat)`` times, and a random part of them once more. The part depends on the seed, the
+    name of the source and N, and is the same in every epoch.
 
     Args:
-        reader: of the source.
         repeat: above 0.
-        seed: of the random part, >= 0.
-        rows: numbers of the reader's samples that there are, in order; by default all of them.
+        seed: seed of the random part, >= 0.
+        rows: indices of the samples of the reader to use, in order; by default all.
 
     Raises:
-        DataError: that rounds to no sample at all.
+        DataError: the number of samples rounds to 0.
 
     Attributes:
-        rows: (M,) int64, the reader's sample that each is: pass after pass in the reader's order.
+        rows: (M,) int64, the sample of the reader for each index: pass after pass in the order of
+            the reader.
         counts: modality -> (M,) int32, items per sample.
     """
 
@@ -54,7 +54,8 @@ class Repeated:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """Read sample ``index``; negative counts from the end. Raises as the reader does."""
+        """Read sample ``index``; negative indices count from the end. Errors are those of the
+        reader."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} rows of {self.path}")
         index = int(index) % len(self)
@@ -62,37 +63,31 @@ class Repeated:
 
     @property
     def name(self) -> str:
-        """The source's."""
         return self.reader.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the sources, here one."""
         return self.reader.names
 
     @property
     def sources(self) -> np.ndarray:
-        """(M,) int64 zeros: all samples are of one source."""
+        """(M,) int64 zeros, because all samples have the same source."""
         return np.zeros(len(self), np.int64)
 
     @property
     def path(self) -> DataPath:
-        """The reader's."""
         return self.reader.path
 
     @property
     def files(self) -> Sequence[DataPath]:
-        """The reader's."""
         return self.reader.files
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """The reader's."""
         return self.reader.columns
 
     @property
     def options(self) -> ReaderOptions:
-        """The reader's."""
         return self.reader.options
 
     @property

@@ -1,4 +1,4 @@
-"""One pass over the rows of a source: items per row, rows that cannot be used, and a summary."""
+"""Index of the rows of a source, built in one pass: items per row, unusable rows, and a summary."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from raymm.data.samples.row_media import LONGEST_PATH, MediaRules, items_of
 from raymm.data.samples.rows import ParsedRow, RowRules, parse_row
 from raymm.errors import DataError, SampleError
 
-# Columns in which rows have media, by kind.
+# Usual names of media columns -> kind.
 MEDIA_COLUMNS = {
     "images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio",
     "audio": "audio",
 }
-# Suffixes of files, and extensions of tar members, by kind.
+# Suffixes of media files, and extensions of tar members -> kind.
 MEDIA_SUFFIXES = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"), "image"),
     **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi"), "video"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
 }
-# Called with the rows read so far and the fraction of the data that they are.
+# Called with the number of rows read so far and their fraction of the data.
 Progress = Callable[[int, float], None]
-# The index of sources of so many bytes is stored.
+# The index of a source of at least this many bytes is stored on disk.
 LARGE_SOURCE = 2**26
 _REPORT_SECONDS, _LOG_SECONDS = 1.0, 10.0
 _VERSION = 2
@@ -47,7 +47,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ProgressReport:
-    """Calls a progress function about once a second, or logs every ten seconds without one.
+    """Reporter of progress: calls a function about once per second, or logs every ten seconds
+    without one.
 
     Args:
         what: name of the source.
@@ -60,12 +61,7 @@ class ProgressReport:
         self._last = time.monotonic()
 
     def __call__(self, rows: int, fraction: float) -> None:
-        """Report.
-
-        Args:
-            rows: read so far.
-            fraction: of the source, 0 to 1.
-        """
+        """Report the rows read so far, and the fraction of the source, 0 to 1."""
         now = time.monotonic()
         if now - self._last < self._interval:
             return
@@ -84,11 +80,11 @@ class Survey:
         forms: row form -> rows.
         columns: columns that rows have.
         media: column of :data:`MEDIA_COLUMNS`, or extension of tar members -> items.
-        frames: those of these columns that have lists of lists.
-        inline: modality -> items inside of messages.
-        unused: columns that nothing uses -> the first row that has it.
-        used: columns that rows use -> the first of these rows.
-        names_media: those of these columns whose value in this row names files of media -> kind.
+        frames: media columns with lists of lists.
+        inline: modality -> items in messages.
+        unused: columns that nothing uses -> first row with the column.
+        used: columns that rows use -> first row with the column.
+        names_media: unused column whose value in that first row names media files -> kind.
         tools, template, preferences: rows with tools, template arguments, two answers.
     """
 
@@ -107,12 +103,12 @@ class Survey:
     def add_media(
         self, counts: Mapping[str, np.ndarray], frames: Sequence[str], place: str
     ) -> None:
-        """Add the items of columns of media of a columnar file.
+        """Add the items of media columns of a columnar file.
 
         Args:
             counts: column -> (rows,) items.
-            frames: columns of lists of lists.
-            place: of the file.
+            frames: columns with lists of lists.
+            place: name of the file.
         """
         for column, values in counts.items():
             if not values.any():
@@ -122,13 +118,7 @@ class Survey:
                 self.frames |= dict.fromkeys([column] if column in frames else [])
 
     def add(self, parsed: ParsedRow, place: str, row: Mapping[str, Any]) -> None:
-        """Add a row.
-
-        Args:
-            parsed: what was made of it.
-            place: of the row.
-            row: column -> value.
-        """
+        """Add a row; ``row`` maps columns to the values that ``parsed`` was made from."""
         self.forms[parsed.form] += 1
         self.tools += parsed.text.tools is not None
         self.template += bool(parsed.text.template)
@@ -147,14 +137,11 @@ class Survey:
 class RowIndex:
     """Index of the rows of a source.
 
-    Args:
-        options: of the reader.
-
     Attributes:
         counts: modality -> (rows,) int32 once finished.
-        bad: row -> why it cannot be used.
-        survey: of all rows that can be used.
-        arrays: what else the reader keeps, by name.
+        bad: row -> reason why the row is unusable.
+        survey: summary of all usable rows.
+        arrays: further arrays of the reader, by name.
     """
 
     def __init__(self, options: ReaderOptions) -> None:
@@ -176,12 +163,12 @@ class RowIndex:
 
         Args:
             row: column -> value, or the ``SampleError`` of a row that cannot be read.
-            place: of the row.
-            folders: of its media.
-            counted: items of media columns by modality, where ``row`` has the other columns only.
+            place: location of the row.
+            folders: folders of its media.
+            counted: items of media columns by modality, if ``row`` only has the other columns.
 
         Raises:
-            DataError: the row cannot be used, unless such rows are kept.
+            DataError: the row is unusable, unless such rows are kept.
         """
         counts = dict.fromkeys(self.counts, 0)
         try:
@@ -233,12 +220,7 @@ class RowIndex:
         )
 
     def add_counts(self, counts: Mapping[str, np.ndarray], rows: int, form: str) -> None:
-        """Add rows whose text is not read.
-
-        Args:
-            counts: modality -> (rows,) items.
-            rows: how many.
-            form: row form of all of them.
+        """Add ``rows`` rows of a form whose text is not read, with (rows,) item counts by modality.
         """
         for modality, values in self.counts.items():
             values.extend(counts.get(modality, np.zeros(rows, np.int32)).tolist())
@@ -246,18 +228,14 @@ class RowIndex:
         self._rows += rows
 
     def finish(self, **arrays: Any) -> RowIndex:
-        """Make arrays of what was collected.
-
-        Args:
-            arrays: by name, what else the reader keeps.
-        """
+        """Convert the collected counts to arrays, and store further ``arrays`` of the reader."""
         self.counts = {name: np.asarray(count) for name, count in self.counts.items()}
         self.arrays = {name: np.asarray(values) for name, values in arrays.items()}
         return self
 
 
 def _named_kind(value: Any) -> str | None:
-    """Kind of media whose files a value names, by their suffix."""
+    """Return the kind of the media files that a value names, by their suffix."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, dict):
         first = first.get("path")
@@ -267,16 +245,7 @@ def _named_kind(value: Any) -> str | None:
 
 
 def check_unused(survey: Survey, rules: RowRules, source: object) -> None:
-    """Refuse columns that nothing uses.
-
-    Args:
-        survey: of the rows.
-        rules: which columns may be unused.
-        source: for the error.
-
-    Raises:
-        DataError: names the columns, and what to do.
-    """
+    """Raise a ``DataError`` for columns that nothing uses, unless the rules accept them."""
     if rules.ignore_columns is None:
         return
     unused = [name for name in survey.unused if name not in rules.ignore_columns]
@@ -300,12 +269,10 @@ def stored_index(
     source: Sequence[str], options: ReaderOptions, files: Sequence[DataPath],
     build: Callable[[], RowIndex],
 ) -> RowIndex:
-    """Return the stored index of a large source, or build it, and store it.
+    """Return the stored index of a large source, or build and store it.
 
     Args:
-        source: kind of reader and path.
-        options: of the reader.
-        files: of the source.
+        source: class of the reader and path.
         build: reads all rows.
     """
     if sum(map(size_of, files)) < LARGE_SOURCE:
@@ -341,7 +308,7 @@ def _to_arrays(index: RowIndex) -> dict[str, Any]:
 
 def _load(path: Any, options: ReaderOptions) -> RowIndex | None:
     try:
-        # The checksums of the file are compared while the arrays are read.
+        # Reading the arrays verifies the checksums of the file.
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         summary = json.loads(str(arrays["summary"]))

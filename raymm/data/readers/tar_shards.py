@@ -1,8 +1,8 @@
-"""Tar shards as webdataset writes them: files of one key are one sample.
+"""Reader of tar shards in the webdataset format, where files with the same key are one sample.
 
 ``a/0001.json``, ``a/0001.jpg`` and ``a/0001.seg.png`` are the columns ``json``, ``jpg`` and
 ``seg.png`` of the sample ``a/0001``. The fields of ``json`` are columns too, and ``txt`` is the
-column ``text``. A shard is scanned once, header by header; a sample is read by byte offset.
+column ``text``. The headers of a shard are scanned once; samples are read by byte offset.
 """
 
 import fnmatch
@@ -22,19 +22,19 @@ from raymm.data.samples.rows import TEXT
 from raymm.errors import DataError, SampleError
 
 JSON, TXT = "json", "txt"
-# ``json`` and ``txt`` are read while a shard is scanned.
+# Largest ``json`` or ``txt`` member, because these are read while a shard is scanned.
 MAX_TEXT_BYTES = 2**24
-# Bytes of a remote shard that are read at once, so that small members come with their headers.
+# Bytes per request of a remote shard, so that small members arrive with their headers.
 SHARD_BLOCK = 2**18
 
 
 class TarDataset(Reader):
-    """Samples of one tar file, a folder of them, or a glob, in order of their names.
+    """Samples of one tar file, a folder of them, or a glob, in the order of their names.
 
-    A modality's column is an extension; ``"jpg;png"`` is whichever of them a sample has, and
-    ``"*.jpg"`` all that match, in the order of the shard. Consecutive members that share the
-    path up to the first dot of the file name are a sample. Links, folders and devices are
-    ignored. Compressed archives cannot be read by offset and are refused.
+    The column of a modality is an extension. ``"jpg;png"`` is the first of them that a sample has,
+    and ``"*.jpg"`` all that match, in the order of the shard. Consecutive members with the same
+    path up to the first dot of the file name are a sample. Links, folders and devices are ignored.
+    Compressed archives cannot be read by offset and are refused.
     """
 
     def _open(self, report: ProgressReport) -> None:
@@ -122,7 +122,7 @@ class TarDataset(Reader):
                     row[column] = [media[extension] for extension in matches]
                 named |= {name for part in column.split(";") for name in media
                           if fnmatch.fnmatchcase(name, part)}
-        # Their items are in the column of the pattern, their fields are columns.
+        # Items of these members are in the column of a pattern, and JSON fields are columns.
         for extension in named - set(self.columns.values()):
             if isinstance(row.get(extension), MediaRange):
                 del row[extension]
@@ -142,7 +142,7 @@ def _text_columns(extension: str, content: bytes) -> dict:
 
 
 def _matches(column: str, extensions: list[str]) -> list[str]:
-    """Extensions that a column means: of alternatives the first that is there."""
+    """Return the extensions that a column refers to: those of the first alternative that exists."""
     for alternative in column.split(";"):
         if matches := [name for name in extensions if fnmatch.fnmatchcase(name, alternative)]:
             return matches
@@ -150,13 +150,13 @@ def _matches(column: str, extensions: list[str]) -> list[str]:
 
 
 def _samples(path: DataPath) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
-    """(key, its members as (extension, first byte, size)), in the shard's order."""
+    """Yield (key, members as (extension, first byte, size)) in the order of the shard."""
     size_of_shard = size_of(path)
     key, members = "", []
     try:
         with open_data(path, SHARD_BLOCK) as file, tarfile.open(fileobj=file, mode="r:") as shard:
             for member in shard:
-                cast(Any, shard).members = []  # tarfile would keep them all
+                cast(Any, shard).members = []  # otherwise tarfile keeps all of them
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
                 if not member.isreg() or not dot or not stem:
@@ -170,7 +170,7 @@ def _samples(path: DataPath) -> Iterator[tuple[str, list[tuple[str, int, int]]]]
                     members = []
                 key = member_key
                 members.append((extension, member.offset_data, member.size))
-            # tarfile takes a shard that was cut off between members for a whole one.
+            # tarfile does not notice that a shard was cut off between members.
             shard.fileobj.seek(shard.offset)
             if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise DataError(
