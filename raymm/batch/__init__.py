@@ -1,1 +1,1 @@
-"""Batches in memory, tried before ranks see them."""
+"""Checks of batches before they are sent to ranks."""

@@ -1,7 +1,8 @@
-"""Batches, looked at before anything of them is sent to a process: a process that cannot use a
-batch ends, and all others with it. Those in memory by the driver; samples of data on disk one by
-one, by the data workers that make batches of them. What a callback, or a merge policy without
-``check``, raises for other reasons than shapes still ends the model.
+"""Check of batches before they are sent to a process.
+
+A rank that cannot use a batch ends, and all other ranks with it. The driver checks batches in
+memory; data workers check samples of data on disk one by one. A callback, or a merge policy without
+``check``, may still end the model with an error that does not depend on shapes.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
 
 
 class BatchCheck:
-    """What the batches of a model that runs on actors must be.
+    """Check of the batches of a model that runs on actors.
 
     Args:
-        model: the description.
-        autocast: dtype that ranks run in under autocast; None without.
+        autocast: autocast dtype of the ranks; None without autocast.
     """
 
     def __init__(self, model: MultimodalModule, autocast: str | None = None) -> None:
@@ -51,14 +51,14 @@ class BatchCheck:
         }
 
     def microbatches(self, batch: Any, count: int) -> list[dict[str, Any]]:
-        """Complete microbatches of a step.
+        """Return the complete microbatches of a step.
 
         Args:
-            batch: one batch, which is split into ``count`` by rows, or a list of microbatches.
-            count: see there.
+            batch: one batch, which is split into ``count`` microbatches by rows, or a list of
+                microbatches.
 
         Raises:
-            DataError: it does not fit, or the step has no label.
+            DataError: the batch does not fit the model, or the step has no label.
         """
         if isinstance(batch, Mapping):
             microbatches = split_batch(self._complete(batch), count)
@@ -84,9 +84,9 @@ class BatchCheck:
         return microbatches
 
     def of_samples(self) -> SampleCheck:
-        """The same of samples, for other processes: nothing but labels is asked of a step.
+        """Return a check of single samples for other processes; it does not require labels.
 
-        Example inputs are tried here, so that data workers need not try what is like them.
+        Example inputs are tried here, so that data workers need not try similar inputs again.
         """
         for trial in self._trials.values():
             trial.try_example()
@@ -99,7 +99,8 @@ class BatchCheck:
         return complete_microbatch(microbatch, self._encoders, self._vocabulary, to_send=True)
 
     def _try(self, microbatch: Mapping[str, Any]) -> None:
-        """Refuse what encoders, the merge policy or the language model would refuse."""
+        """Raise a ``DataError`` if encoders, the merge policy or the language model would refuse a
+        microbatch."""
         tokens = {
             name: self._tokens(name, items) for name, items in microbatch.items()
             if name in self._trials
@@ -128,7 +129,7 @@ class BatchCheck:
 
 @contextmanager
 def _of_microbatch(number: int) -> Iterator[None]:
-    """Errors of one microbatch of several say which."""
+    """Add the number of the microbatch to errors."""
     try:
         yield
     except DataError as error:

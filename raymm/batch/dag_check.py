@@ -1,4 +1,4 @@
-"""Batches of a graph of modules, looked at before anything of them is sent to a process."""
+"""Check of the batches of a graph of modules before they are sent to a process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 class DagCheck:
-    """What the batches of a graph that runs on actors must be. As of
-    :class:`raymm.model.encoder_trial.EncoderTrial`, modules are tried on the meta device with the
-    first batch of every signature; what looks at values cannot be tried, and goes to the processes.
+    """Check of the batches of a graph that runs on actors.
 
-    Args:
-        dag: the graph.
+    Modules run on the meta device with the first batch of every signature, as in
+    :class:`raymm.model.encoder_trial.EncoderTrial`. Modules that read values cannot run there, so
+    such errors only appear in the processes.
     """
 
     def __init__(self, dag: ModuleDag) -> None:
@@ -40,11 +39,8 @@ class DagCheck:
         return nn.ModuleDict({name: node.skeleton(name) for name, node in self._dag.nodes.items()})
 
     def check(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """
-        Raises:
-            DataError: an entry that modules read cannot be sent, or one of them does not take it.
-            ModelError: an entry is missing, or they differ in samples.
-        """
+        """Raise a ``DataError`` if an entry that modules read cannot be sent or used, and a
+        ``ModelError`` if an entry is missing, or entries differ in the number of samples."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"the batch is {said(batch)}; accepted: a dict of tensors, or a list of them"
@@ -64,12 +60,12 @@ class DagCheck:
             check_range(f"entry {entry!r}", read[entry], stop, f"0 to {stop - 1}, the module's ids")
 
     def _try(self, read: Mapping[str, torch.Tensor], size: int) -> dict[str, int]:
-        """How many ids there are of entries that are looked up in tables."""
+        """Run the modules; return the number of ids of each entry that is looked up in a table."""
         entries = {name: value.to("meta") for name, value in read.items()}
         outputs: dict[str, dict[str, torch.Tensor]] = {}
         try:
             skeletons = self._skeletons
-        except USER_CODE_RAISES:  # nothing to try it on: the processes will see
+        except USER_CODE_RAISES:  # cannot be tried here; the processes report errors
             return {}
         with lookups(skeletons, entries) as ids, torch.random.fork_rng(devices=[]):
             for name, spec in self._dag.specs().items():
@@ -78,10 +74,10 @@ class DagCheck:
                         outputs[name] = call(
                             spec, skeletons[name], entries, outputs, outputs, Range(0, size)
                         )
-                except (NotImplementedError, ModelError):  # of the meta device, or of the model
+                except (NotImplementedError, ModelError):  # by the meta device, or by the model
                     break
                 except USER_CODE_RAISES as error:
-                    if "meta" in str(error).lower():  # it looks at values
+                    if "meta" in str(error).lower():  # the module reads values
                         break
                     raise DataError(
                         f"{name!r} does not accept the batch, {in_words(read)}{because(error)}; "

@@ -1,4 +1,4 @@
-"""Trying how long a language model's rows may be, in this process."""
+"""Trial of the maximum row length of a language model, in this process."""
 
 from __future__ import annotations
 
@@ -14,39 +14,31 @@ from raymm.errors import USER_CODE_RAISES, DataError
 
 
 class LengthTrial:
-    """Knows how many tokens of a row a language model has positions for.
+    """Check of the number of positions of a language model.
 
-    Up to what its config states, nothing is tried. What is longer runs through a shallow copy:
-    rotary positions go on, a table of positions ends.
-
-    Args:
-        source: of the language model.
+    Lengths up to the ``max_position_embeddings`` of the configuration are accepted. Longer rows run
+    through a shallow replica: rotary positions extend to any length, a table of positions fails.
     """
 
     def __init__(self, source: ModuleSource) -> None:
         self._source = source
         stated = getattr(source.config, "max_position_embeddings", None)
         self._stated = stated if isinstance(stated, int) else math.inf
-        self._longest: float = self._stated  # that is known to work
+        self._longest: float = self._stated  # longest length known to work
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes, without weights."""
+        """Return the state for other processes, without weights."""
         return {**vars(self), "_source": self._source.for_names(())}
 
     def check(self, length: int) -> None:
-        """
-        Args:
-            length: tokens of the longest row, with those of encoders.
-
-        Raises:
-            DataError: it is too long.
-        """
+        """Raise a ``DataError`` if a row of ``length`` tokens, including those of encoders, is too
+        long."""
         if length <= self._longest:
             return
         try:
             model = small_language_model(self._source)
             width = input_embeddings(model).weight.shape[1]
-        except USER_CODE_RAISES:  # nothing to try it on: the ranks will see
+        except USER_CODE_RAISES:  # cannot be tried here; the ranks report errors
             self._longest = math.inf
             return
         try:

@@ -1,6 +1,6 @@
-"""Trying a merge policy on a batch in this process, where it has no ``check`` of its own.
+"""Trial of a merge policy without ``check`` on a batch, in this process.
 
-Legend: ``B`` rows, ``T`` tokens of the longest, ``N`` items.
+Legend: ``B`` rows, ``T`` tokens of the longest row, ``N`` items.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from raymm.actors.modules.merge import IGNORE_INDEX, MergePolicy, merge_rows, me
 from raymm.actors.modules.token_layout import MaskPolicy
 from raymm.errors import USER_CODE_RAISES
 
-# Width of features that a policy is tried on first. Few look at it, and those of a real model,
-# which are tried next, take long.
+# Width of the features in the first trial. Few policies depend on the width, and a trial with the
+# width of the model, which follows if the first fails, is slow.
 NARROW = 2
 
 
 class MergeTrial:
-    """What ``policy.check`` would say.
+    """Replacement for ``policy.check``.
 
     Args:
-        policy: gets zeros for embeddings and features.
-        width: of the language model's embeddings.
-        encoders: the model's, in order.
-        mask: of the model.
-        wants_layout: whether the policy is to return where the tokens are.
+        policy: called with zeros as embeddings and features.
+        width: embedding width of the language model.
+        wants_layout: True if the policy must return the layout of the tokens.
     """
 
     def __init__(
@@ -39,21 +37,18 @@ class MergeTrial:
         self._widths = (NARROW, width)
 
     def __call__(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
-        """The merged length.
+        """Return the merged length. Raise any error of the policy, and a ``ModelError`` for an
+        invalid result.
 
         Args:
             inputs: ``input_ids``, ``attention_mask``, ``labels`` (B, T) and ``sample_index``.
-            tokens: of an item, per encoder that has items.
-
-        Raises:
-            Exception: whatever the policy raises, and a ``ModelError`` for what it must not
-                return.
+            tokens: tokens of an item, by encoder with items.
         """
         *narrower, _ = self._widths
         for width in narrower:
             try:
                 return self._merge(inputs, tokens, width)
-            except USER_CODE_RAISES:  # of the policy, or of these few columns
+            except USER_CODE_RAISES:  # may be caused by the narrow width
                 pass
         length = self._merge(inputs, tokens, self._widths[-1])
         self._widths = self._widths[-1:]

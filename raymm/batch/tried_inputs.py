@@ -1,8 +1,8 @@
-"""Which inputs of its encoders a model was tried with, before ranks are trusted with them.
+"""Check that encoder inputs have the names and dtypes with which a model was tried.
 
-Where an encoder is cut or shared out, its later stages have only what a probe found them to need,
-so inputs of other names or dtypes than those that were tried may be missing there. The driver looks
-at every microbatch's metadata; what is new is tried once, on a shrunk copy in this process.
+The later stages of a split or sharded encoder only receive the values that a probe found necessary,
+so inputs with other names or dtypes may be missing there. The driver compares the metadata of every
+microbatch; a new combination is tried once, on a small replica in this process.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from raymm.model.multimodal import MultimodalModule
 Signature = frozenset[tuple[str, str, int]]
 """Name, dtype and number of dimensions of every input of an encoder."""
 Retry = Callable[[Mapping[str, Any]], None]
-# Items of a microbatch that an encoder is tried with.
+# Number of items of a microbatch in a trial of an encoder.
 _ITEMS = 2
 
 
 class TriedInputs:
-    """What the encoders of a model have been tried with.
+    """Input signatures with which the encoders of a model have been tried.
 
-    Args:
-        model: its encoders are tried with their example inputs, or with guessed ones.
+    Encoders are first tried with their example inputs, or with guessed ones.
 
     Attributes:
-        retries: per encoder that is cut or shared out, what raises a ``ProbeError`` if that does
-            not do for some inputs.
+        retries: for each split or sharded encoder, a function that raises a ``ProbeError`` if its
+            stages do not work for some inputs.
 
     Raises:
-        ProbeError: an encoder that returns more than would be used.
+        ProbeError: an encoder returns more than would be used.
     """
 
     def __init__(self, model: MultimodalModule) -> None:
@@ -50,7 +49,7 @@ class TriedInputs:
         for name, encoder in model.encoders.items():
             try:
                 example = check_outputs(model.encoder_spec(name), encoder.example_inputs)
-            except NotRunError:  # the first batch will do
+            except NotRunError:  # the first batch is tried instead
                 self._tried[name] = set()
             else:
                 self._tried[name] = {_signature_of(example)}
@@ -58,18 +57,15 @@ class TriedInputs:
     def check(
         self, parts: Sequence[Mapping[str, Any]], meta: Sequence[MicrobatchMeta]
     ) -> None:
-        """Try what has not been tried yet.
+        """Try new input signatures; raise a ``DataError`` for inputs that the model cannot accept
+        as it is split.
 
         Args:
-            parts: per microbatch, each encoder's inputs or a Ray reference to them.
-            meta: of the microbatches.
-
-        Raises:
-            DataError: inputs that the model as it runs cannot take.
+            parts: inputs of each encoder by microbatch, or a Ray reference to them.
         """
         for part, microbatch in zip(parts, meta, strict=True):
             for name in microbatch.items:
-                if name in microbatch.featured:  # its encoder does not see them
+                if name in microbatch.featured:  # cached features replace the encoder
                     continue
                 signature = _signature(microbatch, name)
                 if signature not in self._tried[name]:
@@ -96,12 +92,12 @@ class TriedInputs:
 
 
 def check_loss(model: MultimodalModule) -> None:
-    """Check that the language model's loss is the cross entropy that it will be trained with.
+    """Check that the loss of the language model is the cross entropy used for training.
 
     Raises:
-        ProbeError: its class computes another loss, and the model's ``router_loss`` does not say
-            that it is to be ignored; or its logits depend on earlier forwards. The loss of a
-            mixture of experts for its routers is checked by ``model.mixture``.
+        ProbeError: its class computes another loss that ``router_loss`` does not ignore, or its
+            logits depend on earlier forwards. ``model.mixture`` checks the router loss of a mixture
+            of experts.
     """
     mixture = model.mixture
     ignore = model.router_loss == "ignore" or mixture is not None and mixture.loss is not None
@@ -130,7 +126,7 @@ def _in_words(signature: Signature) -> str:
 
 
 def _example(part: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A few items, in full precision: which one a rank computes in is its own affair."""
+    """Return a few items in full precision; the precision of the ranks does not matter here."""
     tensors = {name: value for name, value in part.items() if name != INDEX}
     items = len(part[INDEX]) if INDEX in part else 0
     if all(len(value) == items for value in tensors.values()):

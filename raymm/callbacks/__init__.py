@@ -1,1 +1,1 @@
-"""Watching a run from outside: callbacks, and adapters of loggers."""
+"""Callbacks for monitoring a run, and adapters for loggers."""

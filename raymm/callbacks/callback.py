@@ -1,4 +1,4 @@
-"""What a run tells those who watch it."""
+"""Interface of callbacks, which receive the events of a run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run that begins, or goes on.
+    """Description of a run that starts or resumes.
 
     Attributes:
-        name: of its folder.
-        folder: where it keeps everything.
-        first_step: steps that were taken before; 0 for a new run.
-        steps: that it takes in all.
-        config: what it is made of (``run.seed``, ``optimizer.lr``, ``model.vision.class``, ...);
-            plain JSON, by the names of the fields.
-        modules: module of every name in a row's ``stage_busy``.
+        first_step: steps taken before; 0 for a new run.
+        steps: total number of steps.
+        config: configuration by field name (``run.seed``, ``optimizer.lr``, ``model.vision.class``,
+            ...); plain JSON.
+        modules: module of every key in ``stage_busy`` of a row.
     """
 
     name: str
@@ -32,14 +30,15 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Restart:
-    """A run goes on by itself, from its last checkpoint, with other processes.
+    """Automatic restart from the last checkpoint with other processes.
 
     Attributes:
-        number: of restarts since :meth:`Callback.on_start`, this one included.
-        cause: ``"failure"``, if a process or node was lost; ``"preemption"``, if that was
-            announced; ``"resize"``, if there is room for other degrees.
-        text: what happened.
-        run: as it is now; steps after its ``first_step`` are taken again, with the same result.
+        number: number of restarts since :meth:`Callback.on_start`, including this one.
+        cause: ``"failure"`` if a process or node was lost; ``"preemption"`` if the loss was
+            announced; ``"resize"`` if the cluster has room for other degrees.
+        text: description of the event.
+        run: the run after the restart; steps after its ``first_step`` are taken again, with the
+            same result.
     """
 
     number: int
@@ -50,14 +49,14 @@ class Restart:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is committed.
+    """Committed checkpoint.
 
     Attributes:
-        step: after which it was taken.
-        folder: of the checkpoint; in a bucket, its URL.
-        seconds: that the run stood still for it.
-        written_s: from the copy of the state until it was committed; steps go on meanwhile, unless
-            ``run.asynchronous_checkpoints`` is off.
+        step: number of steps taken before.
+        folder: folder of the checkpoint; its URL if in a bucket.
+        seconds: time for which training stopped.
+        written_s: seconds from the copy of the state to the commit. Training continues meanwhile
+            unless ``run.asynchronous_checkpoints`` is off.
     """
 
     step: int
@@ -68,11 +67,12 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
-        status: ``"finished"``; ``"stopped"``, if it was asked to and can go on; ``"failed"``.
-        text: what was saved of a stopped run, or the error of a failed one; else empty.
+        status: ``"finished"``; ``"stopped"`` by request, with the option to resume; or
+            ``"failed"``.
+        text: saved state of a stopped run, or error of a failed run; else empty.
     """
 
     status: Literal["finished", "stopped", "failed"]
@@ -80,50 +80,45 @@ class RunEnd:
 
 
 class Callback:
-    """Watches a run, on the driver; override what is of interest.
+    """Observer of a run on the driver; override the methods of interest.
 
-    A run's numbers do not depend on who watches: what a callback raises is printed, with its
-    traceback in the run's folder, and the run goes on without this callback. Methods are called
-    between steps, while ranks compute those that were submitted ahead, so a quick one costs
-    nothing.
+    Callbacks do not affect the results of a run. If a callback raises, the error is printed, its
+    traceback is written to the folder of the run, and the run continues without this callback.
+    Methods are called between steps, while ranks compute steps submitted ahead, so a fast callback
+    does not slow training.
     """
 
     def on_start(self, run: RunInfo) -> None:
-        """The first ranks have started, and no step of this start is taken."""
+        """Called after the first ranks have started, before the first step."""
 
     def on_restart(self, restart: Restart) -> None:
-        """Other ranks have started, and the run goes on from its last checkpoint."""
+        """Called after new ranks have started and the run has resumed from its last checkpoint."""
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        """A step was taken.
-
-        Args:
-            row: as ``metrics.jsonl`` has it: ``step``, ``loss``, ``tokens_per_s``, ...
-        """
+        """Called after a step, with its row of ``metrics.jsonl``: ``step``, ``loss``,
+        ``tokens_per_s``, ..."""
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
-        """The held-out data were evaluated.
-
-        Args:
-            row: as ``metrics.jsonl`` has it: ``step``, ``heldout_loss``, ...
-        """
+        """Called after an evaluation, with its row of ``metrics.jsonl``: ``step``,
+        ``heldout_loss``, ..."""
 
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
-        """A checkpoint is on disk."""
+        """Called after a checkpoint is committed."""
 
     def on_end(self, end: RunEnd) -> None:
-        """The run is over. Called once, also of a run that failed after :meth:`on_start`."""
+        """Called once at the end of the run, also if the run fails after :meth:`on_start`."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of ``metrics.jsonl``, for loggers that take one level.
+    """Flatten the numbers of a row of ``metrics.jsonl`` for loggers.
 
     Args:
-        row: nested dicts of numbers, lists of numbers, and anything else, which is left out.
+        row: nested dicts of numbers and lists of numbers; other values and ``step`` are omitted.
 
     Returns:
-        Values by path (``"balance/efficiency"``); of a list (of ranks, say) its largest as
-        ``"peak_memory_bytes/max"``. ``step`` is left out: loggers have a place of their own for it.
+        Values by path (``"balance/efficiency"``); for a list, such as one value per rank, the
+        largest value as
+        ``"peak_memory_bytes/max"``.
     """
     flat: dict[str, float] = {}
     for name, value in row.items():

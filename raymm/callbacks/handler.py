@@ -1,4 +1,4 @@
-"""Calling callbacks, so that none of them can end a run."""
+"""Invocation of callbacks, such that no callback can end a run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from raymm.callbacks.callback import Callback, Restart, RunEnd, RunInfo, SavedCh
 from raymm.errors import USER_CODE_RAISES
 from raymm.files.run_files import write_whole
 
-# In the run's folder: the traceback of a callback that failed.
+# File in the folder of the run with the traceback of a failed callback.
 FAILED_FILE = "callback-{name}.txt"
 
 
 class CallbackHandler:
-    """The callbacks of one start of a run; a context that tells them of its end.
-
-    Args:
-        callbacks: in the order in which they are called.
-        folder: of the run.
-        say: prints a line.
-    """
+    """Context manager that invokes the callbacks of one start of a run in order, and reports its
+    end to them. ``say`` prints a line."""
 
     def __init__(
         self, callbacks: Sequence[Callback], folder: Path, say: Callable[[str], None]
@@ -36,18 +31,16 @@ class CallbackHandler:
         return self
 
     def start(self, run: RunInfo) -> None:
-        """The first ranks have started."""
         self._started = True
         self._call("on_start", run)
 
     def restart(self, restart: Restart) -> None:
-        """Others have, and the run goes on."""
         self._end = RunEnd("finished")
         self._call("on_restart", restart)
 
     @property
     def started(self) -> bool:
-        """Whether :meth:`start` was called."""
+        """True after :meth:`start`."""
         return self._started
 
     def __exit__(
@@ -62,19 +55,16 @@ class CallbackHandler:
             self._call("on_end", self._end)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A step was taken."""
         self._call("on_step", row)
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
-        """The held-out data were evaluated."""
         self._call("on_evaluation", row)
 
     def checkpoint(self, checkpoint: SavedCheckpoint) -> None:
-        """A checkpoint is on disk."""
         self._call("on_checkpoint", checkpoint)
 
     def stopped(self, text: str) -> None:
-        """The run was asked to stop; ``text`` says what is saved."""
+        """Record that the run was stopped by request; ``text`` describes the saved state."""
         self._end = RunEnd("stopped", text)
 
     def _call(self, method: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""Identity of a run in a logger, kept when the run resumes."""
+"""Id of a run in a logger, which is kept when the run resumes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ from raymm.files.run_files import write_whole
 
 
 def logger_run_id(run: RunInfo, logger: str, make: Callable[[], str]) -> str:
-    """Return the identity of a run in a logger.
+    """Return the id of a run in a logger, stored in a file in the folder of the run.
 
-    A file in the run's folder keeps it, so that a run that resumes has the same identity and a new
-    run in the folder has another one.
-
-    Args:
-        run: the run.
-        logger: name of the logger.
-        make: called for a new identity.
-
-    Raises:
-        RunFileError: the file cannot be written.
+    A resumed run keeps its id; a new run in the folder gets a new one from ``make``. Raise a
+    ``RunFileError`` if the file cannot be written.
     """
     file = run.folder / f"{logger}_run_id"
     if run.first_step and file.is_file():

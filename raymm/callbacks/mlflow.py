@@ -1,4 +1,4 @@
-"""MLflow tracking."""
+"""Logging to MLflow."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ from raymm.callbacks.logger_run import logger_run_id
 from raymm.packages import require
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# The longest value of a parameter, and how many a call may have (MLflow's own limits).
+# Limits of MLflow: length of a parameter value, and parameters per call.
 _LONGEST_VALUE, _PARAMETERS_PER_CALL = 6000, 100
 
 
 class MLflowCallback(Callback):
-    """Logs to an MLflow server or folder. A run that goes on is the same run there.
-
-    Args:
-        tracking_uri: of the server or the folder; by default what ``MLFLOW_TRACKING_URI`` says.
-        experiment: its name.
-
-    Raises:
-        ConfigError: mlflow is not installed.
-    """
+    """Callback that logs to an MLflow server or folder, by default ``MLFLOW_TRACKING_URI``. A
+    resumed run continues its MLflow run. Raises a ``ConfigError`` if mlflow is not installed."""
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "raymm") -> None:
         self._mlflow = require("mlflow", "mlflow", type(self).__name__)
@@ -32,7 +25,6 @@ class MLflowCallback(Callback):
         self._id = ""
 
     def on_start(self, run: RunInfo) -> None:
-        """Begin a run there, or go on with it."""
         self._client = self._mlflow.MlflowClient(self._uri)
         self._id = logger_run_id(run, "mlflow", lambda: self._new_run(run))
         self._client.update_run(self._id, status="RUNNING")
@@ -53,7 +45,6 @@ class MLflowCallback(Callback):
         return run_id
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        """Log the row's numbers."""
         now = self._mlflow.utils.time.get_current_time_millis()
         self._client.log_batch(self._id, [
             self._mlflow.entities.Metric(name, value, now, row["step"])
@@ -63,5 +54,4 @@ class MLflowCallback(Callback):
     on_evaluation = on_step
 
     def on_end(self, end: RunEnd) -> None:
-        """Say how it ended."""
         self._client.set_terminated(self._id, _STATUS[end.status])

@@ -1,4 +1,4 @@
-"""Callbacks by the names that a configuration has for them."""
+"""Creation of callbacks from their names in a configuration."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LOGGERS = {
 
 
 def named_callbacks(entries: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> list[Callback]:
-    """What ``run.callbacks`` names.
+    """Create the callbacks of ``run.callbacks``.
 
     Args:
-        entries: a name of :data:`LOGGERS`, or ``module:Class`` of a :class:`Callback` of the
-            user's; with arguments as ``{name: {argument: value}}``.
+        entries: a name of :data:`LOGGERS`, or ``module:Class`` of a custom :class:`Callback`; with
+            arguments as ``{name: {argument: value}}``.
 
     Raises:
-        ConfigError: no such callback, arguments that it does not take, or a package that is not
-            installed; names the entry.
+        ConfigError: names an entry with an unknown callback, invalid arguments, or a missing
+            package.
     """
     return [_named(f"run.callbacks[{i}]", entry) for i, entry in enumerate(entries)]
 

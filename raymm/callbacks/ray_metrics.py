@@ -1,4 +1,4 @@
-"""A run's figures among the metrics of its Ray cluster, for Prometheus and Grafana."""
+"""Export of metrics of a run through its Ray cluster, for Prometheus and Grafana."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from raymm.callbacks.callback import Callback, Restart, RunEnd, RunInfo, SavedCh
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A metric, which Ray exports as ``ray_`` + name.
-
-    Attributes:
-        name: with its unit.
-        kind: of Prometheus.
-        help: what it is.
-        tags: beside ``run``.
-    """
+    """Metric that Ray exports as ``ray_`` + name. The name includes the unit; all metrics also have
+    the tag ``run``."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -29,7 +23,7 @@ class MetricSpec:
     tags: tuple[str, ...] = ()
 
 
-# Seconds after which gauges are set again; Ray reports every ten by default.
+# Seconds after which gauges are set again; by default, Ray reports every ten seconds.
 REPEAT_S = 5.0
 _STAGE = ("module", "stage")
 METRICS = {
@@ -66,7 +60,7 @@ METRICS = {
         MetricSpec("raymm_running", "gauge", "1 while the run is active, 0 after its end."),
     )
 }
-# Gauges that are a field of a step's row as they are.
+# Fields of the row of a step that are exported unchanged as a gauge.
 _FIELDS = {
     "step": "raymm_step", "loss": "raymm_loss", "grad_norm": "raymm_grad_norm",
     "learning_rate": "raymm_learning_rate", "tokens_per_s": "raymm_tokens_per_second",
@@ -75,12 +69,12 @@ _FIELDS = {
 
 
 class RayMetrics(Callback):
-    """Sets gauges and counters of Ray (``ray.util.metrics``) with the tag ``run`` (the name of the
-    run's folder). They go to the metrics agent of the driver's node every few seconds, whether
-    somebody scrapes it or not. Every trainer has one.
+    """Callback that sets gauges and counters of Ray (``ray.util.metrics``) with the tag ``run``
+    (the name of the folder of the run). They are sent to the metrics agent of the driver's node
+    every few seconds, whether or not they are scraped. Every trainer has this callback.
 
-    Ray forgets a gauge that is not set again within two reports, 20 s by default. A step may last
-    longer, so a thread repeats what was set until the run ends.
+    Ray drops a gauge that is not set within two reports, 20 s by default. A step may take longer,
+    so a thread repeats the values until the run ends.
     """
 
     def __init__(self) -> None:
@@ -92,7 +86,6 @@ class RayMetrics(Callback):
         self._modules: Mapping[str, str] = {}
 
     def on_start(self, run: RunInfo) -> None:
-        """Register the metrics."""
         self._run, self._modules = run.name, run.modules
         for spec in METRICS.values():
             kind = Gauge if spec.kind == "gauge" else Counter
@@ -103,7 +96,7 @@ class RayMetrics(Callback):
         threading.Thread(target=self._repeat, name="raymm-metrics", daemon=True).start()
 
     def on_restart(self, restart: Restart) -> None:
-        """Count it. What other stages and processes had, nobody has any more."""
+        """Count the restart, and clear the values of earlier stages and processes."""
         self._modules = restart.run.modules
         with self._lock:
             for key in [key for key in self._values if key[1]]:
@@ -112,7 +105,6 @@ class RayMetrics(Callback):
         self._add("raymm_restarts_total", 1, {"cause": restart.cause})
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        """Set what a step's row has."""
         for field, name in _FIELDS.items():
             self._set(name, row.get(field))
         self._add("raymm_steps_total", 1)
@@ -133,23 +125,21 @@ class RayMetrics(Callback):
             self._set("raymm_peak_memory_bytes", peak, {"process": str(process)})
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Set the held-out loss."""
         self._set("raymm_heldout_loss", row.get("heldout_loss"))
 
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
-        """Set what it took."""
         self._set("raymm_checkpoint_seconds", checkpoint.seconds)
         self._set("raymm_checkpoint_step", checkpoint.step)
 
     def on_end(self, end: RunEnd) -> None:
-        """The run does not go on."""
+        """Report the run as ended, and stop repeating values."""
         self._set("raymm_running", 0)
         self._ended.set()
         with self._lock:
             self._values.clear()
 
     def _set(self, name: str, value: float | None, tags: Mapping[str, str] | None = None) -> None:
-        if value is None:  # a loss that is not finite is none in a row
+        if value is None:  # rows have None for a loss that is not finite
             return
         with self._lock:
             self._values[name, tuple((tags or {}).items())] = value
@@ -169,5 +159,5 @@ class RayMetrics(Callback):
     def _add(self, name: str, value: int, tags: Mapping[str, str] | None = None) -> None:
         metric = self._metrics[name]
         assert isinstance(metric, Counter)
-        if value > 0:  # Ray refuses to add nothing
+        if value > 0:  # Ray rejects increments of 0
             metric.inc(value, {"run": self._run, **(tags or {})})

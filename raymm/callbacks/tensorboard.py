@@ -1,4 +1,4 @@
-"""TensorBoard: ``torch.utils.tensorboard``."""
+"""Logging to TensorBoard with ``torch.utils.tensorboard``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from raymm.packages import require
 
 
 class TensorBoardCallback(Callback):
-    """Writes event files. What a run that goes on takes again, TensorBoard leaves out.
-
-    Args:
-        folder: for the files; by default ``tensorboard`` in the run's folder.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
-    """
+    """Callback that writes event files to ``folder``, by default ``tensorboard`` in the folder of
+    the run. After a resume, steps that are taken again replace the earlier ones. Raises a
+    ``ConfigError`` if TensorBoard is not installed."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         require("tensorboard", "tensorboard", type(self).__name__)
@@ -29,24 +24,21 @@ class TensorBoardCallback(Callback):
         self._writer: Any = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Open a file of events."""
         folder = run.folder / "tensorboard" if self._folder is None else Path(self._folder)
         self._writer = self._module.SummaryWriter(
             str(folder), purge_step=run.first_step + 1 if run.first_step else None
         )
 
     def on_restart(self, restart: Restart) -> None:
-        """Another file; the steps that are taken again are left out of the one before."""
+        """Open another file, which hides the steps of the earlier file that are taken again."""
         self._writer.close()
         self.on_start(restart.run)
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        """A scalar for every number of the row."""
         for name, value in scalars(row).items():
             self._writer.add_scalar(name, value, row["step"])
 
     on_evaluation = on_step
 
     def on_end(self, end: RunEnd) -> None:
-        """Write what is left."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Logging to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ _EXIT_CODES = {"finished": 0, "stopped": 0, "failed": 1}
 
 
 class WandbCallback(Callback):
-    """Logs to Weights & Biases; ``WANDB_MODE=offline`` and its other variables hold. A run that
-    goes on is the same run there.
+    """Callback that logs to Weights & Biases. Its environment variables apply
+    (``WANDB_MODE=offline``). A resumed run continues its run there. Raises a ``ConfigError`` if
+    wandb is not installed.
 
     Args:
-        options: of ``wandb.init`` (``project``, ``entity``, ``mode``, ...). By default ``name`` and
-            ``dir`` are those of the run's folder.
-
-    Raises:
-        ConfigError: wandb is not installed.
+        options: options of ``wandb.init`` (``project``, ``entity``, ``mode``, ...). By default,
+            ``name`` and ``dir`` are those of the folder of the run.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -31,22 +29,20 @@ class WandbCallback(Callback):
         self._run: Any = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Begin a run there, or go on with it."""
         options = {"name": run.name, "dir": str(run.folder), **self._options}
         identity = logger_run_id(run, "wandb", lambda: secrets.token_hex(4))
         self._run = self._wandb.init(
             **{"id": identity, "resume": "allow", "config": dict(run.config), **options}
         )
-        # Not wandb's own counter of steps: it refuses those that are taken again.
+        # A separate step metric, because wandb's step counter rejects steps that are taken again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        """Log the row's numbers."""
         self._run.log({"step": row["step"], **scalars(row)})
 
     on_evaluation = on_step
 
     def on_end(self, end: RunEnd) -> None:
-        """Wait until everything is sent, or in a file."""
+        """Wait until all data are sent or written to a file."""
         self._run.finish(exit_code=_EXIT_CODES[end.status])

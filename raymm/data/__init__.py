@@ -1,9 +1,9 @@
-"""Data: rows of files -> steps of microbatches, decoded by Ray data workers.
+"""Data pipeline: rows of files -> steps of microbatches, decoded by Ray data workers.
 
-``DataConfig`` says what to read, ``StepLoader`` hands out steps as object references plus
-metadata, ``local_steps`` the same steps as tensors without Ray.
+``DataConfig`` configures the data. ``StepLoader`` returns steps as object references plus metadata,
+``local_steps`` the same steps as tensors, without Ray.
 
-Names are imported on first use: a configuration is checked without torch.
+Names are imported on first use, so that a configuration can be checked without torch.
 """
 
 import importlib as _importlib

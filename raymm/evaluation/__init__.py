@@ -1,1 +1,1 @@
-"""Evaluation by what a model writes: prompts, metrics of texts, and a table of them."""
+"""Evaluation of the texts that a model generates: prompts, text metrics, and a table of results."""

@@ -1,4 +1,4 @@
-"""The best evaluation of a run, and the rule that ends a run without improvement."""
+"""Selection of the best evaluation of a run, and early stopping without improvement."""
 
 from __future__ import annotations
 
@@ -14,42 +14,32 @@ from raymm.errors import RunFileError
 from raymm.files.run_files import write_whole
 
 BEST = "best.json"
-PREFIX = "heldout_"  # of a metric in a row
-TEXTS = "texts"  # how many there are, in rows of evaluations alone
+PREFIX = "heldout_"  # of metric names in rows
+TEXTS = "texts"  # number of texts; only rows of evaluations have this key
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 class BestEvaluation:
-    """Decisions that follow from the metric ``best`` of ``run.evaluate``, from rows alone.
+    """Decisions based on the metric ``best`` of ``run.evaluate``, computed from metrics rows only.
+    Without ``best``, no evaluation is the best. :data:`BEST` is written to ``folder``, the folder
+    of the run.
 
-    A value that is not finite is never the best, as in the Trainer of transformers.
-
-    Args:
-        asked: the section; without ``best`` no evaluation is the best one.
-        folder: of the run, where :data:`BEST` is written.
+    Values that are not finite are never the best, as in the Trainer of transformers.
     """
 
     def __init__(self, asked: EvaluateSection, folder: Path) -> None:
         self._asked, self._folder = asked, folder
 
     def improved(self, rows: Rows) -> bool:
-        """Return True if the last evaluation is better than all evaluations before it, without the
-        evaluation before the first step, which has no checkpoint.
-
-        Args:
-            rows: of the run's metrics.
-        """
+        """Return True if the last evaluation is better than all earlier ones. The evaluation before
+        the first step does not count, because it has no checkpoint."""
         losses = [loss for step, loss in self._losses(rows) if step]
         return bool(losses) and losses[-1] < min(losses[:-1], default=math.inf)
 
     def exhausted(self, rows: Rows) -> str | None:
-        """Return why the run ends, or None: its last ``patience`` evaluations brought nothing
-        better. The evaluation before the first step counts as one of those before them.
-
-        Args:
-            rows: of the run's metrics.
-        """
+        """Return the reason to end the run if the last ``patience`` evaluations brought no
+        improvement, else None. The evaluation before the first step counts as an earlier one."""
         losses, patience = [loss for _, loss in self._losses(rows)], self._asked.patience
         if patience is None or len(losses) <= patience:
             return None
@@ -58,13 +48,9 @@ class BestEvaluation:
         return f"the last {patience} evaluations did not improve {self._asked.best}"
 
     def write(self, rows: Rows, steps: Collection[int]) -> int | None:
-        """Write :data:`BEST` for the best checkpoint; return its step, or None without one.
-
-        Args:
-            rows: of the run's metrics.
-            steps: of the checkpoints that exist. An evaluation whose checkpoint is not committed,
-                or that came before the first step, is no candidate.
-        """
+        """Write :data:`BEST` for the best checkpoint; return its step, or None if there is none.
+        ``steps`` are the steps of committed checkpoints; other evaluations, and those before the
+        first step, are ignored."""
         losses = [(step, loss) for step, loss in self._losses(rows) if step in steps]
         step, smallest = min(losses, key=lambda pair: pair[1], default=(0, math.inf))
         if smallest == math.inf:
@@ -75,7 +61,7 @@ class BestEvaluation:
             "step": step, "metric": self._asked.best, "value": values[step],
             "start": values.get(0),
         }
-        with suppress(RunFileError):  # a full disk; it is written again after the next evaluation
+        with suppress(RunFileError):  # disk full; the next evaluation writes the file again
             write_whole(self._folder / BEST, json.dumps(best) + "\n")
         return step
 
@@ -84,11 +70,11 @@ class BestEvaluation:
         return f"{PREFIX}{self._asked.best}"
 
     def _losses(self, rows: Rows) -> list[tuple[int, float]]:
-        """Return (step, loss) of each evaluation: the smaller the loss, the better."""
+        """Return (step, loss) of each evaluation; a smaller loss is better."""
         sign = 1 if self._asked.smallest else -1
         values = [(row["step"], row[self._name]) for row in self._evaluations(rows)]
         return [(step, math.inf if value is None else sign * value) for step, value in values]
 
     def _evaluations(self, rows: Rows) -> list[Mapping[str, Any]]:
-        """Return rows of evaluations; of pairs, rows of the held-out loss have rewards, too."""
+        """Return the rows of evaluations. Other rows of the held-out loss may also have rewards."""
         return [row for row in rows if TEXTS in row and self._name in row]

@@ -1,5 +1,4 @@
-"""Reference log-probabilities for DPO: those of the model with the weights that a run begins with.
-"""
+"""Reference log-probabilities for DPO, computed with the initial weights of a run."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ from raymm.files.run_files import write_whole
 from raymm.runtime.pipelined import MultimodalParallelModule
 
 REFERENCES = "references.json"
-# Of a row that is in the data several times: what padding does to its log-probability, in bf16,
-# too. Where its tokens are the same, by this alone another picture is told.
+# Relative tolerance between the log-probabilities of a row that is in the data several times:
+# padding changes them slightly, also in bf16. Rows with equal tokens but different pictures differ
+# by more.
 _ROUNDING = 1e-2
 
 
@@ -29,21 +29,20 @@ def keep_references(
 ) -> None:  # fmt: skip
     """Set :attr:`MultimodalParallelModule.references` of a model with ``reference: initial``.
 
-    The model computes them if the run begins, or if the run resumes with data whose rows differ.
-    Otherwise they are read from the run's folder.
+    The model computes the references for a new run, or a resumed run whose data have different
+    rows. Otherwise they are read from the folder of the run.
 
     Args:
-        parallel: the model with its initial weights: no checkpoint is loaded yet.
-        loaders: of the run's data, a pass each.
-        folder: of the run; gets :data:`REFERENCES`: log-probabilities by ids of rows, and the data
-            that they are of.
-        run: description of the run.
-        same_rows: of a run that resumes: called with the description of earlier data; returns True
-            if the data of the run give the same rows. None for a run that begins.
-        say: prints a line.
+        parallel: model with its initial weights, before a checkpoint is loaded.
+        loaders: loaders of the data of the run, for one pass each.
+        folder: folder of the run, for the file :data:`REFERENCES` with the log-probabilities by row
+            id and a description of the data.
+        same_rows: for a resumed run, returns True if the described earlier data have the same rows
+            as the data of the run. None for a new run.
 
     Raises:
-        ConfigError: two different rows have one id, or the run resumes and the file is missing.
+        ConfigError: two different rows have the same id, or the run resumes and the file is
+            missing.
     """
     loss = parallel.model.preference
     if loss is None or not loss.asked_once:
@@ -83,7 +82,7 @@ def keep_references(
 
 
 def _texts(parts: Mapping[str, Any], meta: MicrobatchMeta) -> Iterator[bytes]:
-    """Of every row a digest of its tokens and labels, without padding."""
+    """Yield a digest of the tokens and labels of every row, without padding."""
     text: Any = ray.get(parts["text"])
     for row, length in enumerate(meta.lengths):
         digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""The loss of held-out data, of each of their sources, and what else pairs of answers tell."""
+"""Held-out loss, in total and by source, and rewards of preference pairs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from raymm.data.loading.builder import none_usable
 from raymm.data.loading.loader import Step
 from raymm.runtime.parallel_module import PendingOutput, StepOutput
 
-HELDOUT = "heldout_"  # of what a row of the metrics has of them
+HELDOUT = "heldout_"  # prefix of the keys in metrics rows
 
 
 @dataclass
 class HeldoutLoss:
-    """Means over the label tokens, or the pairs of answers, of all held-out data.
-
-    Attributes:
-        names: of their sources.
-        skipped: samples that were left out.
-    """
+    """Means over the label tokens, or the preference pairs, of all held-out data."""
 
     names: Sequence[str]
     skipped: list[Skipped] = field(default_factory=list)
@@ -36,15 +31,8 @@ class HeldoutLoss:
         cls, submit: Callable[..., PendingOutput], steps: Iterable[Step], in_flight: int,
         names: Sequence[str],
     ) -> HeldoutLoss:
-        """Of all steps.
-
-        Args:
-            submit: of the model, as of
-                :meth:`raymm.runtime.parallel_module.ParallelModule.submit`.
-            steps: of the held-out data.
-            in_flight: how many may be under way.
-            names: of the data's sources.
-        """
+        """Compute the loss of all steps, with at most ``in_flight`` steps in flight. ``submit`` is
+        :meth:`raymm.runtime.parallel_module.ParallelModule.submit`, ``names`` are the sources."""
         sums = cls(names)
         pending: deque[PendingOutput] = deque()
         for step in steps:
@@ -70,26 +58,22 @@ class HeldoutLoss:
             self._rewards[name] = self._rewards.get(name, 0.0) + mean * output.label_tokens
 
     def check(self) -> None:
-        """
-        Raises:
-            DataError: no sample is usable, and the mean is one of nothing.
-        """
+        """Raise a ``DataError`` if no sample was usable, so that the mean is undefined."""
         if self.skipped and not self._tokens:
             raise none_usable(self.skipped, "the held-out")
 
     @property
     def loss(self) -> float:
-        """The mean."""
         return self._total / max(self._tokens, 1)
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Of pairs of answers, means over them."""
+        """Mean rewards of preference pairs."""
         return {name: total / max(self._tokens, 1) for name, total in self._rewards.items()}
 
     @property
     def row(self) -> dict[str, Any]:
-        """What a row of the metrics has of it."""
+        """Values for a metrics row."""
         row: dict[str, Any] = {
             f"{HELDOUT}loss": self.loss, f"{HELDOUT}skipped": len(self.skipped),
         }

@@ -1,5 +1,4 @@
-"""Texts that a model wrote as a page: what was asked, with pictures, what it wrote, what was right.
-"""
+"""Page of the texts that a model generated, next to prompts, pictures and reference answers."""
 
 from __future__ import annotations
 
@@ -27,12 +26,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class WrittenText:
-    """What a model wrote of a sample.
-
-    Attributes:
-        id: of the sample.
-        prompt, text, answer: what it was given, what it wrote, what was right.
-    """
+    """Generated text of a sample, with its prompt and reference answer."""
 
     id: str
     prompt: str
@@ -44,15 +38,9 @@ def write_table(
     folder: Path, step: int, texts: Sequence[WrittenText], samples: Mapping[str, Sample],
     metrics: Mapping[str, float],
 ) -> Path:
-    """Write ``evaluations/step-N.html`` and, as data, ``.jsonl``; returns the page.
-
-    Args:
-        folder: of the run.
-        step: after which they were written.
-        texts: by the model.
-        samples: by id, for their pictures.
-        metrics: of all texts.
-    """
+    """Write the texts after ``step`` steps to ``evaluations/step-N.html`` and ``.jsonl`` in
+    ``folder``, the folder of the run; return the path of the page. Pictures come from ``samples``,
+    by id."""
     place = folder / FOLDER
     place.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:08d}"
@@ -82,7 +70,7 @@ def _pictures(sample: Sample | None) -> str:
         try:
             with open_media(frame) as file:
                 cells.append(_thumbnail(file.read()))
-        except USER_CODE_RAISES:  # a sound, or what no library reads as a picture
+        except USER_CODE_RAISES:  # a sound, or a file that is not a readable picture
             cells.append(html.escape(Path(media_name(item)).name))
     return "<br>".join(cells)
 

@@ -1,4 +1,4 @@
-"""Evaluates a model that runs by what it writes of held-out samples."""
+"""Evaluation of a running model by the texts that it generates for held-out samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from raymm.runtime.generation import (
 
 @dataclass
 class _Asked:
-    """A held-out sample: its prompt, and the answer's tokens."""
+    """Held-out sample: its prompt, and the tokens of the answer."""
 
     id: str
     prompt: Prompt
@@ -55,23 +55,19 @@ class _Asked:
 
 
 class TextEvaluation:
-    """What ``run.evaluate`` asks for.
+    """Evaluation configured by ``run.evaluate``.
 
     Args:
-        asked: the section.
-        parallel: the model that runs.
-        data: with held-out samples.
-        folder: of the run.
-        places: of data workers.
-        features: looks for features of items that were kept.
+        data: must have held-out samples.
+        places: Ray scheduling strategies of the data workers.
+        features: lookup of cached features.
 
     Attributes:
-        best: the best evaluation, and when the run ends.
-        rules: how texts end.
+        best: selection of the best evaluation, and early stopping.
+        rules: end conditions of generated texts.
 
     Raises:
-        ModelError: the model cannot write text under its plan.
-        ModelError: a metric cannot be imported.
+        ModelError: the model cannot generate text under its plan, or a metric cannot be imported.
     """
 
     def __init__(
@@ -89,30 +85,20 @@ class TextEvaluation:
         self._functions = {
             name: None if name in METRICS else import_object(name) for name in asked.metrics
         }
-        # It reads no samples.
+        # No dataset is needed, because this builder reads no samples.
         builder: Any = step_builder(data, None)  # type: ignore[arg-type]
         self._tokenizer = builder.tokenizer
         self.rules = WritingRules.of(parallel.model, builder.tokenizer, builder.answer_ends)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether it is after this step.
-
-        Args:
-            step: number of steps taken.
-            last: of all.
-        """
+        """Return True if an evaluation is due after ``step`` of ``last`` steps."""
         return step == last or step % self.asked.every == 0
 
     def run(self, step: int) -> dict[str, Any]:
-        """Evaluate, and write the table; what ``metrics.jsonl`` gets of it.
-
-        Args:
-            step: number of steps taken.
-
-        Raises:
-            DataError: no held-out sample is usable.
-        """
-        # First: samples keep the data workers that others would have the places of.
+        """Evaluate after ``step`` steps, write the table, and return the row for ``metrics.jsonl``.
+        Raise a ``DataError`` if no held-out sample is usable."""
+        # Pairs are compared first, because samples keep their data workers alive, which occupy the
+        # places of other data workers.
         compared = self._compared() if set(OF_PAIRS) & set(self._functions) else {}
         samples: list[_Asked] = []
         skipped: list[Skipped] = []
@@ -139,7 +125,7 @@ class TextEvaluation:
         try:
             page = write_table(self._folder, step, texts, self._shown, metrics)
             table = str(page.relative_to(self._folder))
-        except OSError as error:  # the numbers count, also while the disk is full
+        except OSError as error:  # report the metrics even if the disk is full
             table = f"not written: {error}"
         return {
             "step": step, **{PREFIX + name: value for name, value in metrics.items()},
@@ -147,7 +133,8 @@ class TextEvaluation:
         }
 
     def _prompts(self, samples: list[_Asked], skipped: list[Skipped]) -> Iterator[Prompt]:
-        """Of held-out samples, which are noted as they are asked for, as those left out are."""
+        """Yield the prompts of held-out samples; append each sample to ``samples``, or to
+        ``skipped``."""
         with StepLoader(
             self._data, "heldout", steps=self.asked.samples,
             check=self._parallel.sample_check(), places=self._places, features=self._features,
@@ -171,7 +158,7 @@ class TextEvaluation:
                 yield asked.prompt
 
     def _loss(self, step: Any, text: Mapping[str, torch.Tensor], start: int, stop: int) -> float:
-        """Sum of the cross entropies of an answer's tokens."""
+        """Return the sum of the cross entropies of the tokens of an answer."""
         labels = torch.full_like(text["labels"], IGNORE_INDEX)
         labels[:, start:stop] = text["labels"][:, start:stop]
         parts = {**step.microbatches[0], "text": {**text, "labels": labels}}
@@ -184,7 +171,7 @@ class TextEvaluation:
         return math.exp(sum(sample.loss for sample in samples) / max(tokens, 1))
 
     def _compared(self) -> Mapping[str, float]:
-        """What pairs of answers tell."""
+        """Return the metrics of preference pairs."""
         with StepLoader(
             self._pairs, "heldout", steps=self.asked.samples,
             check=self._parallel.sample_check(), places=self._places, features=self._features,
@@ -196,14 +183,14 @@ class TextEvaluation:
 
     @cached_property
     def _shown(self) -> dict[str, Sample]:
-        """The samples, for their pictures."""
+        """The samples by id, for their pictures."""
         dataset = open_split(self._data, "heldout")
         order = EpochSampler(len(dataset), 1, self._data.shuffle, self._data.seed).one_pass(None)
         samples: dict[str, Sample] = {}
         for (index,), _ in islice(order, self.asked.samples):
             try:
                 sample = dataset[index]
-            except SampleError:  # it was left out, as the data say
+            except SampleError:  # the sample was skipped
                 continue
             samples[sample.id] = sample
         return samples
@@ -214,8 +201,8 @@ class TextEvaluation:
 
 
 def last_answer(labels: torch.Tensor) -> tuple[int, int]:
-    """Where the last run of labels is, in (T,) int64; a text that is learnt whole is an answer to
-    its first token."""
+    """Return the range of the last run of labels in (T,) int64. If all tokens are learned, the
+    answer starts after the first token."""
     places = (labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
     start = stop = places[-1] + 1
     while start - 1 in places:
@@ -226,15 +213,9 @@ def last_answer(labels: torch.Tensor) -> tuple[int, int]:
 def prompt_before(
     start: int, parts: Mapping[str, Any], meta: MicrobatchMeta, keep: Any = None
 ) -> Prompt:
-    """The tokens of a microbatch of one row before its answer, with all its items.
-
-    Args:
-        start: of the answer.
-        parts: of the microbatch, its text as tensors.
-        meta: of it.
-        keep: owner of the parts.
-    """
-    # What a whole model's towers are told of (grids, shapes) is of no token.
+    """Return the tokens of a microbatch of one row before ``start``, the first token of the answer,
+    with all its items. ``keep`` owns the parts."""
+    # Some inputs of the towers (grids, shapes) are not per token and stay complete.
     whole = parts["text"]["input_ids"].shape
     text = {
         name: value[:, :start] if value.shape[:2] == whole else value

@@ -1,10 +1,10 @@
-"""How near a text is to the one that was asked for."""
+"""Metrics of the similarity between a generated text and the reference answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# Of ANLS: a text that is less similar counts nothing (Biten et al., Scene Text Visual Question
+# Threshold of ANLS: a less similar text scores 0 (Biten et al., Scene Text Visual Question
 # Answering, 2019, eq. 1).
 LEAST_SIMILARITY = 0.5
 
@@ -12,13 +12,13 @@ Metric = Callable[[str, str], float]
 
 
 def exact_match(text: str, answer: str) -> float:
-    """1 for the same text, but for spaces around it; else 0."""
+    """Return 1 if the texts are equal except for surrounding white space, else 0."""
     return float(text.strip() == answer.strip())
 
 
 def anls(text: str, answer: str) -> float:
-    """Normalised Levenshtein similarity of characters, without regard to case and to spaces around
-    them; 0 below :data:`LEAST_SIMILARITY`."""
+    """Return the normalised Levenshtein similarity of characters, ignoring case and surrounding
+    white space; 0 below :data:`LEAST_SIMILARITY`."""
     text, answer = text.strip().lower(), answer.strip().lower()
     longest = max(len(text), len(answer))
     similarity = 1.0 if not longest else 1 - edits(text, answer) / longest
@@ -26,13 +26,15 @@ def anls(text: str, answer: str) -> float:
 
 
 def word_errors(text: str, answer: str) -> tuple[int, int]:
-    """Words that would have to be put in, left out or exchanged; and words of the answer."""
+    """Return the number of word insertions, deletions and substitutions, and the number of words in
+    the answer."""
     words = answer.split()
     return edits(text.split(), words), len(words)
 
 
 def edits(first: Sequence[object], second: Sequence[object]) -> int:
-    """Levenshtein distance: how many elements have to be put in, left out or exchanged."""
+    """Return the Levenshtein distance: the number of insertions, deletions and substitutions of
+    elements."""
     row = list(range(len(second) + 1))
     for number, element in enumerate(first, 1):
         before, row[0] = row[0], number
@@ -44,13 +46,8 @@ def edits(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def measured(name: str, function: Metric | None, pairs: Sequence[tuple[str, str]]) -> float:
-    """A metric of texts and answers; of none it is 0.
-
-    Args:
-        name: ``"exact_match"``, ``"anls"``, ``"wer"``, or another's.
-        function: of another; None for these.
-        pairs: texts with their answers.
-    """
+    """Return a metric over (text, answer) pairs; 0 for no pairs. ``name`` is ``"exact_match"``,
+    ``"anls"``, ``"wer"``, or that of a custom metric, which is ``function``."""
     if name == "wer":
         counts = [word_errors(*pair) for pair in pairs]
         return sum(errors for errors, _ in counts) / max(sum(words for _, words in counts), 1)

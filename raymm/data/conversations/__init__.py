@@ -1,1 +1,1 @@
-"""Conversations: chat templates, labels, and the inputs that a model's processor makes."""
+"""Conversations: chat templates, labels, and the inputs that the processor of a model makes."""

@@ -1,7 +1,7 @@
-"""A conversation that is ready for a model's own processor, and its labels.
+"""Conversation in the form for the processor of a model, and its labels.
 
-A processor replaces the place of each item by as many tokens as the item has. The text between the
-places keeps its tokens, so the labels of the plain text are found in the processor's tokens.
+A processor replaces the marker of each item by as many tokens as the item has. The text between the
+items keeps its tokens, so the labels of the plain text can be located among the processor's tokens.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from raymm.data.samples.placeholders import text_error
 from raymm.data.samples.sample import Sample
 
 Media = Mapping[str, Sequence[Any]]
-# Tokens without a label that are compared on each side of the learned ones.
+# Number of tokens without a label that are compared on each side of the learned tokens.
 _CONTEXT = 4
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A sample, rendered and decoded.
+    """Rendered sample with decoded items.
 
     Attributes:
-        sample: the row.
-        text: its rendering, with a place for each item.
-        media: by kind, its items, decoded.
-        ids: tokens of the text.
+        text: rendering, with a marker for each item.
+        media: decoded items by kind.
+        ids: token ids of the text.
         learned: True for each token that has a label.
         runs: token ranges of the text before, between and after the items.
     """
@@ -44,23 +43,19 @@ class Conversation:
 
     @property
     def id(self) -> str:
-        """Name of the sample."""
         return self.sample.id
 
     @property
     def has_labels(self) -> bool:
-        """True if a token between its items is learned."""
+        """True if any token outside the items is learned."""
         return any(self.learned[i] for run in self.runs for i in run)
 
     def labels(self, ids: Sequence[int]) -> list[int]:
-        """Return the labels of the processor's tokens; tokens of items have none.
-
-        Args:
-            ids: the processor's tokens of the text and its items.
+        """Return the labels of the processor's tokens ``ids``; tokens of items have none.
 
         Raises:
-            SampleError: the tokens between the items are not those of the text, or could be in
-                more than one place.
+            SampleError: the tokens between the items differ from those of the text, or fit in
+                several places.
         """
         labels = [IGNORE_INDEX] * len(ids)
         runs = [run for run in map(self._compared, self.runs) if run]
@@ -80,8 +75,9 @@ class Conversation:
         return labels
 
     def _compared(self, run: range) -> range:
-        """Return the learned tokens of a run with some tokens around them, without the tokens next
-        to an item, which may merge with the item's text. The last run goes to its end."""
+        """Return the learned tokens of a run with some tokens around them. Tokens next to an item
+        are omitted, because they may merge with the text of the item. The last run extends to its
+        end."""
         own = [i for i in run if self.learned[i]]
         if not own:
             return range(0)
@@ -91,8 +87,9 @@ class Conversation:
         return range(max(first, own[0] - _CONTEXT), last)
 
     def _places(self, ids: Sequence[int], runs: Sequence[range], step: int) -> list[int] | None:
-        """Return where the runs begin in the processor's tokens: each at its first possible place
-        (step 1) or at its last (step -1); the last run is at the end. None if one is missing."""
+        """Return the positions of the runs in the processor's tokens: each at its first possible
+        position (step 1) or its last (step -1); the last run is at the end. None if a run is
+        missing."""
         own = [[self.ids[i] for i in run] for run in runs]
         if not own:
             return []
@@ -114,23 +111,21 @@ class Conversation:
         return places[::step] + end
 
     def after_media(self) -> int | None:
-        """Return how many of its last tokens are certainly of no item; None for all."""
+        """Return the number of last tokens that cannot belong to an item; None for a sample without
+        items."""
         return len(self.runs[-1]) if any(self.media.values()) else None
 
 
 def conversation(
     processor: ModelProcessor, sample: Sample, chat: RenderedChat, media: Media
 ) -> Conversation:
-    """Return a rendered sample with its items.
+    """Combine a rendered sample with its items.
 
     Args:
-        processor: of the model.
-        sample: the row.
-        chat: its rendering.
-        media: its items, decoded, in the order of their places.
+        media: decoded items, in the order of their markers.
 
     Raises:
-        SampleError: the text has another number of places than the row has items.
+        SampleError: the numbers of markers and items differ.
     """
     for kind, items in media.items():
         if items and not processor.markers.get(kind):
@@ -168,7 +163,7 @@ def conversation(
     for begin, end in sorted(places):
         first = next((i for i in range(start, count) if chat.offsets[i][1] > begin), start)
         runs.append(range(start, first))
-        # A tokenizer's own end of text is at (0, 0).
+        # An end-of-text token added by the tokenizer has the offsets (0, 0).
         start = next(
             (i for i in range(first, count) if chat.offsets[i][0] >= end or not chat.offsets[i][1]),
             count,

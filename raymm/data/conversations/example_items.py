@@ -1,4 +1,4 @@
-"""Synthetic items, with which the towers of a model are found if its data have no items."""
+"""Synthetic items, used to find the towers of a model if its data have no items."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import torch
 from raymm.data.conversations.processor import IDS, ModelProcessor
 from raymm.errors import USER_CODE_RAISES
 
-# Pixels of a side; seconds of a sound; frames of a video.
+# Pixels per side of a picture; seconds of a sound; frames of a video.
 _SIDE, _SECONDS, _FRAMES = 112, 1.0, 4
 
 
 def example_items(processor: ModelProcessor) -> Iterator[tuple[str, dict[str, Sequence[Any]]]]:
-    """Yield a text with an item of each kind that a processor takes, and its media by kind. Of
-    pictures and videos, which most models have one tower for, only the first.
-
-    Args:
-        processor: of the model.
-    """
+    """Yield a text with one item, and its media by kind, for each kind that a processor accepts. Of
+    pictures and videos, only the first accepted kind is used, because most models have one tower
+    for both."""
     taken: set[str] = set()
     for kind in ("image", "video", "audio"):
         if kind == "video" and "image" in taken:
@@ -30,7 +27,7 @@ def example_items(processor: ModelProcessor) -> Iterator[tuple[str, dict[str, Se
             try:
                 media: dict[str, Sequence[Any]] = {kind: [_item(processor, kind)]}
                 tensors = processor([text], [media])
-            except USER_CODE_RAISES:  # a processor of other kinds may raise anything
+            except USER_CODE_RAISES:  # any error for a kind that is not accepted
                 continue
             if _has_items(tensors):
                 taken.add(kind)
@@ -50,6 +47,6 @@ def _item(processor: ModelProcessor, kind: str) -> Any:
 
 
 def _has_items(tensors: dict[str, torch.Tensor]) -> bool:
-    """Return True if there are other tensors than those of tokens."""
+    """Return True if there are tensors other than those of tokens."""
     shape = tensors[IDS].shape
     return any(value.shape[:2] != shape and value.is_floating_point() for value in tensors.values())

@@ -1,5 +1,5 @@
-"""Messages of a row in the form that a processor's chat template takes: strings or lists of parts,
-with a part, or the processor's own token, for every media item."""
+"""Messages of a row in the form that the chat template of a processor accepts: strings or lists of
+parts, with a part, or the processor's token, for every media item."""
 
 from __future__ import annotations
 
@@ -18,21 +18,16 @@ def template_messages(
     sample: Sample, modalities: Mapping[str, ModalityDataConfig], template: ChatTemplate,
     item_tokens: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """Return the messages of a sample with a place for each of its items.
+    """Return the messages of a sample with a placeholder for each of its items.
 
     In a text, ``<image>``, ``<video>`` and ``<audio>`` (or ``placeholder`` of the modality) are
-    places; a backslash before the mark makes it literal text. Items of a kind without any place
-    come at the start of the first user message, as in TRL. Strings stay strings where the
-    template takes strings for the role, and lists stay lists where it takes lists.
-
-    Args:
-        sample: it has messages.
-        modalities: by kind (``image``, ``video``, ``audio``).
-        template: of the processor.
-        item_tokens: by kind, the token that stands for an item in a text.
+    placeholders; a backslash before the mark makes it literal text. Items of a kind without any
+    placeholder come at the start of the first user message, as in TRL. Strings stay strings if the
+    template accepts strings for the role, and lists stay lists if it accepts lists. ``item_tokens``
+    has, by kind, the token that represents an item in a text.
 
     Raises:
-        SampleError: the numbers of places and of items differ, or the template takes no media.
+        SampleError: the numbers of placeholders and items differ, or the template accepts no media.
     """
     types = part_types(modalities)
     check_parts(sample, types)
@@ -75,7 +70,7 @@ def _place_items(
     sample: Sample, contents: list[list[dict[str, Any]] | None],
     modalities: Mapping[str, ModalityDataConfig], marks: Mapping[str, str],
 ) -> None:
-    """Add places for items of kinds that have none, and check the numbers."""
+    """Add placeholders for items of kinds that have none, and check the numbers."""
     counts = Counter(
         part["type"] for parts in contents for part in parts or () if part["type"] != "text"
     )
@@ -105,7 +100,7 @@ def _content(
     sample: Sample, message: Mapping[str, Any], parts: list[dict[str, Any]] | None,
     template: ChatTemplate, item_tokens: Mapping[str, str],
 ) -> Any:
-    """Return the content of a message in a form that the template takes for its role."""
+    """Return the content of a message in a form that the template accepts for its role."""
     if parts is None:
         return None
     strings, lists = template.takes(message["role"])

@@ -1,7 +1,7 @@
 """Processor of a Hugging Face model: chat template, tokenizer, and tensors of media.
 
-There is no code for single models: a processor is called with the arguments that all processors of
-transformers have, and its outputs keep their names.
+No code is specific to a model: a processor is called with the arguments that all processors of
+transformers accept, and its outputs keep their names.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _PROBE = "raymmprobe"
 
 
 class ModelProcessor:
-    """A model's processor.
+    """Processor of a model.
 
     Args:
-        folder: that ``save_pretrained`` wrote, or the id of a model on the hub.
-        trust_remote_code: run Python files that it brings, if it names some.
+        folder: folder written by ``save_pretrained``, or the id of a model on the hub.
+        trust_remote_code: run Python files of the folder, if it names any.
         options: variables for the chat template of every sample.
         ignored: keys of messages that the chat template need not write.
 
     Raises:
-        DataError: the folder does not exist, holds no processor or no chat template, or needs its
-            own code.
+        DataError: the folder is missing, has no processor or chat template, or needs Python code
+            that is not trusted.
     """
 
     def __init__(
@@ -59,10 +59,7 @@ class ModelProcessor:
 
     @property
     def sampling_rate(self) -> int:
-        """Hz of the sound that it takes.
-
-        Raises:
-            ValueError: it takes none.
+        """Sampling rate of its sound input in Hz; raises a ``ValueError`` if sound is not accepted.
         """
         for name in ("feature_extractor", "audio_processor"):
             rate = getattr(getattr(self._processor, name, None), "sampling_rate", None)
@@ -71,19 +68,18 @@ class ModelProcessor:
         raise ValueError(f"{type(self._processor).__name__} does not accept sound")
 
     def save(self, folder: str | Path) -> None:
-        """Write it, with its chat template."""
         self._processor.save_pretrained(folder)
 
     @cached_property
     def item_tokens(self) -> dict[str, str]:
-        """By kind, the token that stands for an item in a text, where the processor names one."""
+        """By kind, the token that represents an item in a text, if the processor names one."""
         tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in KINDS}
         return {kind: str(token) for kind, token in tokens.items() if token}
 
     @cached_property
     def item_ids(self) -> frozenset[int]:
-        """Ids of the tokens that stand for items before or after they are processed, where the
-        processor names them."""
+        """Ids of the tokens that represent items before or after processing, if the processor names
+        them."""
         ids: list[Any] = []
         for kind in KINDS:
             ids.append(getattr(self._processor, f"{kind}_token_id", None))
@@ -93,7 +89,8 @@ class ModelProcessor:
 
     @cached_property
     def markers(self) -> dict[str, str]:
-        """By kind, what a rendering has for an item; empty where the template takes no item."""
+        """By kind, the text that a rendering contains for an item; empty if the template accepts no
+        such item."""
         return {
             kind: self.template.marker({"type": kind}) or self.item_tokens.get(kind, "")
             for kind in KINDS
@@ -105,20 +102,20 @@ class ModelProcessor:
         """Return the tensors of some samples, padded on the right.
 
         Args:
-            texts: rendered conversations or plain texts. Special tokens of the tokenizer are
-                added to each that :meth:`adds_special` is true of.
-            media: per text and kind, its items: images, lists of frames or a :class:`Clip`,
+            texts: rendered conversations or plain texts. The tokenizer adds its special tokens to
+                each text for which :meth:`adds_special` is True.
+            media: items of each text by kind: images, lists of frames or a :class:`Clip`,
                 (samples,) float32 sound.
 
         Raises:
-            ValueError: what the processor returns is not what a model takes.
-            Exception: whatever the processor raises.
+            ValueError: the processor does not return tensors that a model accepts.
+            Exception: any error of the processor.
         """
         arguments: dict[str, Any] = {}
         for kind, argument in KINDS.items():
             items = [list(own.get(kind, ())) for own in media]
             if any(items):
-                # Pictures come in a list of each text, others in one.
+                # Processors expect pictures as one list per text, other items as a single list.
                 arguments[argument] = items if kind == "image" else sum(items, [])
         if KINDS["audio"] in arguments:
             arguments["sampling_rate"] = self.sampling_rate
@@ -127,11 +124,11 @@ class ModelProcessor:
             arguments |= {
                 KINDS["video"]: [v.frames if isinstance(v, Clip) else v for v in videos],
                 "video_metadata": [_metadata(video) for video in videos],
-                "do_sample_frames": False,  # they are frames already
+                "do_sample_frames": False,  # frames are already selected
             }
         special = [self.adds_special(text) for text in texts]
         if any(special) and not all(special):
-            # The processor has one setting for all texts.
+            # The processor has one setting for all texts, so the tokens are added here.
             begin, end = self._special_texts
             texts = [
                 begin + text + end if is_added else text
@@ -157,17 +154,18 @@ class ModelProcessor:
         return tensors
 
     def adds_special(self, text: str) -> bool:
-        """Return True if the tokenizer adds its special tokens to a text, which it does unless the
-        text begins with the beginning of text or the processor writes that itself (Mllama)."""
+        """Return True if the tokenizer adds its special tokens to a text. It does unless the text
+        begins with the beginning-of-text token, or the processor writes that token itself (Mllama).
+        """
         first = self.tokenizer.bos_token
         return first is None or not text.startswith(first) and not self._writes_first
 
     @cached_property
     def _writes_first(self) -> bool:
-        """True if the processor puts the beginning of text before every text."""
+        """True if the processor inserts the beginning-of-text token before every text."""
         try:
             output = self._processor(text=[_PROBE], text_kwargs={"add_special_tokens": False})
-        except USER_CODE_RAISES:  # some processors take no text without an image
+        except USER_CODE_RAISES:  # some processors accept no text without an image
             return False
         return list(output[IDS][0])[:1] == [self.tokenizer.bos_token_id]
 
@@ -205,7 +203,7 @@ def _load(folder: str, trust_remote_code: bool) -> Any:
             )
     except ConfigError:
         raise
-    except USER_CODE_RAISES as error:  # a folder may hold anything
+    except USER_CODE_RAISES as error:  # a folder may contain anything
         if custom_code(folder) and not trust_remote_code:
             raise DataError(f"{FIELD}: {why_not_loaded(folder, 'AutoProcessor', error)}") from None
         raise DataError(

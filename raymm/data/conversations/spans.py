@@ -1,10 +1,10 @@
-"""Find the turns of the assistant in a rendered conversation.
+"""Location of the turns of the assistant in a rendered conversation.
 
-A turn begins where the prompt for it ends (the conversation so far, with the generation prompt)
-and ends where the rendering of the conversation up to it ends. Most templates only append, so both
-are prefixes of the whole rendering. Other templates rewrite earlier turns when messages follow
-(thinking templates, tools in the last user message). There, the text between two contents is
-compared instead: contents are located by rendering the conversation once more with a mark in them.
+A turn begins where the prompt for it ends (the conversation so far, with the generation prompt) and
+ends where the rendering of the conversation up to it ends. Most templates only append, so both are
+prefixes of the entire rendering. Other templates rewrite earlier turns when messages follow
+(thinking templates, tools in the last user message). For these, the text between two contents is
+compared instead; contents are located by rendering the conversation once more with a mark in them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from raymm.errors import USER_CODE_RAISES, SampleError
 
 Message = Mapping[str, Any]
 Render = Callable[..., str]
-# A generation prompt may open or close a block of reasoning, which belongs to the turn.
+# A generation prompt may open or close a reasoning block, which belongs to the turn.
 _REASONING = re.compile(r"<think>\s*(</think>\s*)?\Z")
-# Characters of a private area, which no conversation has.
+# Contains private-use characters, which conversations do not contain.
 _MARK = "\ue4f3mark\ue4f4"
 
 
 def aligned(first: str, second: str) -> str:
-    """Return the common prefix of two texts."""
     return os.path.commonprefix((first, second))
 
 
@@ -34,15 +33,15 @@ def learned_spans(
     render: Render, messages: Sequence[Message], text: str, offsets: Sequence[tuple[int, int]],
     headers: tuple[str, str], special: re.Pattern[str],
 ) -> list[tuple[int, int]]:
-    """Return first and end character of each message of the assistant, in order.
+    """Return the first and end character of each message of the assistant, in order.
 
     Args:
-        render: renders messages, with ``prompt=True`` with a generation prompt.
-        messages: the conversation.
-        text: its rendering.
-        offsets: characters of the text's tokens.
-        headers: the generation prompt alone, with the variables of the sample and without.
-        special: matches one special token or one character of white space.
+        render: renders messages; with ``prompt=True``, adds a generation prompt.
+        text: rendering of the messages.
+        offsets: character ranges of the tokens of the text.
+        headers: the generation prompt alone, with the variables of the sample and without
+            variables.
+        special: matches one special token or one white space character.
 
     Raises:
         SampleError: a turn cannot be located.
@@ -122,8 +121,9 @@ class _Finder:
         return start
 
     def _after_header(self, place: int, header: str, content: int | None) -> int | None:
-        """Return where a header at a place ends. The text may lack its end if that is white space
-        or if the content follows, as where a prompt opens a block of reasoning; else None."""
+        """Return the end of a header that starts at a position; None if the text differs. The text
+        may lack the end of the header if that end is white space, or if the content follows (a
+        prompt may open a reasoning block)."""
         length = self._common(place, header)
         end, rest = place + length, header[length:]
         return end if not rest.strip() or length and end == content else None
@@ -137,7 +137,7 @@ class _Finder:
         so_far = self._try(messages)
         if so_far is not None and self._text.startswith(so_far):
             return len(so_far)
-        if so_far is None:  # some templates render nothing without a user's message
+        if so_far is None:  # some templates render nothing without a user message
             messages, place = [{"role": "user", "content": "Hi."}, *messages], number + 1
             so_far = self._try(messages)
         own = self._content_end(self._messages, number, self._text)
@@ -151,11 +151,8 @@ class _Finder:
         return own + length
 
     def _check_end(self, number: int) -> None:
-        """
-        Raises:
-            SampleError: the text goes on after the last turn. Some templates append the
-                generation prompt always.
-        """
+        """Raise a ``SampleError`` if the text continues after the last turn. Some templates always
+        append the generation prompt."""
         if self._header:
             return
         more = [*self._messages, {"role": "user", "content": "Hi."}]
@@ -168,8 +165,8 @@ class _Finder:
             raise SampleError(f"messages[{number}] ends otherwise when messages follow")
 
     def ending(self, stop: int) -> int:
-        """Return the end of a turn with the token that ends it. Where the template writes none, or
-        another one for the last turn, that is the next special token (``<|user|>`` of GLM)."""
+        """Return the end of a turn including its end token. If the template writes no such token,
+        or another one after the last turn, the next special token counts (``<|user|>`` of GLM)."""
         length = len(self._text[:stop].rstrip())
         last = next((span for span in reversed(self._offsets) if span[1] <= length), (0, 0))
         if self._special.fullmatch(self._text, *last):
@@ -184,7 +181,7 @@ class _Finder:
             return None
 
     def _common(self, place: int, other: str) -> int:
-        """Return how many characters from a place on are those of another text, in whole
+        """Return the number of characters from a position on that match another text, in whole
         tokens."""
         stop = place + len(aligned(self._text[place : place + len(other)], other))
         while stop not in self._boundaries:
@@ -192,7 +189,8 @@ class _Finder:
         return max(stop - place, 0)
 
     def _content_start(self, number: int) -> int | None:
-        """Return where the content of a message begins in the text; None if it is not there."""
+        """Return the position of the content of a message in the text; None if the content is
+        missing."""
         changed = self._changed(self._messages, number, lambda content: _MARK)
         place = len(aligned(self._text, changed)) if changed is not None else 0
         return place if changed is not None and changed[place:].startswith(_MARK) else None
@@ -200,7 +198,8 @@ class _Finder:
     def _content_end(
         self, messages: Sequence[Message], number: int, text: str, prompt: bool = False
     ) -> int | None:
-        """Return where the content of a message ends in a rendering; None if it is not there."""
+        """Return the end of the content of a message in a rendering; None if the content is
+        missing."""
         changed = self._changed(messages, number, lambda content: (content or "") + _MARK, prompt)
         if changed is None:
             return None
@@ -211,7 +210,7 @@ class _Finder:
         self, messages: Sequence[Message], number: int, change: Callable[[str], str],
         prompt: bool = False,
     ) -> str | None:
-        """Return the rendering with another content of one message."""
+        """Return the rendering with the content of one message changed."""
         content = messages[number]["content"]
         if isinstance(content, list):
             mark = change("")

@@ -1,4 +1,4 @@
-"""Chat template of a tokenizer or processor, and the tokens of a conversation that are learned."""
+"""Chat template of a tokenizer or processor, and the learned tokens of a conversation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from raymm.errors import USER_CODE_RAISES, DataError, SampleError
 Message = Mapping[str, Any]
 # Key of a message that masks its labels; see ``Sample.messages``.
 LOSS = "loss"
-# Keys of messages that name a call or a speaker. Many templates write none of them, and their
-# absence changes nothing that is learned.
+# Keys of messages that name a call or a speaker. Many templates do not write them, which does not
+# affect the learned tokens.
 _IDENTIFIERS = frozenset({"id", "name", "tool_call_id"})
-# Arguments of ``render_jinja_template`` that are not variables of a template.
+# Arguments of ``render_jinja_template`` that are not template variables.
 _RESERVED = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversations",
     "documents", "messages", "return_assistant_tokens_mask", "tools",
@@ -34,10 +34,10 @@ _PROBE = "raymmprobe"
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as its template writes it, in tokens.
+    """Conversation as rendered by its template, in tokens.
 
     Attributes:
-        text: the whole rendering.
+        text: the entire rendering.
         ids: token ids of the text.
         offsets: first and end character of each token.
         learned: True for each token that has a label.
@@ -50,14 +50,13 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """Renders conversations and finds the tokens of the assistant in them.
+    """Renders conversations and locates the tokens of the assistant.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        processor: the processor that has the template, if there is one.
+        processor: processor that has the template, if any.
         options: variables for the template of every sample (``data.chat_template_kwargs``).
-        ignored: keys of messages that the template need not write
-            (``data.ignore_message_keys``).
+        ignored: keys of messages that the template need not write (``data.ignore_message_keys``).
 
     Raises:
         DataError: there is no template, or the tokenizer has no character offsets.
@@ -88,11 +87,8 @@ class ChatTemplate:
         self._written: set[str] = set()
 
     def source(self, tools: Any = None) -> str:
-        """Jinja source of the template. Of several named ones, ``tool_use`` if there are tools.
-
-        Args:
-            tools: function definitions of the row.
-        """
+        """Return the Jinja source of the template. If there are several named templates,
+        ``tool_use`` is used for a row with tools."""
         if not isinstance(self._template, Mapping):
             return self._template
         name = "tool_use" if tools and "tool_use" in self._template else "default"
@@ -109,16 +105,16 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: in a form that the template takes.
-            prompt: append what an assistant's turn begins with.
+            messages: in a form that the template accepts.
+            prompt: append the generation prompt.
             tools: function definitions.
             options: variables for the template; by default those of the configuration.
 
         Returns:
-            The text, and the characters of its ``{% generation %}`` blocks.
+            The text, and the character ranges of its ``{% generation %}`` blocks.
 
         Raises:
-            Exception: whatever the template raises.
+            Exception: any error of the template.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -127,7 +123,7 @@ class ChatTemplate:
         options = self._options if options is None else options
         with limited_rendering():
             if not _GENERATION.search(source):
-                # Some processors change the template or the messages for some kinds of items.
+                # Some processors modify the template or the messages for some kinds of items.
                 text = self._owner.apply_chat_template(
                     messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False,
                     **options,
@@ -141,14 +137,14 @@ class ChatTemplate:
         return texts[0], [(int(start), int(stop)) for start, stop in blocks[0]]
 
     def takes(self, role: str) -> tuple[bool, bool]:
-        """Return whether messages of a role may have a string and a list of parts as content."""
+        """Return whether messages of a role may have a string, and a list of parts, as content."""
         if role not in self._takes:
             parts = [{"type": "text", "text": _PROBE}]
             self._takes[role] = (self._writes(role, _PROBE), self._writes(role, parts))
         return self._takes[role]
 
     def _writes(self, role: str, content: Any) -> bool:
-        """Return True if the template writes the probe in some content of a role."""
+        """Return True if the template writes the probe in a content of a role."""
         message = {"role": role, "content": content}
         for text in ("Hi.", [{"type": "text", "text": "Hi."}]):
             user = {"role": "user", "content": text}
@@ -167,12 +163,8 @@ class ChatTemplate:
         return False
 
     def marker(self, part: Mapping[str, Any]) -> str:
-        """Return the text that the template writes for a media part, without text around its
-        special tokens; empty if it writes nothing.
-
-        Args:
-            part: the part, such as ``{"type": "image"}``.
-        """
+        """Return the text that the template writes for a media part such as ``{"type": "image"}``,
+        reduced to its special tokens if it has any; empty if it writes nothing."""
         before, after = ({"type": "text", "text": f"{_PROBE}{end}"} for end in ("A", "B"))
         written = ""
         # Some templates write all items of a message before its texts.
@@ -195,8 +187,8 @@ class ChatTemplate:
 
     @cached_property
     def answer_ends(self) -> frozenset[int]:
-        """Id of the special token that the template writes right after a turn of the assistant; of
-        a template that writes none, nothing."""
+        """Id of the special token that the template writes right after a turn of the assistant;
+        empty if it writes none."""
         for text in (_PROBE, [{"type": "text", "text": _PROBE}]):
             try:
                 rendered, _ = self.render([
@@ -211,7 +203,6 @@ class ChatTemplate:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokenizer's special tokens."""
         return special_ids(self.tokenizer)
 
     @cached_property
@@ -221,12 +212,7 @@ class ChatTemplate:
 
     def _turn_headers(self, options: Mapping[str, Any], tools: Any) -> tuple[str, str]:
         """Return the text that a generation prompt adds to a conversation, with the variables of a
-        sample and without variables.
-
-        Args:
-            options: variables of the sample.
-            tools: its function definitions.
-        """
+        sample and without variables."""
         headers: list[str] = []
         for variables in (options, {}):
             headers.append("")
@@ -245,12 +231,8 @@ class ChatTemplate:
     def tokens(
         self, text: str, special: bool = False
     ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """Return token ids of a text, and the characters of each.
-
-        Args:
-            text: the text.
-            special: let the tokenizer add its beginning and end of text.
-        """
+        """Return the token ids of a text, and the character range of each token. ``special`` lets
+        the tokenizer add its beginning and end of text."""
         encoded = self.tokenizer(
             text, return_offsets_mapping=True, add_special_tokens=special
         )
@@ -260,17 +242,17 @@ class ChatTemplate:
         self, sample: Sample, messages: Sequence[Message],
         special: Callable[[str], bool] = lambda text: False,
     ) -> RenderedChat:
-        """Render the conversation of a sample and find its labels.
+        """Render the conversation of a sample and locate its labels.
 
-        ``{% generation %}`` blocks of the template are learned. Without such blocks each message
-        of the assistant is: from the end of the generation prompt to the end of what the
-        template writes for it. A message with ``loss: False`` is not.
+        ``{% generation %}`` blocks of the template are learned. Without such blocks, each message
+        of the assistant is learned, from the end of the generation prompt to the end of the text
+        that the template writes for the message. Messages with ``loss: False`` are not learned.
 
         Args:
-            sample: says tools and template variables, and is named in errors.
-            messages: its messages, with contents that the template takes.
-            special: True for texts that the tokenizer adds its special tokens to; by default for
-                none, as in ``apply_chat_template``.
+            sample: provides tools and template variables, and is named in errors.
+            messages: messages of the sample, with contents that the template accepts.
+            special: returns True if the tokenizer adds its special tokens to a text; by default
+                never, as in ``apply_chat_template``.
 
         Raises:
             SampleError: the template fails, prints Python data, leaves out tools, tool calls or
@@ -330,11 +312,8 @@ class ChatTemplate:
             )
 
     def options(self, sample: Sample) -> dict[str, Any]:
-        """Return the variables of the template for a sample.
-
-        Raises:
-            SampleError: the template does not use one of them.
-        """
+        """Return the template variables for a sample; raise a ``SampleError`` if the template does
+        not use one."""
         options = {**self._options, **sample.template}
         source = self.source(sample.tools)
         for name in options:
@@ -350,9 +329,8 @@ class ChatTemplate:
     def _accepted_form(
         self, sample: Sample, messages: Sequence[Message], options: Mapping[str, Any]
     ) -> tuple[list[Message], str, list[tuple[int, int]]]:
-        """Return the messages in the first form that the template renders as it should: as they
-        are, or with arguments of tool calls as objects or as JSON text, each with missing content
-        or empty content."""
+        """Return the messages in the first form that the template renders properly: unchanged, or
+        with tool call arguments as objects or as JSON text, each with missing or empty content."""
         failure = None
         for form in _forms(messages):
             try:
@@ -380,13 +358,13 @@ class ChatTemplate:
     def _left_out(
         self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
     ) -> str:
-        """Return what of a content the template does not write, such as that of a role that it
-        does not know, or one next to tool calls; empty if it writes all of them."""
+        """Return a description of a content that the template does not write, such as that of an
+        unknown role or next to tool calls; empty if it writes all contents."""
         if "content" in self._ignored:
             return ""
         probes = [f"{_PROBE}{number}x" for number in range(len(messages))]
         others = list(map(_replaced, messages, probes))
-        # Which contents are written does not depend on what they say.
+        # The result depends on the structure of the messages only, not on their text.
         pattern = repr((
             [(m["role"], m["content"], sorted(k for k in m if m[k])) for m in others],
             bool(sample.tools), options,
@@ -415,10 +393,8 @@ class ChatTemplate:
     def _check_used(
         self, sample: Sample, messages: Sequence[Message], text: str, options: Mapping[str, Any]
     ) -> None:
-        """
-        Raises:
-            SampleError: the row has tools, tool calls or other keys that the template drops.
-        """
+        """Raise a ``SampleError`` if the row has tools, tool calls or other keys that the template
+        drops."""
         def changes(some: Sequence[Message], tools: Any) -> bool:
             try:
                 return self.render(some, False, tools, options)[0] != text
@@ -433,8 +409,8 @@ class ChatTemplate:
         source, own = self.source(sample.tools), {"role", "content", LOSS, *_IDENTIFIERS}
         for number, message in enumerate(messages):
             for key in message.keys() - own - self._ignored:
-                # Calls are learned, so each must be written; other keys, such as the reasoning of
-                # earlier turns, may be dropped where they are not the last.
+                # Tool calls are learned, so each must be written. Other keys, such as reasoning,
+                # may be dropped in earlier turns.
                 every = key != "tool_calls"
                 if not message[key] or every and _names(source, key):
                     continue
@@ -443,7 +419,7 @@ class ChatTemplate:
                      for other in messages]
                 ]
                 calls = message[key] if isinstance(message[key], list) and not every else []
-                if len(calls) > 1:  # some templates write one of them
+                if len(calls) > 1:  # some templates write only one call
                     fewer += [
                         [*messages[:number], {**message, key: [*calls[:i], *calls[i + 1 :]]},
                          *messages[number + 1 :]]
@@ -458,7 +434,7 @@ class ChatTemplate:
 
 
 def _replaced(message: Message, text: str) -> Message:
-    """Return a message with another text, where its content has one."""
+    """Return a message with another text, if its content has text."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": text} if content.strip() else message
@@ -470,13 +446,12 @@ def _replaced(message: Message, text: str) -> Message:
 
 
 def _without(message: Message, key: str) -> Message:
-    """Return a message without a key; a content that is missing next to it becomes empty."""
+    """Return a message without a key; missing content becomes empty."""
     content = message["content"] if message["content"] is not None else ""
     return {**{k: v for k, v in message.items() if k != key}, "content": content}
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of a tokenizer's special tokens."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {id for id in added if added[id].special}
 
@@ -484,7 +459,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 def _unmasked(
     spans: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]], masked: Sequence[bool],
 ) -> list[tuple[int, int]]:
-    """Return spans without those in masked turns."""
+    """Return the spans outside of masked turns."""
     gone = [turn for turn, is_masked in zip(turns, masked, strict=True) if is_masked]
     return [
         (start, stop) for start, stop in spans
@@ -497,13 +472,13 @@ def _names(source: str, name: str) -> bool:
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the messages as they are, then other forms of what they say."""
+    """Yield the messages unchanged, then in equivalent forms."""
     for arguments in (lambda value: value, _as_object, _as_text):
         form = [_with_arguments(message, arguments) for message in messages]
         yield form
         if any(message["content"] is None for message in form):
             yield [{**m, "content": ""} if m["content"] is None else m for m in form]
-    # Some processors have another template for conversations with items of some kinds.
+    # Some processors use another template for conversations with items of some kinds.
     yield [
         {**m, "content": [{"type": "text", "text": m["content"]}]}
         if isinstance(m["content"], str) else m
@@ -536,8 +511,8 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _printed(messages: Sequence[Message], text: str) -> str:
-    """Return data that a rendering shows as Python or JSON instead of writing it: parts,
-    arguments that are quoted twice, a missing content; empty if there is none."""
+    """Return a description of data that a rendering shows as Python or JSON: parts, arguments that
+    are quoted twice, missing content; empty if there is none."""
     said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
     for message in messages:
         content = message.get("content")

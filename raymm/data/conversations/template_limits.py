@@ -1,9 +1,9 @@
-"""Limit on the work of a chat template, which is a program of the folder that it is in.
+"""Limit on the work of a chat template, which is a program in the folder of a model.
 
-transformers compiles templates in an environment of Jinja that has no limit: two nested loops over
-``range(100000)`` take hours. The environment that this module puts in its place counts every pass
-through the body of a loop or macro, and every item that a loop's condition sees. Counts do not
-depend on the machine, so a sample that is refused is refused everywhere.
+transformers compiles templates in a Jinja environment without limits, where two nested loops over
+``range(100000)`` take hours. The environment of this module counts every pass through the body of a
+loop or macro, and every item that the condition of a loop tests. Counts do not depend on the
+machine, so a sample that is refused is refused everywhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, cast
 
 from raymm.errors import SampleError
 
-# Passes through loops in one rendering. A thousand messages of a hundred parts need a tenth.
+# Passes through loops per rendering. A thousand messages of a hundred parts need a tenth of them.
 MOST_PASSES = 1_000_000
 _passes_left: ContextVar[list[int] | None] = ContextVar("passes_left", default=None)
 
 
 @contextmanager
 def limited_rendering() -> Iterator[None]:
-    """Limit the renderings of a block to :data:`MOST_PASSES` passes in all."""
+    """Limit the renderings in a ``with`` block to :data:`MOST_PASSES` passes in total."""
     _install()
     token = _passes_left.set([MOST_PASSES])
     try:
@@ -52,10 +52,10 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 @cache
 def _install() -> None:
-    """Have transformers compile templates in the limited environment, in this process.
+    """Make transformers compile templates in the limited environment, in this process.
 
-    The name is private to transformers; ``tests/data/conversations/test_template_limits.py`` fails
-    when it changes.
+    The replaced name is private to transformers;
+    ``tests/data/conversations/test_template_limits.py`` fails when it changes.
     """
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment

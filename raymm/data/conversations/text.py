@@ -1,4 +1,4 @@
-"""Token ids and labels of one sample."""
+"""Token ids and labels of a sample."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from raymm.errors import USER_CODE_RAISES, ConfigError, DataError
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):
-    """Return the tokenizer of a folder.
+    """Return the tokenizer of a local folder or hub id.
 
     Args:
-        folder: on this machine, or the id of a model on the hub.
-        trust_remote_code: run Python files that it brings, if it names some.
+        trust_remote_code: run Python files of the folder, if it names any.
 
     Raises:
-        DataError: the folder does not exist, holds no tokenizer, or one that needs its own code.
+        DataError: the folder does not exist, contains no tokenizer, or requires Python code that is
+            not trusted.
     """
     folder = processor_folder(folder, "data.tokenizer")
     from transformers import AutoTokenizer  # seconds to import; the driver may not need it
@@ -47,7 +47,7 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except USER_CODE_RAISES as error:  # a folder may hold anything
+    except USER_CODE_RAISES as error:  # a folder may contain anything
         if not trust_remote_code and "AutoTokenizer" in custom_code(folder):
             why = why_not_loaded(folder, "AutoTokenizer", error)
             raise DataError(f"data.tokenizer: {why}") from None
@@ -57,15 +57,9 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
 
 
 def processor_folder(path: str, field: str) -> str:
-    """Return the folder of a tokenizer or processor on this machine.
-
-    Args:
-        path: the folder, or the id of a model on the hub, whose settings are downloaded.
-        field: that names it, for errors.
-
-    Raises:
-        DataError: there is no such folder, and no such model in the cache or on the hub.
-    """
+    """Return the local folder of a tokenizer or processor, given the folder or the id of a model on
+    the hub. Raise a ``DataError`` that names ``field`` if it is neither local, in the cache, nor on
+    the hub."""
     try:
         folder = local_folder(path, weights=False)
     except ConfigError as error:
@@ -76,17 +70,8 @@ def processor_folder(path: str, field: str) -> str:
 
 
 def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
-    """Compare a tokenizer with the embeddings of a model. Tokens that were added to it may lie
-    beyond, as those of some text models do: samples with them are refused.
-
-    Args:
-        tokenizer: of the data.
-        folder: it came from, for the error.
-        vocabulary: ids that the language model has embeddings for.
-
-    Raises:
-        DataError: tokens of its own vocabulary have no embeddings.
-    """
+    """Raise a ``DataError`` if a tokenizer has more token ids than the model has embeddings. Added
+    tokens may exceed the number, as in some text models; samples that contain them are refused."""
     added = set(tokenizer.added_tokens_decoder)
     largest = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
     if largest >= vocabulary:
@@ -99,18 +84,14 @@ def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
 
 
 class TextEncoder:
-    """Makes token ids and labels of samples.
+    """Converts samples to token ids and labels.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        max_length: tokens kept.
-        modalities: what the media parts of list-form messages mean, and placeholders.
-        vocabulary: token ids that the model has embeddings for; None if that is not known.
+        max_length: tokens kept per sample.
+        modalities: placeholders (one token each, else a ``DataError``), and types of message parts.
+        vocabulary: number of token ids with embeddings; None if unknown.
         options: variables for the chat template of every sample.
         ignored: keys of messages that the chat template need not write.
-
-    Raises:
-        DataError: a placeholder is not one token of the tokenizer.
     """
 
     def __init__(
@@ -128,7 +109,7 @@ class TextEncoder:
         self._placeholders = find_placeholders(tokenizer, modalities)
         self._types = part_types(modalities)
         self._options, self._ignored = options, ignored
-        # Part types that the chat template writes as the right placeholder by itself.
+        # Part types for which the chat template itself writes the right placeholder.
         self._native = {
             kind for kind, name in self._types.items()
             if name in self._placeholders and tokenizer.chat_template
@@ -137,15 +118,8 @@ class TextEncoder:
 
     @classmethod
     def from_config(cls, config: DataConfig, tokenizer: Any = None) -> TextEncoder:
-        """Return the encoder of a data configuration.
-
-        Args:
-            config: of the data.
-            tokenizer: that of the configuration, if it is loaded already.
-
-        Raises:
-            DataError: the tokenizer cannot be loaded, or a placeholder is not one of its tokens.
-        """
+        """Return the encoder of a data configuration; load the tokenizer unless it is given. Raise
+        a ``DataError`` if it cannot be loaded, or a placeholder is not one of its tokens."""
         if tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
         return cls(
@@ -154,18 +128,18 @@ class TextEncoder:
         )
 
     def encode(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """Token ids and labels of a sample, both of the same length <= ``max_length``.
+        """Return the token ids and labels of a sample, both of the same length <= ``max_length``.
 
-        ``text``: every token but the first is a label, except the prompt. ``messages``: see
-        :meth:`ChatTemplate.chat`. Placeholders are not labels. Parts of list-form messages go to a
-        chat template that knows them; for one that takes strings they become text with
+        For ``text``, every token except the first is a label, unless it belongs to the prompt. For
+        ``messages``, see :meth:`ChatTemplate.chat`. Placeholders are not labels. List-form messages
+        are passed to chat templates that support them; for other templates they become text with
         placeholders.
 
         Raises:
-            SampleError: no text, half a character (a lone surrogate, as "\\ud800" of JSON is), no
-                label within ``max_length``, placeholders that do not match the items, or what
-                :meth:`ChatTemplate.chat` refuses.
-            DataError: ``messages`` and a tokenizer without a chat template.
+            SampleError: there is no text, a lone surrogate (such as "\\ud800" in JSON), no label
+                within ``max_length``, placeholders do not match the items, or
+                :meth:`ChatTemplate.chat` fails.
+            DataError: there are ``messages``, but the tokenizer has no chat template.
         """
         check_characters(sample)
         if sample.text is not None:
@@ -198,12 +172,8 @@ class TextEncoder:
     def count_truncated(
         self, sample: Sample, encoded: Sequence[tuple[list[int], list[int]]]
     ) -> int:
-        """Count the rows of a sample that were cut at ``max_length``.
-
-        Args:
-            sample: it.
-            encoded: by :meth:`encode` or :meth:`encode_answers`.
-        """
+        """Count the rows of a sample that were truncated to ``max_length``; ``encoded`` is the
+        result of :meth:`encode` or :meth:`encode_answers`."""
         if all(len(ids) < self.max_length for ids, _ in encoded):
             return 0
         uncut = copy.copy(self)
@@ -212,13 +182,10 @@ class TextEncoder:
         return sum(len(ids) > self.max_length for ids, _ in rows)
 
     def encode_answers(self, sample: Sample) -> list[tuple[list[int], list[int]]]:
-        """:meth:`encode` of the prompt with the chosen answer and with the rejected one, whose
-        labels are the answer's only. A text ends with the tokenizer's end of text.
-
-        Raises:
-            SampleError, DataError: as in :meth:`encode`; or the prompt's tokens change when an
-                answer follows.
-        """
+        """Return :meth:`encode` of the prompt with the chosen and with the rejected answer. Only
+        the answer has labels. A text ends with the end-of-text token of the tokenizer. Errors are
+        those of :meth:`encode`; it is also an error if the tokens of the prompt change when an
+        answer follows."""
         preference = sample.preference
         assert preference is not None  # see StepBuilder
         as_text, encoded = isinstance(preference.prompt, str), []
@@ -281,11 +248,11 @@ class TextEncoder:
 
     @property
     def placeholder_ids(self) -> dict[str, int]:
-        """Token ids of the placeholders, by modality."""
+        """Token ids of the placeholders by modality."""
         return {name: placeholder.id for name, placeholder in self._placeholders.items()}
 
     def _messages(self, sample: Sample) -> list[dict]:
-        """The messages as the chat template takes them."""
+        """Return the messages in a form that the chat template accepts."""
         messages = sample.messages
         assert messages is not None  # see encode
         lists = [message["content"] for message in messages if isinstance(message["content"], list)]
@@ -306,18 +273,13 @@ class TextEncoder:
 def text_chat(
     tokenizer: Any, sample: Sample, special: Callable[[str], bool] = lambda text: True
 ) -> RenderedChat:
-    """Return the tokens of a sample of plain text.
+    """Tokenize a sample that has ``text``.
 
-    A text with a prompt ends with the tokenizer's end of text, so that the model learns to stop.
-
-    Args:
-        tokenizer: of the data.
-        sample: it has ``text``.
-        special: True for texts that the tokenizer adds its special tokens to.
+    If the text has a prompt, the end-of-text token is appended, so that the model learns to stop.
+    ``special`` returns True if the tokenizer adds its special tokens to a text.
 
     Raises:
-        SampleError: the tokenizer fails on it, or a token is part of the prompt and of what
-            follows.
+        SampleError: the tokenizer fails, or a token spans the end of the prompt.
     """
     text, prompt = sample.text or "", sample.prompt_characters
     end = tokenizer.eos_token
@@ -327,7 +289,7 @@ def text_chat(
         encoded = tokenizer(
             text, add_special_tokens=special(text), return_offsets_mapping=bool(prompt)
         )
-    except MemoryError:  # that is the process's, whatever the sample
+    except MemoryError:  # the process lacks memory; the sample is not at fault
         raise
     except USER_CODE_RAISES as error:  # a tokenizer raises whatever its library raises
         reason = f"the tokenizer fails on it ({type(error).__name__}: {error})"
@@ -344,7 +306,7 @@ def text_chat(
 
 
 def roles_without_labels(sample: Sample) -> str:
-    """Return why no message of a sample is learned, for errors; empty if some are."""
+    """Return the reason why no message of a sample is learned, for errors; empty if some are."""
     messages = sample.messages or ()
     roles = {message["role"] for message in messages}
     if LEARNED_ROLE in roles:
@@ -360,10 +322,7 @@ def roles_without_labels(sample: Sample) -> str:
 
 
 def check_characters(sample: Sample) -> None:
-    """
-    Raises:
-        SampleError: text with half a character.
-    """
+    """Raise a ``SampleError`` for text with a lone surrogate."""
     for where, text in _strings(sample):
         try:
             text.encode()
@@ -377,7 +336,7 @@ def check_characters(sample: Sample) -> None:
 
 
 def _strings(sample: Sample) -> Iterator[tuple[str, str]]:
-    """All text of a sample, and where it is."""
+    """Yield the location and text of all strings of a sample."""
     if sample.text is not None:
         yield "the text", sample.text
     for number, message in enumerate(sample.messages or ()):

@@ -324,7 +324,7 @@ class ProcessedBuilder(StepBuilder):
             microbatch, parts, [sample.id for sample in group],
             {name: rows.get(name, [0]) for name in parts if name != "text"},
         )
-        # Where cached features replace the inputs of a tower, these entries are their shapes.
+        # If cached features replace the inputs of a tower, these entries are their shapes.
         shapes = {
             f"{name}/{entry}": _digest(value)
             for name, own in parts.items() if name != "text" and is_featured(own)

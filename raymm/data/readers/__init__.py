@@ -127,7 +127,6 @@ def open_source(
     Args:
         path: file, folder or glob, or its URL.
         format: a key of ``FORMATS``; by ``format_of`` if None.
-        options: columns, limits and similar.
         progress: called about once per second while the source is read.
 
     Raises:

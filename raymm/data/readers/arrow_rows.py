@@ -47,14 +47,8 @@ class ColumnPlan:
 
 
 def plan_columns(schema: Any, options: ReaderOptions, where: object) -> ColumnPlan:
-    """Select the columns of a ``pyarrow.Schema`` to read.
-
-    Args:
-        where: file or folder, for errors.
-
-    Raises:
-        DataError: no row form fits.
-    """
+    """Select the columns of a ``pyarrow.Schema`` to read; raise a ``DataError`` that names
+    ``where`` (file or folder) if no row form fits."""
     ignored = options.ignore_columns or frozenset()
     present = [name for name in schema.names if name not in ignored]
     media = {column: modality for modality, column in options.columns.items()}
@@ -122,14 +116,9 @@ def index_batch(
     index: RowIndex, table: Any, counts: dict[str, np.ndarray], first: int, place: str,
     folders: MediaFolders,
 ) -> None:
-    """Add the rows of a table to an index.
-
-    Args:
-        table: pyarrow table of the text columns of some rows.
-        counts: modality -> (rows,) items in its column.
-        first: number of the first row.
-        place: name of the file.
-    """
+    """Add the rows of a table of text columns to an index. ``counts`` has the (rows,) items in the
+    column of each modality, ``first`` is the number of the first row, ``place`` the name of the
+    file."""
     for number, row in enumerate(table.to_pylist()):
         counted = {modality: int(values[number]) for modality, values in counts.items()}
         index.add(without_nulls(row), f"{place}[{first + number}]", folders, counted)

@@ -111,7 +111,7 @@ class Reader(ABC):
 
     @property
     def folder(self) -> DataPath:
-        """Folder of the source, from which relative media paths start."""
+        """Folder of the source; relative media paths start here."""
         local = not isinstance(self.path, RemotePath)
         return self.path if local and self.path.is_dir() else self.path.parent
 

@@ -23,14 +23,12 @@ class Detected:
     Attributes:
         path: file, folder, glob, URL or dataset name.
         format: ``"json"``, ``"parquet"``, ``"tar"``, ``"datasets"`` or ``"hub"``.
-        rows: number of rows.
         forms: row form -> number of rows, the most frequent form first.
         modalities: kind (``image``, ``video``, ``audio``) -> column of its items, or None if all
             items are in message parts.
         items: kind -> number of items in all rows.
         preferences: number of rows with a chosen and a rejected answer.
-        tools: number of rows with ``tools``.
-        template: number of rows with ``chat_template_kwargs``.
+        tools, template: number of rows with ``tools``, with ``chat_template_kwargs``.
         frames: kinds whose items are lists of frames.
         unused: columns, and keys of message parts, that no row form and no modality uses.
         names_media: unused column whose values name media files -> their kind.

@@ -15,14 +15,8 @@ DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 
 def find_files(path: DataPath, suffixes: Sequence[str]) -> Sequence[DataPath]:
     """Return files with certain suffixes, sorted by name: the path itself, all files below a
-    folder, or the matches of a glob. Hidden files and folders within a folder are ignored.
-
-    Args:
-        suffixes: without the suffix of a compression.
-
-    Raises:
-        DataError: there is no such file.
-    """
+    folder, or the matches of a glob. Hidden files and folders within a folder are ignored, as is
+    the suffix of a compression. Raise a ``DataError`` if there are no such files."""
     if isinstance(path, RemotePath):
         return _remote_files(path, suffixes)
     if path.is_file():

@@ -18,12 +18,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 class HubDataset(DatasetsFolder):
     """Samples of ``hf://datasets/ORG/NAME``. Opening the source downloads it with ``datasets`` into
     its cache (``HF_HOME``) unless it is there; rows are then read as in :class:`DatasetsFolder`.
-    Dataset scripts are not run. A node without the cached files downloads the same commit.
-
-    Args:
-        path: ``hf://datasets/ORG/NAME``.
-        columns, options, progress: see :class:`raymm.data.readers.base.Reader`.
-    """
+    Dataset scripts are not run. A node without the cached files downloads the same commit."""
 
     def __init__(
         self, path: str | DataPath, columns: Mapping[str, str] | None = None,

@@ -15,10 +15,7 @@ class Mixture:
     """Samples of several readers, one source after the other. Picklable; does not hold the rows.
 
     Args:
-        readers: at least one, with different names.
-
-    Raises:
-        DataError: two sources have the same name.
+        readers: at least one; equal names raise a ``DataError``.
 
     Attributes:
         sources: (N,) int64, source number of every sample.

@@ -21,12 +21,9 @@ class Repeated:
     name of the source and N, and is the same in every epoch.
 
     Args:
-        repeat: above 0.
+        repeat: above 0; a number of samples that rounds to 0 raises a ``DataError``.
         seed: seed of the random part, >= 0.
         rows: indices of the samples of the reader to use, in order; by default all.
-
-    Raises:
-        DataError: the number of samples rounds to 0.
 
     Attributes:
         rows: (M,) int64, the sample of the reader for each index: pass after pass in the order of

@@ -47,13 +47,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ProgressReport:
-    """Reporter of progress: calls a function about once per second, or logs every ten seconds
-    without one.
-
-    Args:
-        what: name of the source.
-        progress: the function.
-    """
+    """Reporter of the progress of reading ``what``: calls ``progress`` about once per second, or
+    logs every ten seconds without such a function."""
 
     def __init__(self, what: object, progress: Progress | None = None) -> None:
         self._what, self._progress = what, progress
@@ -103,13 +98,8 @@ class Survey:
     def add_media(
         self, counts: Mapping[str, np.ndarray], frames: Sequence[str], place: str
     ) -> None:
-        """Add the items of media columns of a columnar file.
-
-        Args:
-            counts: column -> (rows,) items.
-            frames: columns with lists of lists.
-            place: name of the file.
-        """
+        """Add the (rows,) items of media columns of the file ``place``; ``frames`` are columns with
+        lists of lists."""
         for column, values in counts.items():
             if not values.any():
                 self.unused.setdefault(column, place)
@@ -269,12 +259,8 @@ def stored_index(
     source: Sequence[str], options: ReaderOptions, files: Sequence[DataPath],
     build: Callable[[], RowIndex],
 ) -> RowIndex:
-    """Return the stored index of a large source, or build and store it.
-
-    Args:
-        source: class of the reader and path.
-        build: reads all rows.
-    """
+    """Return the stored index of a large source (class of the reader and path), or build and store
+    it."""
     if sum(map(size_of, files)) < LARGE_SOURCE:
         return build()
     ignored = options.ignore_columns
