@@ -1,1 +1,1 @@
-"""What a model costs: counted, estimated, or read from a profile."""
+"""Costs of models: counted, estimated, or read from a profile."""

@@ -1,32 +1,28 @@
-"""Analytic costs: what a model's layers would take on a named device, without weights or GPU.
+"""Analytic costs of a model's layers on a named device, without weights or a GPU.
 
-A layer's time is its roofline: the larger of FLOPs at the rate that matrix products reach and
-of bytes at the memory's bandwidth. FLOPs and bytes come from :mod:`raymm.costs.layer_count`.
+A layer's time is its roofline: the maximum of its FLOPs at the rate that matrix products reach and
+its bytes at the memory bandwidth. FLOPs and bytes come from :mod:`raymm.costs.layer_count`.
 
 - Forward: products with weights, and attention.
-- B_d: the same products again (the output's gradient times each weight), and 2.5 times the
-  forward's attention: of flash attention's five backward products one recomputes the scores,
-  the forward has two (Dao, FlashAttention-2, section 3.1.2).
-- B_w: the products once more (input times the output's gradient), but for weights under adapters;
-  attention has no weights. Other products of two activations, such as scans, are two products each
+- B_d: the same products (output gradient times weight), and 2.5 times the forward's attention. Of
+  the five backward products of flash attention one recomputes the scores, and the forward has two
+  (Dao, FlashAttention-2, section 3.1.2).
+- B_w: the products once more (input times output gradient), except for weights under adapters.
+  Attention has no weights. Other products of two activations, such as scans, are two products each
   in B_d.
+- Recomputation (:data:`raymm.scheduler.costs.recomputation.OPTIONS`): products run again, and
+  everything else takes as long as reading and writing its bytes. Offload to host memory is hidden
+  by the layer's own forward and backward as far as these last.
 
-Blocks hand on fp32 in both dtypes: under autocast the residual stream starts with an fp32
-embedding and stays that.
+Blocks output fp32 in both dtypes: under autocast the residual stream starts with an fp32 embedding
+and stays fp32. Bytes are those of torch's own operators under autocast: each product casts the fp32
+output of a norm again, and a backward holds the gradients of the widest product before and after
+its activation function.
 
-- Blocks that make activations again (:data:`raymm.scheduler.costs.recomputation.OPTIONS`) run their
-  products again; what is no product takes as long as reading and writing it. Copies to the
-  host's memory and back are hidden by the layer's own forward and backward, as far as those
-  last.
-
-Not counted: communication between the processes of a rank (that is
-:mod:`raymm.scheduler.schedule.process_costs`), the optimizer, and work that is no product (norms,
-activation functions, rotary tables), which fusion may or may not hide. For planning, ratios
-between layers matter more than their absolute size.
-
-Bytes are those of torch's own operators under autocast: each product casts a norm's fp32 output for
-itself, and in a backward the gradients of the widest product are there before and after its
-activation function.
+Not counted: communication between the processes of a rank (see
+:mod:`raymm.scheduler.schedule.process_costs`), the optimizer, and work outside of products (norms,
+activation functions, rotary tables), which fusion may hide. For planning, ratios between layers
+matter more than absolute times.
 """
 
 from __future__ import annotations
@@ -61,23 +57,22 @@ def analytic_profile(
     tp: int | Mapping[str, int] = 1,
     cp: int | Mapping[str, int] = 1,
 ) -> CostProfile:
-    """Costs of every layer of a model on one microbatch.
+    """Return the costs of every layer of a model on one microbatch.
 
     Args:
-        model: the description; only its structure is used.
-        loads: per module, what a microbatch is to it. The language model's (``"llm"``) is
-            required, with its merged length. An encoder without one gets an item per sample of
-            the language model, with as many tokens as its config says. The projector works on
-            its encoder's tokens.
-        device: a device, or the name of one in :data:`raymm.scheduler.costs.devices.DEVICES`.
+        model: only its structure is used.
+        loads: load of a microbatch by module. ``"llm"``, with its merged length, is required. An
+            encoder without a load gets one item per sample of the language model, with the tokens
+            of its config. A projector has its encoder's tokens.
+        device: a device, or its name in :data:`raymm.scheduler.costs.devices.DEVICES`.
         dtype: compute dtype, ``"bf16"`` or ``"fp32"``.
-        tp, cp: size of the tensor and context parallel group that acts as one rank, for all
-            modules or per module. Times and activations are those of one of its GPUs: divided
-            by both; parameters are divided by ``tp``, outputs by ``cp``.
+        tp, cp: size of the tensor and context parallel group of a rank, for all modules or by
+            module. Results are per GPU: times and activations are divided by both, parameters by
+            ``tp``, outputs by ``cp``.
 
     Raises:
-        PlanError: on a module that does not exist, or one whose load is missing.
-        PlanError: on an unknown device, or a dtype it has no rate for.
+        PlanError: unknown module or device, missing load, or a dtype that the device has no rate
+            for.
     """
     device = find_device(device) if isinstance(device, str) else device
     names = model.module_names
@@ -111,13 +106,12 @@ def analytic_layers(
     tp: int = 1,
     cp: int = 1,
 ) -> tuple[LayerCost, ...]:
-    """Costs of one module's layers (without projector).
+    """Return the costs of a module's layers, without a projector.
 
     Args:
         module: a skeleton; parameters may be on the meta device.
-        load: what it has to do.
-        device, dtype, tp, cp: as for :func:`analytic_profile`.
-        causal: whether it is a causal language model, with head and loss.
+        device, dtype, tp, cp: see :func:`analytic_profile`.
+        causal: True for a causal language model with head and loss.
     """
     device = find_device(device) if isinstance(device, str) else device
     seconds = _Roofline(device, dtype, tp, cp, _FP32_BYTES)
@@ -140,15 +134,10 @@ def projector_layers(
     tp: int = 1,
     cp: int = 1,
 ) -> tuple[LayerCost, ...]:
-    """The cost of a projector as its encoder's last layer, one entry.
-
-    Args:
-        projector: a skeleton; parameters may be on the meta device.
-        load: the encoder's.
-        device, dtype, tp, cp: as for :func:`analytic_profile`.
-    """
+    """Return the cost of a projector as its encoder's last layer, one entry. ``load`` is the
+    encoder's; see :func:`analytic_layers` for the other arguments."""
     device = find_device(device) if isinstance(device, str) else device
-    # The last product gives the compute dtype.
+    # The last product outputs the compute dtype.
     output_bytes = _ELEMENT_BYTES.get(dtype, _FP32_BYTES)
     seconds = _Roofline(device, dtype, tp, cp, output_bytes)
     counts = count_layers(projector, load.of_projector())
@@ -184,8 +173,8 @@ class _Roofline:
         return max(flops / shared / self._rate, bytes_moved / self._bandwidth)
 
     def _kept(self, count: LayerCount, kept: float | None) -> float:
-        """Bytes that autograd saves; of a module that was not seen to run, as many elements as its
-        products and its attention read and write."""
+        """Return the bytes that autograd saves. If no run of the module was observed, these are the
+        elements that its products and its attention read and write."""
         if kept is None:
             kept = count.traffic_elements * self._bytes
         return kept / (self._tp * self._cp)
@@ -193,20 +182,19 @@ class _Roofline:
     def costs(
         self, counts: Sequence[LayerCount], kept: Sequence[float] | None
     ) -> tuple[LayerCost, ...]:
-        """Return the costs of layers.
-
-        Args:
-            counts: by layer.
-            kept: bytes that autograd saves by layer; None where they are not known.
-        """
+        """Return the costs of layers, given the bytes that autograd saves by layer, or None if
+        unknown."""
         every = [None] * len(counts) if kept is None else kept
         return tuple(self.cost(*pair) for pair in zip(counts, every, strict=True))
 
     def options(
         self, block: LayerCount, kept: float | None, activation_bytes: int
     ) -> tuple[LayerOption, ...]:
-        """What a layer may do with the activations of its block. What is outside the block is
-        kept; what is no product is as long as its traffic."""
+        """Return the options of a layer for the activations of its block.
+
+        Activations outside the block are kept. Work outside of products takes as long as its
+        traffic.
+        """
         cost = self.cost(block, kept)
         kept = self._kept(block, kept)
         outside = activation_bytes - round(kept)
@@ -236,7 +224,7 @@ class _Roofline:
         )
 
     def cost(self, count: LayerCount, kept: float | None) -> LayerCost:
-        """Of a layer, or a part of one, with the bytes that autograd saves."""
+        """Return the cost of a layer or a part of it, given the bytes that autograd saves."""
         traffic = count.traffic_elements * self._bytes
         weights = count.weight_elements * self._bytes
         return LayerCost(
@@ -278,9 +266,11 @@ class _Roofline:
         )
 
     def _working(self, count: LayerCount) -> float:
-        """Bytes of gradients that are under way in a backward: of the hidden state, in fp32, and of
-        the widest product before and after its activation function, or of that and a weight; or of
-        logits, in the compute dtype and in fp32."""
+        """Return the peak bytes of gradients in a backward.
+
+        These are the fp32 hidden state and the widest product before and after its activation
+        function, or that product and a weight; or the logits in the compute dtype and in fp32.
+        """
         shared = self._tp * self._cp
         stream = count.stream_elements * _FP32_BYTES / self._cp
         widest = count.widest_elements * self._bytes / shared
@@ -289,9 +279,12 @@ class _Roofline:
         return max(stream + widest + max(widest, weight), logits)
 
     def _forward(self, count: LayerCount) -> float:
-        """Bytes that a forward has which keeps nothing: the hidden state before and after
-        attention, and a norm's two of it, and the widest product with what is made of it; or one
-        of it, and logits in the compute dtype and in fp32."""
+        """Return the peak bytes of a forward that keeps nothing.
+
+        These are four hidden states (before and after attention, and two of a norm) and the widest
+        product with its results; or one hidden state, and the logits in the compute dtype and in
+        fp32.
+        """
         shared = self._tp * self._cp
         stream = count.stream_elements * _FP32_BYTES / self._cp
         logits = count.logits * (self._bytes + _FP32_BYTES) / shared

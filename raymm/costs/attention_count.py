@@ -1,8 +1,8 @@
-"""Counting attention: its modules, their widths, and the pairs of a query and a key it sees.
+"""Counts of attention: modules, widths, and visible pairs of a query and a key.
 
-Attention that was seen to run counts as it was seen. Without, there is one self-attention per block
-with an ``...Attention`` module, over visible pairs only: half of them if causal, fewer with a
-sliding window.
+Attention whose run was observed counts as observed. Otherwise, each block with an ``...Attention``
+module has one self-attention over visible pairs: half of all pairs if causal, fewer with a sliding
+window.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention module: elements per token of all its heads together.
+    """One attention module; widths are elements per token of all heads together.
 
     Attributes:
         queries, keys, values, out: widths.
-        window: keys that a query sees of its past, itself included; None for all.
-        pairs: of a query and a key it sees, in the microbatch.
-        rows, key_rows: of queries, and of keys and values, in the microbatch.
+        window: past keys that a query sees, itself included; None for all.
+        pairs: visible pairs of a query and a key in the microbatch.
+        rows, key_rows: rows of queries, and of keys and values, in the microbatch.
     """
 
     queries: int
@@ -42,18 +42,19 @@ class Attention:
 
     @property
     def pair_flops(self) -> float:
-        """FLOPs of a forward's two products per visible pair."""
+        """FLOPs of the two products of a forward per visible pair."""
         return 2.0 * (self.queries + self.out)
 
 
 class AttentionCounter:
-    """Finds the attention of a module's parts."""
+    """Finds the attention in parts of a module."""
 
     def __init__(self, loaded: LoadedModule) -> None:
         self.loaded = loaded
 
     def below(self, place: str) -> Iterator[Attention]:
-        """Attention below a submodule, but what does not say how many heads it has."""
+        """Yield the attention below a submodule, except modules whose number of heads is
+        unknown."""
         load = self.loaded.load
         seen = {n: a for n, a in self.loaded.seen.items() if is_within(n, (place,)) or not place}
         for each in seen.values():
@@ -70,14 +71,14 @@ class AttentionCounter:
                 yield Attention(*widths, window, pairs, load.total, load.total)
 
     def _modules(self, place: str) -> dict[str, nn.Module]:
-        """Attention modules below ``place``; none without one whose class is called so."""
+        """Return the attention modules below ``place``, found by their class names."""
         attentions = {
             ".".join(filter(None, (place, name))): module
             for name, module in self.loaded.module.get_submodule(place).named_modules()
             if "attention" in type(module).__name__.lower()
         }
-        # The innermost that know their heads (BertSelfAttention, not BertAttention around it);
-        # where none does, the config's, once.
+        # The innermost modules with a number of heads (BertSelfAttention, not the BertAttention
+        # around it). If none has one, the first module, with the config's heads.
         knowing = {n: m for n, m in attentions.items() if config_number(HEADS, m) is not None}
         inner = {
             n: m for n, m in knowing.items()
@@ -86,7 +87,7 @@ class AttentionCounter:
         return inner or dict(list(attentions.items())[:1])
 
     def _widths(self, attention: nn.Module) -> tuple[int, int, int, int] | None:
-        """Widths of all heads' queries, keys, values and outputs."""
+        """Return the widths of queries, keys, values and outputs of all heads."""
         heads = config_number(HEADS, attention, self.loaded.config)
         if heads is None:
             return None
@@ -101,7 +102,7 @@ class AttentionCounter:
         return heads * query, shared * query, shared * value, heads * value
 
     def _pairs(self, window: int | None) -> float:
-        """Pairs of a query and a key it sees, in one sample."""
+        """Return the visible pairs of a query and a key in one sample."""
         T = self.loaded.load.tokens
         if not self.loaded.causal:
             return float(T * T)
@@ -110,8 +111,8 @@ class AttentionCounter:
 
 
 def _window(attention: nn.Module, config: Any) -> int | None:
-    """Keys that a query sees of its past, itself included; None for all. Some attention modules
-    (Mistral's) take it from their config in every forward."""
+    """Return the past keys that a query sees, itself included; None for all. Some attention modules
+    (Mistral's) read the window from their config in every forward."""
     window = getattr(config, "sliding_window", None)
     kinds, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
     if hasattr(attention, "sliding_window"):

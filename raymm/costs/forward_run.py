@@ -1,11 +1,10 @@
-"""Bytes that autograd saves of a module's forward, and FLOPs that shapes of weights do not show,
-seen when it runs without values.
+"""Bytes that autograd saves in a forward, and FLOPs that the shapes of weights do not show.
 
-A microbatch of an encoder is run by :mod:`raymm.costs.workload`, and its load has the figures. A
-language model is run here, on embeddings of one and two samples, since the figures are linear in
-samples. Above :data:`MOST_TOKENS` tokens, they are those of the parabola through three shorter
-lengths, since nothing grows faster than attention. An encoder whose load says only how many tokens
-there are is run on example inputs.
+Both are observed in a run without values. :mod:`raymm.costs.workload` runs encoders, and puts the
+figures into their load. Language models run here, on embeddings of one and two samples, since the
+figures are linear in samples. Above :data:`MOST_TOKENS` tokens, the figures are extrapolated by a
+parabola through three shorter lengths, since nothing grows faster than attention. An encoder whose
+load only has a number of tokens runs on example inputs.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from raymm.costs.observed_load import Observation, observe
 from raymm.errors import USER_CODE_RAISES, ModelError
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 
-# Longest sample that a language model is run on. Divided by 4, it is a multiple of the chunks that
+# Longest sample that a language model runs on. A quarter of it is a multiple of the chunks that
 # linear attention and state-space layers pad samples to.
 MOST_TOKENS = 1024
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Runs that are remembered.
+# Maximum number of cached runs.
 _MOST_RUNS = 1024
 _EXAMPLE_TOKENS = 16
 _FP32_BYTES = 4
@@ -44,10 +43,10 @@ class ForwardRun(NamedTuple):
     """Figures of the forward of a microbatch.
 
     Attributes:
-        before, after: bytes that autograd saves outside the blocks, without parameters; the head
-            and the loss of a language model are after.
-        blocks: bytes by block; empty of a module without blocks.
-        mixing: by block, FLOPs of products of two activations, without those of attention through
+        before, after: bytes that autograd saves before and after the blocks, without parameters.
+            The head and the loss of a language model are after the blocks.
+        blocks: bytes by block; empty for a module without blocks.
+        mixing: by block, FLOPs of products of two activations without attention through
             transformers' interface, and True if the block has such attention.
     """
 
@@ -58,7 +57,7 @@ class ForwardRun(NamedTuple):
 
     @property
     def layers(self) -> Figures:
-        """Bytes by layer, as :func:`raymm.costs.layer_count.count_layers` has layers."""
+        """Bytes by layer, with the layers of :func:`raymm.costs.layer_count.count_layers`."""
         if len(self.blocks) < 2:
             return (self.before + sum(self.blocks) + self.after,)
         first, *inner, last = self.blocks
@@ -68,12 +67,11 @@ class ForwardRun(NamedTuple):
 def forward_run(
     module: nn.Module, load: Load, dtype: str, causal: bool = False
 ) -> ForwardRun | None:
-    """Return the figures of a microbatch, as if every parameter, or every parameter of its
-    adapters, were trained; None if the module does not run without values.
+    """Return the figures of a microbatch, as if all parameters (with adapters, all adapters) were
+    trained. None if the module does not run without values.
 
     Args:
         module: a skeleton; parameters may be on the meta device.
-        load: what the module has to do.
         dtype: compute dtype, one of :data:`DTYPES`.
         causal: True for a language model.
     """
@@ -100,13 +98,9 @@ def forward_run(
 def kept_elements(
     fp32: Observation, bf16: Observation, tokens: int
 ) -> tuple[tuple[float, float], ...]:
-    """Return elements that autograd saves in the compute dtype and in fp32, as ``kept`` of a
-    :class:`~raymm.costs.load.Load`; empty if a forward did not end.
-
-    Args:
-        fp32, bf16: the same forward without autocast, and with it.
-        tokens: divide by this.
-    """
+    """Return the elements that autograd saves per token in the compute dtype and in fp32, as
+    ``kept`` of a :class:`~raymm.costs.load.Load`. ``fp32`` and ``bf16`` are the same forward
+    without and with autocast. Empty if a forward did not finish."""
     if fp32.output is None or bf16.output is None or not tokens:
         return ()
     halves = [max(0.0, (a - b) / 2) for a, b in zip(fp32.kept, bf16.kept, strict=True)]
@@ -158,7 +152,7 @@ def _observed_language(
     try:
         copy = on_meta(module)
         width = input_embeddings(copy).weight.shape[1]
-    except USER_CODE_RAISES:  # no language model of transformers
+    except USER_CODE_RAISES:  # not a language model of transformers
         return None
 
     def run(embeddings: torch.Tensor, targets: torch.Tensor) -> None:
@@ -174,7 +168,7 @@ def _observed_language(
 
 
 def _encoder_bytes(module: nn.Module, load: Load, dtype: str) -> Figures | None:
-    """Return bytes of as many tokens as the load has, at the rate of example inputs."""
+    """Return the bytes for the load's tokens, at the rate of example inputs."""
     key = _configuration(module), dtype
     if key not in _RUNS:
         _remember(key, _example_bytes(module, dtype))
@@ -183,11 +177,11 @@ def _encoder_bytes(module: nn.Module, load: Load, dtype: str) -> Figures | None:
 
 
 def _example_bytes(module: nn.Module, dtype: str) -> Figures | None:
-    """Return bytes per token of the blocks, on example inputs."""
+    """Return the bytes per token of the blocks, on example inputs."""
     try:
         copy = on_meta(module)
         inputs = _example(copy)
-    except USER_CODE_RAISES:  # a module of any kind
+    except USER_CODE_RAISES:  # the module may be of any kind
         return None
     (seen,) = observe(copy, inputs, copy, masks=False, dtype=DTYPES[dtype])
     if seen.output is None or not seen.tokens:
@@ -198,7 +192,7 @@ def _example_bytes(module: nn.Module, dtype: str) -> Figures | None:
 def _example(module: nn.Module) -> dict[str, Any]:
     try:
         return example_inputs(module)
-    except ModelError:  # features, then, as wide as its first weight
+    except ModelError:  # features as wide as the first weight instead
         name = next(iter(inspect.signature(module.forward).parameters))
         width = next(p.shape[1] for p in module.parameters() if p.dim() == 2)
         return {name: torch.empty(1, _EXAMPLE_TOKENS, width)}

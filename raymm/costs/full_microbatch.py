@@ -8,16 +8,17 @@ from typing import Any
 from raymm.data import DataConfig, local_steps
 from raymm.errors import PlanError
 
-# Steps of data that are looked through for a microbatch with every modality.
+# Number of steps that are searched for a microbatch with every modality.
 MAX_STEPS = 8
 
 
 def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, Any]:
-    """A microbatch with every modality: of the first step that has one, that with the most
-    items, and of those the one with the most text.
+    """Return a microbatch with every modality, from the first step that has one.
+
+    Of several, the one with the most items is chosen, then the one with the most text.
 
     Raises:
-        PlanError: if there is none in the first :data:`MAX_STEPS` steps.
+        PlanError: none of the first :data:`MAX_STEPS` steps has such a microbatch.
     """
     seen: set[str] = set()
     for step in local_steps(config, steps=MAX_STEPS):

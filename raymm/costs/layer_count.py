@@ -1,19 +1,19 @@
-"""Counting a module's layers: FLOPs, memory traffic, parameters.
+"""Counts of a module's layers: FLOPs, memory traffic, parameters.
 
-Nothing is run here and nothing is known of a model by name: everything follows from the shapes
-of the weights on a skeleton (parameters on the meta device), from the few numbers of a Hugging
-Face config that shapes do not show (heads, experts per token), and from what loads and runs say.
+Nothing is run here, and no model is known by name. The counts follow from the shapes of the weights
+of a skeleton (parameters on the meta device), from the few numbers of a Hugging Face config that
+shapes do not show (heads, experts per token), and from loads and runs.
 
-Assumed throughout:
+Assumptions:
 
-- Products with weights are as in :mod:`raymm.costs.matmul_count`; a pooling head works on one
-  token per sample.
-- Attention is as in :mod:`raymm.costs.attention_count`. Linear attention and state-space mixers
-  count with their weights, and with the products of activations that a run of the forward
-  (:mod:`raymm.costs.forward_run`) was seen to compute.
-- Products and attention that were seen to run (:mod:`raymm.costs.observed_load`) count as seen;
-  else blocks work on as many tokens as the module gives out (no token merging between blocks).
-- Embeddings, norms, activation functions and rotary tables are no FLOPs.
+- Products with weights: see :mod:`raymm.costs.matmul_count`. A pooling head has one token per
+  sample.
+- Attention: see :mod:`raymm.costs.attention_count`. Linear attention and state-space mixers count
+  with their weights, and with the products of activations that were observed in a run of the
+  forward (:mod:`raymm.costs.forward_run`).
+- Observed products and attention (:mod:`raymm.costs.observed_load`) count as observed. Otherwise,
+  blocks have as many tokens as the module outputs (no token merging between blocks).
+- Embeddings, norms, activation functions and rotary tables have no FLOPs.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ from raymm.costs.parameter_shares import parameter_shares
 
 @dataclass(frozen=True)
 class LayerCount:
-    """One layer on one microbatch; elements, not bytes, where the dtype decides.
+    """Counts of one layer on one microbatch, in elements where bytes depend on the dtype.
 
     Attributes:
-        matmul_flops: of the forward products with weights.
-        weight_flops: of products of weights with weights, once per forward (norms of adapted rows).
-        attention_flops: of the forward's two products within attention.
-        mixing_flops: of the forward's other products of two activations, such as scans.
+        matmul_flops: forward products with weights.
+        weight_flops: products of weights with weights, once per forward (norms of adapted rows).
+        attention_flops: the forward's two products of attention.
+        mixing_flops: the forward's other products of two activations, such as scans.
         weight_elements: elements of weights that a forward reads.
-        traffic_elements: elements that products and attention read and write besides.
-        trained_traffic: of ``traffic_elements``, those of products whose weights are trained.
-        parameters: elements of all its parameters.
-        output_elements: of what it hands on.
-        replicated: of ``parameters``, those that tensor parallelism does not split.
-        few_parameters: of ``parameters``, those that it splits between at most ``few_heads``
-            processes: of keys and values with fewer heads than queries.
-        tied: of the last layer's ``parameters``, those that the first layer has, too.
-        key_value_elements: of its attention's keys and values.
-        product_elements: what its products with weights give.
-        attention_elements: what its attention gives.
-        attention_traffic: of ``traffic_elements``, the attention's.
-        stream_elements: of the hidden state within it.
-        widest_elements: what the largest of its products gives, a head's aside.
-        expanded_elements: that, what its activation function makes of it, and a gate.
-        logits: what its head gives.
-        largest_weight: elements of the largest of its weights.
-        data_elements: what it reads of a microbatch's data, of 4 bytes each.
-        expert_parameters: of ``parameters``, those of experts.
-        exchange_elements: of tokens on their way to experts and back, with a weight each.
-        base_flops, base_weights, base_parameters: of ``matmul_flops``, ``weight_elements`` and
-            ``parameters``, those of weights under adapters.
-        quantised: of ``base_parameters``, those that take a byte each.
+        traffic_elements: other elements that products and attention read and write.
+        trained_traffic: part of ``traffic_elements`` in products with trained weights.
+        parameters: elements of all parameters.
+        output_elements: elements of the output.
+        replicated: part of ``parameters`` that tensor parallelism does not split.
+        few_parameters: part of ``parameters`` that tensor parallelism splits over at most
+            ``few_heads`` processes: keys and values with fewer heads than queries.
+        tied: parameters of the last layer that the first layer has as well.
+        key_value_elements: keys and values of the attention.
+        product_elements: outputs of the products with weights.
+        attention_elements: outputs of the attention.
+        attention_traffic: part of ``traffic_elements`` in attention.
+        stream_elements: the hidden state.
+        widest_elements: output of the largest product except a head.
+        expanded_elements: that output with its activation function's result, and a gate.
+        logits: output of the head.
+        largest_weight: elements of the largest weight.
+        data_elements: elements of 4 bytes that are read from a microbatch's data.
+        expert_parameters: part of ``parameters`` in experts.
+        exchange_elements: tokens sent to experts and back, with a weight each.
+        base_flops, base_weights, base_parameters: parts of ``matmul_flops``, ``weight_elements``
+            and ``parameters`` of weights under adapters.
+        quantised: part of ``base_parameters`` with one byte per element.
     """
 
     matmul_flops: float = 0.0
@@ -102,7 +102,7 @@ class LayerCount:
 
     @property
     def quantised_share(self) -> float:
-        """Of ``base_parameters``."""
+        """Quantised fraction of ``base_parameters``."""
         return self.quantised / max(self.base_parameters, 1)
 
     def __add__(self, other: LayerCount) -> LayerCount:
@@ -122,17 +122,18 @@ _ONE_AT_A_TIME = frozenset(
 def count_layers(
     module: nn.Module, load: Load, causal: bool = False, run: ForwardRun | None = None
 ) -> tuple[LayerCount, ...]:
-    """Counts per layer, as :class:`raymm.scheduler.graph.module_graph.ModuleNode` has layers: one
-    per block, what is before the blocks with the first, what is after them with the last. A module
-    that cannot be cut is one layer. Parameters tied between the two ends count at both, because
-    both hold them once the module is cut.
+    """Return the counts per layer, as defined by
+    :class:`raymm.scheduler.graph.module_graph.ModuleNode`.
+
+    There is one layer per block; modules before the blocks count with the first, those after with
+    the last. A module that cannot be cut is one layer. Parameters tied between both ends count at
+    both, since both hold them once the module is cut.
 
     Args:
         module: parameters may be on the meta device.
-        load: what it has to do.
-        causal: whether a token sees only those before it; then the module is a language model
-            whose head runs on ``load.labels`` rows and whose output is a loss.
-        run: of the same load; without it, ``mixing_flops`` are 0.
+        causal: True for a language model, in which a token sees only earlier tokens, the head runs
+            on ``load.labels`` rows and the output is a loss.
+        run: a forward of the same load; ``mixing_flops`` are 0 without.
     """
     counter = _LayerCounter(module, load, causal, run)
     places = counter.places()
@@ -155,8 +156,8 @@ def count_layers(
 def count_blocks(
     module: nn.Module, load: Load, causal: bool = False, run: ForwardRun | None = None
 ) -> tuple[LayerCount, ...]:
-    """Counts of the blocks alone, without what is before and after them; arguments as of
-    :func:`count_layers`. Empty for a module that cannot be cut."""
+    """Return the counts of the blocks alone, for the arguments of :func:`count_layers`. Empty for a
+    module that cannot be cut."""
     counter = _LayerCounter(module, load, causal, run)
     return tuple(counter.layer(place) for place in counter.places())
 
@@ -164,8 +165,8 @@ def count_blocks(
 def count_attention(
     module: nn.Module, causal: bool = False, run: ForwardRun | None = None
 ) -> tuple[dict[int | None, float], ...]:
-    """FLOPs of a forward's attention per visible pair of a query and a key, by layer and the window
-    of its attention (None: without one); arguments as of :func:`count_layers`."""
+    """Return FLOPs of a forward's attention per visible pair of a query and a key, by layer and
+    window (None: no window), for the arguments of :func:`count_layers`."""
     counter = _LayerCounter(module, Load(1, 1), causal, run)
     return tuple(counter.pair_flops(place) for place in counter.places() or [""])
 
@@ -173,9 +174,9 @@ def count_attention(
 def count_products(
     module: nn.Module, load: Load, causal: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """FLOPs of the forward products with weights of every submodule that has some of its own, and
-    of these with weights under adapters, by name in the order of registration; arguments as of
-    :func:`count_layers`."""
+    """Return FLOPs of the forward products with weights, and the part with weights under adapters,
+    by submodule with weights in the order of registration. See :func:`count_layers` for the
+    arguments."""
     counter = _LayerCounter(module, load, causal)
     products: dict[str, tuple[float, float]] = {}
     for name, child in module.named_modules():
@@ -199,15 +200,17 @@ class _LayerCounter:
         self.shares = parameter_shares(module)
 
     def places(self) -> list[str]:
-        """Names of the blocks, if there are several."""
+        """Return the names of the blocks, if there are several."""
         if self.path is None or (many := len(block_list(self.module, self.path))) < 2:
             return []
         return [f"{self.path}.{index}" for index in range(many)]
 
     def outside(self, path: str) -> tuple[list[str], list[str]]:
-        """Names of modules outside the blocks that own parameters: before, after. They are told
-        apart by the order of registration; the head is always after, and what is tied to it is
-        also before."""
+        """Return the names of modules with parameters before and after the blocks.
+
+        The order of registration decides, except that the head is always after the blocks, and
+        modules tied to it also count before.
+        """
         before, after, seen = [], [], False
         for name, module in self.module.named_modules():
             if name == path or name.startswith(path + "."):
@@ -218,7 +221,8 @@ class _LayerCounter:
         return before, after
 
     def layer(self, place: str) -> LayerCount:
-        """A block, or the whole module (``""``), with attention and output."""
+        """Return the counts of a block, or of the whole module (``""``), with attention and
+        output."""
         names = [
             ".".join(filter(None, (place, name)))
             for name, child in self.module.get_submodule(place).named_modules()
@@ -239,7 +243,7 @@ class _LayerCounter:
         return self.load.total * width
 
     def own(self, names: list[str]) -> LayerCount:
-        """What these modules' own parameters do (not their children's)."""
+        """Return the counts of the modules' own parameters, without those of their children."""
         matmuls = [m for name in names for m in self.matmuls.of(name)]
         parameters: dict[int, int] = {}
         few_heads = 0
@@ -290,7 +294,8 @@ class _LayerCounter:
         )
 
     def _norm_flops(self, name: str) -> float:
-        """FLOPs of the product of an adapter's two matrices, which norms of rows are made of."""
+        """Return FLOPs of the product of an adapter's two matrices, which row norms are computed
+        from."""
         own = self.module.get_submodule(name)._parameters
         low, high = own.get(LOW), own.get(HIGH)
         if own.get(MAGNITUDE) is None or low is None or high is None:
@@ -298,19 +303,19 @@ class _LayerCounter:
         return 2.0 * high.shape[0] * low.numel()
 
     def _exchange(self, name: str) -> float:
-        """Elements of all tokens on their way to experts and back."""
+        """Return the elements of all tokens that are sent to experts and back."""
         per_row = 2 * (self.loaded.hidden or 0) + 1
         return float(self.loaded.rows(name) * self.matmuls.per_token * per_row)
 
     def read(self, before: list[str]) -> float:
-        """What the first product before the blocks reads; of a language model ids, labels and mask
-        of its tokens."""
+        """Return the elements that the first product reads; for a language model ids, labels and
+        mask."""
         products = (m.input_elements for name in before for m in self.matmuls.of(name))
         return 6.0 * self.load.total if self.loaded.causal else next(products, 0.0)
 
     def tied(self, first: str, last: str) -> int:
-        """Elements of parameters that both ends have: what is before the blocks, or in the first
-        of them, and what is after them, or in the last."""
+        """Return the elements of parameters that both ends have, counting the first and last
+        block."""
         assert self.path is not None
         ends = []
         for outside, block in zip(self.outside(self.path), (first, last), strict=True):
@@ -321,14 +326,14 @@ class _LayerCounter:
         return sum(size for key, size in ends[0].items() if key in ends[1])
 
     def _attention(self, place: str) -> LayerCount:
-        """All attention below ``place``, and other products of two activations."""
+        """Return the counts of attention and other products of two activations below ``place``."""
         flops, attentions = self._mixing(place)
         count = sum((self._one_attention(each) for each in attentions), LayerCount())
         return replace(count, mixing_flops=flops)
 
     def _mixing(self, place: str) -> tuple[float, list[Attention]]:
-        """FLOPs of products of two activations below ``place``, and the attention, which these do
-        not include."""
+        """Return FLOPs of products of two activations below ``place``, and the attention, which the
+        FLOPs do not include."""
         attentions = list(self.attention.below(place))
         if not place or not self.mixing:
             return 0.0, attentions
@@ -337,8 +342,8 @@ class _LayerCounter:
             return flops, attentions
         seen = any(is_within(name, (place,)) for name in self.loaded.seen)
         if not seen and any(attended for _, attended in self.mixing):
-            return flops, []  # linear attention, in a model whose other attention was seen
-        return 0.0, attentions  # plain products of a model's own, of masked pairs, too
+            return flops, []  # linear attention, in a model that also has observed attention
+        return 0.0, attentions  # the model's own products, which include masked pairs
 
     def _one_attention(self, attention: Attention) -> LayerCount:
         a = attention
@@ -352,7 +357,7 @@ class _LayerCounter:
         )
 
     def pair_flops(self, place: str) -> dict[int | None, float]:
-        """FLOPs of all attention below ``place`` per visible pair, by window."""
+        """Return FLOPs of all attention below ``place`` per visible pair, by window."""
         flops: dict[int | None, float] = {}
         for attention in self._mixing(place)[1]:
             window = attention.window

@@ -1,7 +1,7 @@
-"""How much a module has to do for one microbatch, and the module that has to do it.
+"""Load of a module for one microbatch.
 
-What shapes do not show (widths, heads, experts per token) is in the few numbers of a Hugging Face
-config; nothing is known of a model by name.
+Numbers that shapes do not show (widths, heads, experts per token) come from the Hugging Face
+config. No model is known by name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ POOLING = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d | nn.AvgPool1d | nn.AvgPool
 
 
 class SeenAttention(NamedTuple):
-    """Sizes of an attention module's calls in a forward.
+    """Observed sizes of an attention module's calls in a forward.
 
     Attributes:
-        rows, keys: of queries and of keys, without heads.
-        pairs: of a query and a key that it sees.
-        query, key, value, out: widths, of all heads together.
+        rows, keys: rows of queries and of keys, without heads.
+        pairs: visible pairs of a query and a key.
+        query, key, value, out: widths of all heads together.
     """
 
     rows: float
@@ -37,7 +37,7 @@ class SeenAttention(NamedTuple):
     out: int
 
     def joined(self, other: SeenAttention) -> SeenAttention:
-        """Return the sizes of these calls and others of the same module."""
+        """Return the sizes of these and other calls of the same module."""
         return self._replace(
             rows=self.rows + other.rows, keys=self.keys + other.keys,
             pairs=self.pairs + other.pairs,
@@ -52,30 +52,27 @@ class SeenAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """What one module has to do for one microbatch.
+    """Load of one module for one microbatch. "Per token" means per token of the module's blocks.
 
     Attributes:
         samples: sequences (images, clips); attention stays within one.
-        tokens: of each, as its blocks see them. For an encoder, class tokens included.
-        labels: tokens of the microbatch with a label, which the language model's head runs
-            on; all of them by default.
-        places: of products with weights that were seen to run, by name, for how many places each
-            token of its blocks makes them do so; of others it follows from their sizes.
-        attention: by name, sizes of the attention modules that were seen to run, for each token of
-            the blocks; what others do follows from their widths and the number of tokens.
-        handed: elements that the module returns for each token of its blocks; None where they are
-            as many as its blocks return.
-        streams: elements that each block returns for each token of the blocks; empty where they are
-            as wide as the hidden state.
-        relayed: elements that every stage but the last hands on beside the hidden state, for each
-            token of the blocks: features of towers that later stages read.
-        kept: elements that autograd saves in the compute dtype and in fp32 for each token of the
-            blocks: before the blocks, by block, after the blocks, and in a head; empty where
-            :mod:`raymm.costs.forward_run` runs the module for it.
-        mixing: by block, FLOPs of products of two activations for each token of the blocks, without
-            those of attention through transformers' interface, and True if the block has such
-            attention; empty as ``kept`` is.
-        projector_places, projector_handed, projector_kept: as these, of an encoder's projector.
+        tokens: tokens per sample in the blocks, with class tokens of an encoder.
+        labels: tokens with a label, which the language model's head runs on; None for all tokens.
+        places: observed rows of products with weights per token, by name. Other rows follow from
+            the sizes of products.
+        attention: observed sizes of attention modules per token, by name. Other attention follows
+            from widths and the number of tokens.
+        handed: output elements per token; None if they equal those of the blocks.
+        streams: output elements of each block per token; empty if blocks are as wide as the hidden
+            state.
+        relayed: elements per token that every stage but the last sends in addition to the hidden
+            state: tower features that later stages read.
+        kept: elements that autograd saves in the compute dtype and in fp32 per token: before the
+            blocks, by block, after the blocks, and in a head. Empty if
+            :mod:`raymm.costs.forward_run` runs the module.
+        mixing: by block, FLOPs per token of products of two activations without attention through
+            transformers' interface, and True if the block has such attention. Empty if ``kept`` is.
+        projector_places, projector_handed, projector_kept: the same for an encoder's projector.
     """
 
     samples: int
@@ -114,12 +111,8 @@ class Load:
 
 
 def default_tokens(module: nn.Module) -> int:
-    """Tokens per item of an encoder, from its config: patches (and class tokens) of an image,
-    positions of an audio encoder.
-
-    Raises:
-        PlanError: if the config does not say.
-    """
+    """Return an encoder's tokens per item from its config: patches (and class tokens) of an image,
+    or positions of an audio encoder. Raises PlanError if the config does not have them."""
     config = getattr(module, "config", None)
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     positions = getattr(config, "max_source_positions", None)
@@ -143,7 +136,7 @@ def default_tokens(module: nn.Module) -> int:
 
 
 def config_number(names: tuple[str, ...], *containers: Any) -> int | None:
-    """The first whole number that a config or a module has under one of the names."""
+    """Return the first integer that a config or a module has under one of the names."""
     for container in containers:
         for name in names:
             value = getattr(container, name, None)
@@ -153,17 +146,16 @@ def config_number(names: tuple[str, ...], *containers: Any) -> int | None:
 
 
 class LoadedModule:
-    """A module together with its load, and what all counting of its parts asks of both.
+    """A module with its load, and the properties that counters of its parts need.
 
     Args:
         module: parameters may be on the meta device.
-        load: what it has to do.
-        causal: whether a token sees only those before it; then the module is a language model.
+        causal: True for a language model, in which a token sees only earlier tokens.
 
     Attributes:
-        hidden: width of its hidden state, None where its config does not say.
-        head: the language model's output layer, None without one.
-        path: name of its list of blocks, None where it cannot be cut.
+        hidden: width of the hidden state; None if the config does not have it.
+        head: output layer of the language model; None without one.
+        path: name of the list of blocks; None if the module cannot be cut.
     """
 
     def __init__(self, module: nn.Module, load: Load, causal: bool) -> None:
@@ -179,8 +171,8 @@ class LoadedModule:
         self.seen = dict(load.attention)
 
     def rows(self, name: str) -> float:
-        """Rows that come to a submodule: as it was seen, else every token, or one per sample in a
-        pooling head."""
+        """Return the rows that enter a submodule: as observed, otherwise all tokens, or one per
+        sample in a pooling head."""
         if name in self.places:
             return self.places[name] * self.load.total
         if self.pools(name):
@@ -188,7 +180,8 @@ class LoadedModule:
         return float(self.load.total)
 
     def pools(self, name: str) -> bool:
-        """Whether a module is part of a pooling head, which makes one token of a sample's."""
+        """Return True if a module is part of a pooling head, which reduces a sample to one
+        token."""
         path = name.split(".") if name else []
         for length in range(1, len(path) + 1):
             parent = self.module.get_submodule(".".join(path[:length]))

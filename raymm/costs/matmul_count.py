@@ -1,8 +1,8 @@
-"""Counting products with weights: which rows meet which weight.
+"""Counts of products with weights.
 
-Every weight matrix multiplies every row of its layer once (2 FLOPs per element), experts only the
-share of rows that is routed to them. Convolutions before the blocks end at the module's number of
-tokens, so an earlier one runs at that times the strides after it.
+Every weight matrix multiplies every row of its layer once (2 FLOPs per element), and an expert only
+the share of rows that is routed to it. Convolutions before the blocks end at the module's number of
+tokens, so an earlier one runs at that number times the strides after it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _EXPERTS_PER_TOKEN = (
 
 @dataclass(frozen=True)
 class Matmul:
-    """One weight: ``rows`` inputs of width ``inner`` to outputs of width ``outer``."""
+    """One weight that maps ``rows`` inputs of width ``inner`` to outputs of width ``outer``."""
 
     name: str
     inner: int
     outer: int
     rows: float
-    numel: float  # elements that one row meets
+    numel: float  # elements that multiply one row
     read: float  # elements read from memory
     gated: bool
     is_head: bool
@@ -45,7 +45,7 @@ class Matmul:
 
 
 class MatmulCounter:
-    """Finds the products of a module's parts."""
+    """Finds the products in parts of a module."""
 
     def __init__(self, loaded: LoadedModule) -> None:
         self.loaded = loaded
@@ -55,18 +55,19 @@ class MatmulCounter:
         self.strides = self._strides_after()
 
     def _strides_after(self) -> dict[int, int]:
-        """Per convolution, by how much later ones reduce the number of positions."""
+        """Return by convolution how much later ones reduce the number of positions."""
         result, product = {}, 1
         convolutions = [m for m in self.loaded.module.modules() if isinstance(m, _ConvNd | POOLING)]
         for convolution in reversed(convolutions):
             result[id(convolution)] = product
             if len(convolutions) == 1 or math.prod(_sizes(convolution, "kernel_size")) > 1:
                 product *= math.prod(_sizes(convolution, "stride"))
-            # Else a strided 1x1 is a shortcut beside another convolution and reduces nothing more.
+            # A strided 1x1 next to other convolutions is a shortcut and reduces nothing more.
         return result
 
     def _share(self, name: str) -> float:
-        """Fraction of tokens that come to a module: below 1 in a list of experts."""
+        """Return the fraction of tokens that enter a module, which is below 1 in a list of
+        experts."""
         path = name.split(".")
         for length in range(1, len(path)):
             parent = self.loaded.module.get_submodule(".".join(path[:length]))
@@ -75,10 +76,10 @@ class MatmulCounter:
         return 1.0
 
     def of(self, name: str) -> Iterator[Matmul]:
-        """The products with a submodule's own weights, not its children's."""
+        """Yield the products with a submodule's own weights, without those of its children."""
         module = self.loaded.module.get_submodule(name)
         if isinstance(module, _ConvNd):
-            if "weight" not in vars(module):  # else another part of the model has the parameter
+            if "weight" not in vars(module):  # otherwise another module has the parameter
                 yield self._convolution(name, module)
             return
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -102,12 +103,12 @@ class MatmulCounter:
             outer, inner = module.widths
         elif isinstance(module, nn.Linear):
             outer, inner = module.out_features, module.in_features
-        elif type(module).__name__ == "Conv1D":  # GPT-2's, which keeps its weight transposed
+        elif type(module).__name__ == "Conv1D":  # of GPT-2, which stores its weight transposed
             inner, outer = weight.shape
         share = self._share(name)
         rows = self.loaded.rows(name) * share
         if leaf == "in_proj_weight" and self.loaded.pools(name):
-            # The query is one token per sample, keys and values are all of them.
+            # The query has one token per sample; keys and values have all tokens.
             rows = (self.loaded.load.samples + 2 * self.loaded.load.total) / 3
         is_head = module is self.loaded.head
         if is_head and self.loaded.load.labels is not None:
@@ -120,7 +121,7 @@ class MatmulCounter:
         )
 
     def _low_rank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
-        """One of an adapter's two products: of the layer's own input, or what that gives."""
+        """Return one of an adapter's two products."""
         outer, inner = weight.shape
         rows = self.loaded.rows(name) * self._share(name)
         return Matmul(
@@ -129,7 +130,8 @@ class MatmulCounter:
         )
 
     def _bank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
-        """All experts of a layer in one tensor: (E, out, in) or, in some models, (E, in, out)."""
+        """Return the product of experts in one tensor: (E, out, in) or, in some models, (E, in,
+        out)."""
         first, second = weight.shape[1:]
         narrow = self.loaded.hidden if self.loaded.hidden in (first, second) else second
         other = first if narrow == second else second
@@ -157,14 +159,14 @@ class MatmulCounter:
 
 
 def expanded_elements(matmul: Matmul) -> float:
-    """What a product gives, with what its activation function makes of it, and a gate that has a
-    product of its own and what it makes of that."""
+    """Return the elements of a product's output with its activation function's result, and of a
+    gate with a separate product."""
     fused = "up" in matmul.name.rpartition(".")[2]  # gate_up_proj
     return matmul.rows * matmul.outer * (3 if matmul.gated and not fused else 2)
 
 
 def _sizes(module: nn.Module, name: str) -> tuple[int, ...]:
-    """A convolution's or pooling's kernel or stride, one number per dimension."""
+    """Return a convolution's or pooling's kernel or stride, one number per dimension."""
     value = getattr(module, name)
     if isinstance(value, tuple):
         return value

@@ -1,4 +1,4 @@
-"""Devices as others name them: drivers, torch, Ray."""
+"""Devices by the names that drivers, torch and Ray have for them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from raymm.actors.host.gpus import read_gpus
 from raymm.scheduler.costs.devices import DEVICES, DeviceSpec, find_device
 
 CPU = "cpu"
-# What a GPU that raymm has no data of is taken for.
+# Device that stands in for an unknown GPU.
 DEFAULT_GPU = "A100-80GB"
 
 
 def device_called(name: str) -> DeviceSpec | None:
-    """The device that a driver, torch or Ray calls by some name, such as ``"NVIDIA H100 80GB
-    HBM3"`` or ``"A100-40G"``; None if raymm has no data of it."""
+    """Return the device that a driver, torch or Ray names, such as ``"NVIDIA H100 80GB HBM3"`` or
+    ``"A100-40G"``; None for an unknown device."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     words += [a + b for a, b in zip(words, words[1:], strict=False)]
     words = [re.sub(r"(\d)gb?$", r"\1gb", word) for word in words]
     best: tuple[int, DeviceSpec] | None = None
     for device_name, device in DEVICES.items():
         parts = device_name.lower().split("-")
-        # A name without a size ("A100") is that of the smallest.
+        # A name without a memory size ("A100") stands for the smallest one.
         matching = sum(part in words for part in parts) if parts[0] in words else 0
         if matching and (best is None or matching > best[0]):
             best = matching, device
@@ -29,7 +29,7 @@ def device_called(name: str) -> DeviceSpec | None:
 
 
 def precision_notes(device: str, precision: str) -> list[str]:
-    """Return a line on what fp32 costs on the connected cluster's GPUs; nothing to say else.
+    """Return a line on the cost of fp32 on the cluster's GPUs, or nothing for other settings.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
@@ -48,12 +48,8 @@ def precision_notes(device: str, precision: str) -> list[str]:
 
 
 def device_names(device: str) -> list[str]:
-    """Return the names of the connected cluster's GPUs: the first of this node's, as its driver
-    has it, then types of GPUs as Ray has them. None for a CPU.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-    """
+    """Return the names of the connected cluster's GPUs: this node's first GPU by its driver, then
+    the GPU types of Ray. Empty for ``"cpu"``."""
     from raymm.actors.placement.node_types import reachable_resources
 
     if device == CPU:
@@ -66,12 +62,8 @@ def device_names(device: str) -> list[str]:
 
 
 def cluster_device(device: str) -> tuple[str, str | None]:
-    """(name, note): the device of the connected cluster as raymm's table calls it, and what to
-    say if it is not in there.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-    """
+    """Return the name of the connected cluster's device (``"cpu"`` or ``"cuda"``) in raymm's table,
+    and a note if the table does not have it."""
     if device == CPU:
         return CPU, None
     names = device_names(device)

@@ -1,9 +1,9 @@
-"""Loads of modules, observed by running them without computing anything.
+"""Loads of modules, observed in runs without computation.
 
 Parameters and floating-point inputs are fake tensors (:mod:`torch._subclasses.fake_tensor`), which
-have shapes and no values. Integer and boolean inputs are real, so grids of patches, window indexes
-and masks have their values, and the forward takes the path that it takes on the data. Every product
-and every attention reports its sizes while it runs.
+have shapes but no values. Integer and boolean inputs are real, so that grids of patches, window
+indices and masks have values and the forward takes its usual path. Every product and every
+attention reports its sizes during the run.
 """
 
 from __future__ import annotations
@@ -34,34 +34,33 @@ from raymm.errors import USER_CODE_RAISES, ForwardLeft
 from raymm.kernels.flash.operands import prepare
 from raymm.kernels.hf.self_attention import can_use
 
-# Dimensions of patches of all items in one tensor, and of an image of pixels.
+# Number of dimensions of the patches of all items in one tensor, and of an image.
 FLAT_ROWS, IMAGE_DIMENSIONS = 2, 3
 _WITH_MASKS, _WITHOUT_MASKS = "raymm_sizes", "raymm_sizes_without_masks"
 _NOTE = "_raymm_note_sizes"
-# Attributes of layers that say where they are, not what they compute.
+# Attributes with the position of a layer, which do not affect its computation.
 _INDEXES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
 
 
 class Observation:
-    """Sizes that a module's forward was seen to have. Notes are taken until :meth:`close`.
+    """Observed sizes of a module's forward. Notes are taken until :meth:`close`.
 
     Args:
-        module: whose.
-        leave: leave the forward at the first block.
+        leave: True to leave the forward at the first block.
 
     Attributes:
         places: rows of products with weights and of norms, by name.
         attention: sums over the calls of every attention module, by name.
-        cross: names of those whose keys are not of the queries' own tokens, or not causal.
-        streams: elements that every block returns, as far as they were called.
-        rows, tokens: of the hidden state that enters the first block, or of what a module without
-            blocks returns; 0 tokens if there is none.
-        kept: bytes that autograd saves, without parameters: before the blocks, by block, after
-            the blocks, and in a language model's head and loss.
-        mixing: in the same order, FLOPs of products of two activations, without those of attention
-            through transformers' interface.
+        cross: names of those whose keys are not the queries' own tokens, or that are not causal.
+        streams: output elements of every block that was called.
+        rows, tokens: of the hidden state that enters the first block, or of the output of a module
+            without blocks; 0 tokens if there is none.
+        kept: bytes that autograd saves, without parameters: before the blocks, by block, after the
+            blocks, and in a language model's head and loss.
+        mixing: in the same order, FLOPs of products of two activations without attention through
+            transformers' interface.
         attended: in the same order, True where attention ran through that interface.
-        output: what the forward returned; None if it did not end.
+        output: output of the forward; None if it did not finish.
     """
 
     def __init__(self, module: nn.Module, leave: bool = False) -> None:
@@ -80,7 +79,7 @@ class Observation:
         self.kept = [0] * (len(blocks) + 3)
         self.mixing = [0] * len(self.kept)
         self.attended = [False] * len(self.kept)
-        # Of its norms and biases: by them channels that come last are told from those before.
+        # Widths of norms and biases, which distinguish channels in the last dimension from others.
         self._widths = {len(p) for p in first.parameters() if p.dim() == 1}
         self._hidden = "hidden_states" if path is None else hidden_name(first)
         self._handles = [
@@ -104,11 +103,8 @@ class Observation:
                 self._handles.append(child.register_forward_hook(note))
 
     def load(self, times: int = 1) -> Load | None:
-        """Return the load, None if the forward did not come to the blocks.
-
-        Args:
-            times: how many such forwards a microbatch is.
-        """
+        """Return the load of a microbatch of ``times`` such forwards; None if the blocks were not
+        reached."""
         if not self.tokens:
             return None
         total = self.rows * self.tokens
@@ -140,8 +136,9 @@ class Observation:
         if isinstance(hidden, torch.Tensor) and hidden.dim() >= FLAT_ROWS and (
             hidden.dim() == IMAGE_DIMENSIONS or hidden.shape[-1] in self._widths
         ):
-            # (rows, tokens, width), tokens of all items one after another, or in rows and columns
-            # of an image; with channels before them, what is handed on says how many there are.
+            # (rows, tokens, width), or the tokens of all items one after another, or an image's
+            # rows and columns. If channels come before them, the output has the number of tokens
+            # instead.
             self.rows = 1 if hidden.dim() == FLAT_ROWS else hidden.shape[0]
             self.tokens = hidden.shape[:-1].numel() // max(self.rows, 1)
         if self._leave:
@@ -151,20 +148,19 @@ class Observation:
         self._bucket = bucket
 
     def add_bytes(self, size: int) -> None:
-        """Count bytes that autograd saves in the layer that runs."""
+        """Count bytes that autograd saves in the running layer."""
         self.kept[self._bucket] += size
 
     def add_mixing(self, flops: int) -> None:
-        """Count FLOPs of a product of activations in the layer that runs."""
+        """Count FLOPs of a product of activations in the running layer."""
         self.mixing[self._bucket] += flops
 
     def add_attention(self, name: str, sizes: SeenAttention, cross: bool) -> None:
-        """Count a call of an attention module in the layer that runs.
+        """Count a call of an attention module in the running layer.
 
         Args:
-            name: of the module.
-            sizes: of the call.
-            cross: True if its keys are not of the queries' own tokens, or not causal.
+            name: name of the module.
+            cross: True if the keys are not the queries' own tokens, or the call is not causal.
         """
         before = self.attention.get(name)
         self.attention[name] = sizes if before is None else sizes.joined(before)
@@ -187,7 +183,7 @@ class Observation:
             self.tokens = tokens.numel()
 
     def close(self) -> None:
-        """Take no more notes."""
+        """Stop taking notes."""
         for handle in self._handles:
             handle.remove()
 
@@ -197,20 +193,19 @@ def observe(
     leave: bool = False, masks: bool = True, dtype: torch.dtype = torch.float32,
     few: bool = False,
 ) -> list[Observation]:  # fmt: skip
-    """Run a forward and return the sizes that modules were seen to have, as far as it came.
+    """Run a forward as far as it gets, and return the observed sizes of modules.
 
     Args:
-        run: the forward, which takes the inputs as keyword arguments.
-        inputs: of the forward.
-        modules: that it calls, in their own sizes. Their parameters become fake, unless the forward
-            is left at the first block.
-        leave: leave the forward at the first block of the first module, and compute what is before.
-        masks: note which pairs masks of transformers' interface let be seen, if they are padded or
-            have windows. Such masks have an element for every pair.
-        dtype: of autocast, for what autograd saves; fp32 for none.
-        few: run the first two blocks of every kind only, and take the others to save what the
-            second one of their kind does. The second of two, because the first block saves what
-            all blocks read, such as rotary tables.
+        run: the forward, called with the inputs as keyword arguments.
+        modules: called by the forward, in full size. Their parameters become fake, unless
+            ``leave``.
+        leave: True to leave the forward at the first block of the first module, and to compute what
+            precedes it.
+        masks: True to count the visible pairs of masks of transformers' interface, if they are
+            padded or have windows. Such masks have an element per pair.
+        dtype: autocast dtype for the saved bytes; fp32 for no autocast.
+        few: True to run only the first two blocks of every kind, and to count others as the second
+            of their kind. The first block also saves what all blocks read, such as rotary tables.
     """
     seen = [Observation(module, leave) for module in modules]
     if not leave:
@@ -241,7 +236,7 @@ def observe(
 
 
 def _channels(module: nn.Module) -> int | None:
-    """Elements of a row of what a product or a norm gives; None for other modules."""
+    """Return the output elements per row of a product or a norm; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.out_features
     if isinstance(module, _ConvNd):
@@ -253,8 +248,8 @@ def _channels(module: nn.Module) -> int | None:
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-    """Replace parameters by fake ones that are all trained, or, with adapters, those of the
-    adapters alone. Weights that ranks cast once per step have the compute dtype."""
+    """Replace all parameters by fake ones that are trained (with adapters, only those of the
+    adapters). Weights that ranks cast once per step have the compute dtype."""
     fakes: dict[tuple[int, torch.dtype], nn.Parameter] = {}
     adapted = has_adapters(module)
     for child in module.modules():
@@ -284,8 +279,8 @@ def _fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def _running(
     modules: Sequence[nn.Module], seen: Sequence[Observation]
 ) -> Iterator[list[Observation]]:
-    """Yield a list whose last entry is the observation of the module that runs. Between modules,
-    that is the first module."""
+    """Yield a list whose last entry is the observation of the running module, or of the first
+    one."""
     running = [seen[0]]
 
     def enter(each: Observation, *_: Any) -> None:
@@ -308,16 +303,16 @@ def _running(
 
 
 def _state_storages(modules: Sequence[nn.Module]) -> dict[int, torch.UntypedStorage]:
-    """Return storages of parameters and buffers by address. They are held, so that no other storage
-    gets the same address."""
+    """Return storages of parameters and buffers by address. References keep the addresses
+    unique."""
     state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in state}
 
 
 @contextmanager
 def _saved_bytes(modules: Sequence[nn.Module], running: list[Observation]) -> Iterator[None]:
-    """Add the bytes of every tensor that autograd saves to the observation of the module that
-    runs. Of nested hooks, torch calls the innermost alone, so there is one for all modules."""
+    """Count every tensor that autograd saves in the observation of the running module. Torch calls
+    only the innermost of nested hooks, so there is one for all modules."""
     storages = _state_storages(modules)
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -337,10 +332,9 @@ def _solve_flops(system: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) 
 
 
 class _Mixing(TorchDispatchMode):
-    """Adds the FLOPs of every product of two activations to the observation of the module that
-    runs: scans of state-space layers, chunks of linear attention. Products with parameters, and
-    with what is computed of parameters and buffers alone, are counted by their shapes
-    (:mod:`raymm.costs.matmul_count`)."""
+    """Counts the FLOPs of products of two activations, such as scans of state-space layers and
+    chunks of linear attention. Products with parameters, and with values computed only from
+    parameters and buffers, are counted by their shapes (:mod:`raymm.costs.matmul_count`)."""
 
     _FLOPS: Mapping[Any, Callable[..., int]] = {
         **flop_registry, torch.ops.aten.linalg_solve_triangular: _solve_flops
@@ -369,8 +363,8 @@ def _storage(value: Any) -> torch.UntypedStorage | None:
 
 @contextmanager
 def _few_blocks(module: nn.Module, observation: Observation) -> Iterator[None]:
-    """Let blocks that have two of their kind before them return what the second one did, with
-    their input as the hidden state."""
+    """Replace all but the first two blocks of a kind by functions that return the output of the
+    second one, with their input as the hidden state."""
     path = find_blocks(module)
     blocks = [] if path is None else list(block_list(module, path))
     kinds: dict[Any, list[int]] = {}
@@ -406,8 +400,8 @@ def _few_blocks(module: nn.Module, observation: Observation) -> Iterator[None]:
 
 
 def _kind(module: nn.Module, index: int, block: nn.Module) -> Any:
-    """A key that blocks share if they compute the same: their modules with settings and shapes,
-    and what lists of the config, which have an entry per block, say of them."""
+    """Return a key that blocks share if they compute the same: settings and shapes of their
+    modules, and their entries in lists of the config."""
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     lists = [
@@ -427,8 +421,8 @@ def _kind(module: nn.Module, index: int, block: nn.Module) -> Any:
 
 
 class _GroupedFallback(TorchFunctionMode):
-    """Products of experts by the operator that transformers has for tensors that torch's own does
-    not accept: torch's refuses fake tensors in fp32. Both save the same."""
+    """Runs products of experts with the fallback of transformers, since torch's own operator
+    refuses fake tensors in fp32. Both save the same tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -439,8 +433,8 @@ class _GroupedFallback(TorchFunctionMode):
 
 @contextmanager
 def _noted_attention(module: nn.Module, observation: Observation, masks: bool) -> Iterator[None]:
-    """Replace the attention of a transformers model by a function that notes sizes; the attention
-    of other modules stays as it is."""
+    """Replace the attention of a transformers model by a function that reports sizes. Attention of
+    other modules is unchanged."""
     if not can_use(module):
         yield
         return
@@ -466,7 +460,7 @@ def _sizes_forward(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, is_causal: bool | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention of transformers' interface: (B, H, T, D) query, key and value -> (B, T, H, D)."""
+    """Report the sizes of an attention: (B, H, T, D) query, key and value -> (B, T, H, D)."""
     batch, heads, rows, width = query.shape
     shared, keys, out = value.shape[1:]
     pairs = float(batch * rows * keys)
@@ -487,9 +481,8 @@ def _sizes_forward(
 
 
 class _Attended(torch.autograd.Function):
-    """Attention, as far as what it saves: its inputs, its output in the layout of the query, and
-    a number per row; or, where its mask is learned, as torch has no flash attention for, all of its
-    weights."""
+    """Attention that only saves tensors: its inputs, its output in the layout of the query, and one
+    number per row, or all weights for a learned mask, which torch has no flash attention for."""
 
     @staticmethod
     def forward(
@@ -507,4 +500,4 @@ class _Attended(torch.autograd.Function):
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Mask of transformers' interface."""
+    """Return no mask, for transformers' interface."""

@@ -1,4 +1,4 @@
-"""What optimizers keep of a model's layers, for plans' memory."""
+"""Optimizer state of a model's layers, for the memory of plans."""
 
 from __future__ import annotations
 
@@ -24,20 +24,14 @@ from raymm.model.whole_model import WholeModel
 from raymm.scheduler.costs.layer_costs import MOMENTS, CostProfile
 
 _FP32_BYTES = 4
-# A code of a byte per element, and a scale per block.
+# One byte per element, and a scale per block.
 _MOMENT_8BIT = (1 + _FP32_BYTES / BLOCK) / _FP32_BYTES
 
 
 def with_optimizer(
     profile: CostProfile, model: MultimodalModule | WholeModel, config: OptimizerConfig
 ) -> CostProfile:
-    """A profile whose layers know what is kept of their trained parameters.
-
-    Args:
-        profile: of the model.
-        model: the description.
-        config: of its modules' optimizers.
-    """
+    """Return a profile whose layers have the optimizer state of their trained parameters."""
     modules = {}
     for name, layers in profile.modules.items():
         spec = model.spec(name)
@@ -74,8 +68,8 @@ def _moments(rule: UpdateRule, parameter: nn.Parameter, matrices: set[int]) -> f
 
 
 def _layers(module: nn.Module, count: int) -> Iterator[tuple[int, nn.Parameter]]:
-    """The layer of every parameter: what is before the blocks is the first's, what is after them
-    the last's; a head that is an embedding too counts at both."""
+    """Yield the layer of every parameter. Parameters before the blocks belong to the first layer,
+    those after them to the last, and a head that is also an embedding to both."""
     path = find_blocks(module)
     if path is None or count == 1:
         yield from ((0, parameter) for parameter in module.parameters())

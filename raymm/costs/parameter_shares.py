@@ -1,4 +1,4 @@
-"""How many processes tensor parallelism can split each parameter of a module between."""
+"""Number of processes that tensor parallelism can split each parameter over."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ _SHARES: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()
 
 
 def parameter_shares(module: nn.Module) -> Mapping[str, int]:
-    """Return the number of different shards of every parameter that is split, by name, under the
-    largest degree of tensor parallelism that the module's plan accepts. Keys and values of few
-    heads have fewer shards than there are processes. Parameters that are not in it are replicated.
+    """Return the number of different shards of every split parameter, by name.
 
-    Args:
-        module: a skeleton; parameters may be on the meta device.
+    The degree is the largest that the module's plan accepts. Keys and values with few heads have
+    fewer shards than there are processes. Parameters that are absent are replicated.
     """
     if module not in _SHARES:
         plan = _largest_plan(module)

@@ -1,4 +1,4 @@
-"""Measured costs of layers in files."""
+"""Files of measured layer costs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from raymm.scheduler.graph.strict_json import read_file
 
 
 def save_table(table: ProfileTable, path: str | os.PathLike[str]) -> Path:
-    """Write a table as JSON, whole or not at all.
-
-    Raises:
-        RunFileError: it cannot be written.
-    """
+    """Write a table as JSON atomically. Raises RunFileError if the file cannot be written."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, table.to_json())
@@ -24,11 +20,8 @@ def save_table(table: ProfileTable, path: str | os.PathLike[str]) -> Path:
 
 
 def load_table(path: str | os.PathLike[str]) -> ProfileTable:
-    """Read what :func:`save_table` wrote.
-
-    Raises:
-        PlanError: if there is no such file, or something in it is wrong; names the file.
-    """
+    """Read a file of :func:`save_table`. Raises PlanError if the file does not exist or is
+    invalid."""
     file = Path(path)
     if not file.is_file():
         raise PlanError(f"profile is {str(path)!r}; there is no such file")

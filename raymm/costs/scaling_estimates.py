@@ -1,19 +1,18 @@
-"""Scaling surfaces before anything was measured: estimates from a model's FLOPs and traffic.
+"""Estimated scaling surfaces from a model's FLOPs and traffic, before any measurement.
 
-For each data-parallel degree d a module's layers are counted on the samples that each GPU then has
-(:mod:`raymm.costs.analytic`), so weights are read as often as they would be. For each quota a:
+For each data-parallel degree d a module's layers are counted on the samples of one GPU
+(:mod:`raymm.costs.analytic`), so weights are read as often as in a run. For each quota a:
 
-- A module whose products fill the device takes exactly as long as :mod:`raymm.costs.analytic` says
-on all
-  multiprocessors; how much of that is arithmetic and how much is traffic comes from the same counts
-  (:class:`raymm.scheduler.multiplex.roofline.ModuleWork` joins the two).
-- Arithmetic takes longer the fewer multiprocessors there are, and a module uses no more of them
-  than its average product has tiles of :data:`TILE` x :data:`TILE` outputs, on a whole device
-  either. That is why small encoders gain little from one. :func:`filled_profile` gives the planner
-  of pipelines layer costs by the same rule.
+- A module whose products fill the device takes exactly the time of :mod:`raymm.costs.analytic` on
+  all multiprocessors. The split into arithmetic and traffic comes from the same counts
+  (:class:`raymm.scheduler.multiplex.roofline.ModuleWork` combines the two).
+- Arithmetic takes longer with fewer multiprocessors. A module uses at most as many of them as its
+  average product has tiles of :data:`TILE` x :data:`TILE` outputs, even on a full device, so small
+  encoders gain little from one. :func:`filled_profile` applies the same rule to the layer costs of
+  pipelines.
 - A share of :attr:`ModuleWork.saturation` of the multiprocessors reaches the full memory bandwidth.
-- Gradients are summed over the d replicas by a ring over the device's links, not hidden behind the
-  backward.
+- Gradients are all-reduced over the d replicas by a ring over the device's links, and are not
+  hidden behind the backward.
 
 Not counted: kernel launches, the optimizer, messages between modules.
 """
@@ -42,15 +41,15 @@ from raymm.scheduler.costs.surface import ScalingSurface
 from raymm.scheduler.multiplex.roofline import RIDGE, ModuleWork
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds, stage_layers
 
-# Outputs of a matrix product that one multiprocessor makes at a time, on a side: the usual tile
-# of cuBLAS's kernels on large products.
+# Side of the output tile of a matrix product that one multiprocessor computes at a time, as usual
+# for cuBLAS's kernels on large products.
 TILE = 128
-# A rate that takes no time, so that what remains of a roofline is its other side.
+# A rate that is infinite in practice and leaves only the other side of a roofline.
 _NO_TIME = 1e30
-# Of a module that does nothing that is counted; a surface needs a time.
+# Time of a module without counted work, since a surface needs one.
 _LEAST_SECONDS = 1e-9
 
-# Multiprocessors, and how many are set apart together: NVIDIA's data sheets, and the CUDA
+# Multiprocessors, and the granularity of their partition: NVIDIA's data sheets, and the CUDA
 # programming guide on green contexts (compute capability 8: at least 4; 9: groups of 8).
 MULTIPROCESSORS: Mapping[str, Multiprocessors] = {
     "A40": Multiprocessors(84, 4),
@@ -62,23 +61,22 @@ MULTIPROCESSORS: Mapping[str, Multiprocessors] = {
     "RTX4090": Multiprocessors(128, 4),
 }
 
-# While m uses the bus, which is a share B(m) of its time, others use a share R of it, the sum of
-# theirs. Where both do, each gets its part of the bandwidth and m's transfers take 1 + R as long:
-# a delay of B(m) * R of its time. Nothing measured; eq. 8 of Mosaic with e3 = 1, for two modules.
+# Module m uses the bus for a share B(m) of its time, and the other modules for a share R, the sum
+# of theirs. Where both use it, m's transfers take 1 + R as long, which delays m by B(m) * R of its
+# time. This is eq. 8 of Mosaic with e3 = 1, for two modules. It is not measured.
 BANDWIDTH_SHARES = Interference(product=1.0, unit="relative", coupling="own")
 
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """What estimates need of a module; no weights.
+    """Properties of a module that estimates need; no weights.
 
     Attributes:
-        name: of it.
-        module: its skeleton.
-        projector: that of an encoder's projector, its last layer.
-        causal: whether it is a causal language model, with head and loss.
-        trainable: per layer.
-        before: per layer, whether something trainable is before it, so that it has B_d.
+        module: skeleton of the module.
+        projector: skeleton of an encoder's projector, its last layer.
+        causal: True for a causal language model with head and loss.
+        trainable: by layer.
+        before: by layer, True if an earlier layer is trained, so that there is a B_d.
     """
 
     name: str
@@ -89,27 +87,22 @@ class ModuleShape:
     before: tuple[bool, ...]
 
     def layers(self, load: Load, device: DeviceSpec, dtype: str) -> tuple[LayerCost, ...]:
-        """Costs of its layers, as of :func:`raymm.costs.analytic.analytic_profile`.
-
-        Args:
-            load: what the module has to do.
-            device: what it runs on.
-            dtype: of its computation, such as ``"bf16"``.
-        """
+        """Return the costs of the module's layers; see
+        :func:`raymm.costs.analytic.analytic_profile`."""
         layers = analytic_layers(self.module, load, device, dtype, causal=self.causal)
         if self.projector is not None:
             layers += projector_layers(self.projector, load, device, dtype)
         return stage_layers(layers, 0, len(layers))
 
     def seconds(self, layers: Sequence[LayerCost]) -> float:
-        """Forward and backward, with the frozen rules."""
+        """Return the seconds of forward and backward, where frozen layers have no B_w."""
         return math.fsum(
             cost.forward + cost.backward_input * earlier + cost.backward_weight * trained
             for cost, trained, earlier in zip(layers, self.trainable, self.before, strict=True)
         )
 
     def tiles(self, load: Load) -> float:
-        """Tiles of the average product of its layers."""
+        """Return the output tiles of the average product of the module's layers."""
         elements = math.fsum(count.product_elements for count in count_layers(
             self.module, load, self.causal
         ))
@@ -121,13 +114,13 @@ class ModuleShape:
 
 
 def shapes_of(model: MultimodalModule | ModuleDag) -> tuple[ModuleShape, ...]:
-    """The modules of a model that are mapped: all but losses without weight matrices (a contrastive
-    loss), which run where their inputs are made."""
+    """Return the modules of a model that are mapped. Losses without weight matrices (such as
+    contrastive losses) are not; they run with their inputs."""
     if isinstance(model, ModuleDag):
         return _dag_shapes(model)
     graph = module_graph(model)
     shapes, trained = [], False
-    for node in graph.nodes:  # the language model is last
+    for node in graph.nodes:  # the last node is the language model
         language = module_kind(node.name) is ModuleKind.LANGUAGE_MODEL
         spec = model.spec(node.name)
         projector = getattr(spec, "projector", None)
@@ -142,7 +135,7 @@ def shapes_of(model: MultimodalModule | ModuleDag) -> tuple[ModuleShape, ...]:
 def edges_of(
     model: MultimodalModule | ModuleDag, modules: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
-    """(producer, consumer) pairs among these modules."""
+    """Return the (producer, consumer) pairs between these modules."""
     edges = model.graph.edges if isinstance(model, ModuleDag) else module_graph(model).edges
     return tuple((a, b) for a, b in edges if a in modules and b in modules)
 
@@ -190,15 +183,14 @@ def _before(trainable: Sequence[bool], earlier: bool) -> tuple[bool, ...]:
 def batch_workload(
     shapes: Sequence[ModuleShape], tokens: Mapping[str, int], batch: int
 ) -> dict[str, Load]:
-    """Workload of a batch of which only lengths are known: one item per sample.
+    """Return the loads of a batch with one item per sample.
 
     Args:
-        shapes: of the modules.
-        tokens: tokens of an item, by module; an encoder that is not there says them by its config.
+        tokens: tokens per item by module; the default is from an encoder's config.
         batch: samples.
 
     Raises:
-        PlanError: on an unknown module, a number below 1, or a length that nobody says.
+        PlanError: unknown module, a number below 1, or an unknown length.
     """
     names = [shape.name for shape in shapes]
     for name in tokens:
@@ -217,7 +209,7 @@ def batch_workload(
 
 
 def local_load(load: Load, parts: int) -> Load:
-    """The largest of so many equal parts of a load."""
+    """Return the largest of ``parts`` equal parts of a load."""
     samples = -(-load.samples // parts)
     labels = None if load.labels is None else min(-(-load.labels // parts), samples * load.tokens)
     return Load(samples, load.tokens, labels)
@@ -235,21 +227,21 @@ def estimated_surface(
     factor: float = 1.0,
     sums: float = 1.0,
 ) -> ScalingSurface:
-    """A module's surface on a device, at powers of two of the GPUs that have a sample each.
+    """Return a module's surface on a device, at powers of two of the GPUs that have a sample each.
 
     Args:
-        shape: the module.
-        load: of the whole batch.
-        device: where. CPUs have no quotas: there the only one is the whole device.
-        gpus, steps: of the pool, and of a GPU's quota.
+        load: load of the whole batch.
+        device: CPUs have no quotas: their only quota is the whole device.
+        gpus: number of GPUs.
+        steps: resolution of quotas.
         dtype: compute dtype.
-        links: that gradients are summed over; None: that takes no time.
-        factor: times are multiplied by this (what a measurement says of the estimate).
-        sums: of gradients in a surface's seconds: less than one for one of a step's microbatches.
+        links: links of the gradient all-reduce; None for no cost.
+        factor: factor of all times, such as measured over estimated time.
+        sums: share of the gradient all-reduce in the seconds; below 1 for one of several
+            microbatches.
 
     Raises:
-        PlanError: a dtype that the device has no rate for.
-        PlanError: steps finer than what the device can set apart.
+        PlanError: the device has no rate for the dtype, or cannot partition itself into such steps.
     """
     check_steps(device.name, steps)
     degrees = [1 << j for j in range(min(gpus, load.samples).bit_length())]
@@ -283,15 +275,8 @@ def filled_profile(
     profile: CostProfile, shapes: Sequence[ModuleShape], loads: Mapping[str, Load],
     device: DeviceSpec,
 ) -> CostProfile:
-    """An analytic profile of microbatches in which modules too small to fill the device take
-    longer, as they do in :func:`estimated_surface`.
-
-    Args:
-        profile: of the microbatch.
-        shapes: the model's modules.
-        loads: of the microbatch.
-        device: the profile's.
-    """
+    """Return an analytic profile in which modules too small to fill the device take longer, as in
+    :func:`estimated_surface`. ``profile`` and ``loads`` are of the same microbatch."""
     layers = dict(profile.modules)
     for shape in shapes:
         slower = _work(shape, loads[shape.name], device, profile.dtype, 1.0).seconds(1, 1.0)
@@ -301,7 +286,7 @@ def filled_profile(
 
 
 def slowed_layers(layers: Sequence[LayerCost], factor: float) -> tuple[LayerCost, ...]:
-    """Layers that take so many times as long."""
+    """Return layers that take ``factor`` times as long."""
     return tuple(
         replace(
             cost, forward=cost.forward * factor, backward_input=cost.backward_input * factor,
@@ -317,23 +302,12 @@ def slowed_layers(layers: Sequence[LayerCost], factor: float) -> tuple[LayerCost
 def measured_factor(
     shape: ModuleShape, load: Load, measured: Sequence[LayerCost], device: DeviceSpec, dtype: str
 ) -> float:
-    """What measured layers of a microbatch take, as a multiple of their estimate.
-
-    Args:
-        shape: of the module.
-        load: that was measured.
-        measured: the layers' costs under it.
-        device: of the estimate.
-        dtype: of its computation.
-    """
+    """Return the time of measured layers divided by the estimate for the same load."""
     return shape.seconds(measured) / _work(shape, load, device, dtype, 1.0).seconds(1, 1.0)
 
 
 def check_steps(device: str, steps: int) -> None:
-    """
-    Raises:
-        PlanError: a step of a quota is less than what the device can set apart.
-    """
+    """Raise a PlanError if a step of a quota is smaller than the device's granularity."""
     parts = MULTIPROCESSORS.get(device)
     if parts is not None and 1 / steps < parts.smallest_quota:
         raise PlanError(
@@ -346,14 +320,14 @@ def check_steps(device: str, steps: int) -> None:
 def _work(
     shape: ModuleShape, load: Load, device: DeviceSpec, dtype: str, factor: float
 ) -> ModuleWork:
-    """Of the samples of one GPU."""
+    """Return the work of one GPU's samples."""
     layers = shape.layers(load, device, dtype)
     compute = shape.seconds(
         shape.layers(load, replace(device, memory_bandwidth=_NO_TIME), dtype)
     )
     no_flops = {name: _NO_TIME for name in device.flops}
     memory = shape.seconds(shape.layers(load, replace(device, flops=no_flops), dtype))
-    # Layers take the larger of the two each; the surface's smooth ridge must not add to that.
+    # Each layer takes the larger of the two; the surface's smooth ridge must not add to that.
     compute, memory = max(compute, _LEAST_SECONDS), max(memory, _LEAST_SECONDS)
     ridge = (compute**RIDGE + memory**RIDGE) ** (1 / RIDGE)
     scale = factor * max(shape.seconds(layers), _LEAST_SECONDS) / ridge

@@ -1,10 +1,10 @@
-"""FLOPs of a training step, exactly: of its real lengths, items and masks, without padding.
+"""Exact FLOPs of a training step with its real lengths, items and masks, without padding.
 
-What a step must compute, not what it happens to (PaLM, appendix B): recomputation is not counted,
-masked pairs are not, padding is not. A product with a weight is one forward; once more where
-gradients go on to what is before it; once more where the weight is trained. Every product of two
-activations (of attention, scans, linear attention) is two in the backward. Counts per token,
-sample, label and visible pair come from :mod:`raymm.costs.layer_count`, once.
+Only necessary work counts (PaLM, appendix B), not recomputation, masked pairs or padding. A product
+with a weight counts once for the forward, once if gradients are passed to an earlier layer, and
+once if the weight is trained. Every product of two activations (attention, scans, linear attention)
+counts twice in the backward. Counts per token, sample, label and visible pair come from
+:mod:`raymm.costs.layer_count`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.costs.layer_costs import trainable_before
 
 ATTENTION_BACKWARD = 2.0
-# Rows whose masks were counted already.
+# Number of rows whose masks are cached.
 _MASKS_KEPT = 4096
 
 
 @dataclass(frozen=True)
 class ModuleFlops:
-    """What a module does in a training step.
+    """FLOPs of a module in a training step.
 
     Attributes:
-        per_token, per_sample, per_label: FLOPs of products with weights; those of scans and linear
-            attention are per token, too.
-        per_pair: FLOPs of attention per visible pair of a query and a key, by the window of the
-            layers (None: those without one).
+        per_token, per_sample, per_label: products with weights. Scans and linear attention are in
+            ``per_token``.
+        per_pair: attention per visible pair of a query and a key, by window (None: no window).
     """
 
     per_token: float = 0.0
@@ -69,14 +68,14 @@ def module_flops(
     module: nn.Module, trainable: Sequence[bool], before: Sequence[bool], causal: bool = False,
     first: int = 0,
 ) -> ModuleFlops:  # fmt: skip
-    """What one module does in a training step.
+    """Return the FLOPs of one module in a training step.
 
     Args:
-        first: layer, of those that run.
         module: a skeleton; parameters may be on the meta device.
-        trainable: per layer.
-        before: per layer, whether something trainable is before it.
-        causal: whether it is a language model.
+        trainable: by layer.
+        before: by layer, True if an earlier layer is trained.
+        causal: True for a language model.
+        first: first layer that runs.
     """
     total = ModuleFlops()
     whole = _products(module, causal, count_layers)
@@ -87,7 +86,7 @@ def module_flops(
         if layer < first:
             continue
         backward = float(trained or earlier)
-        # What is before the blocks hands no gradient on where nothing before it is trained.
+        # Modules before the blocks pass no gradient back if nothing before them is trained.
         outside = whole[layer] + blocks[layer] * -1.0
         first = layer == 0 and len(trainable) > 1
         total += blocks[layer] * (1 + backward + trained)
@@ -100,14 +99,14 @@ def module_flops(
 def activation_flops(
     module: nn.Module, causal: bool, load: Load | None = None
 ) -> list[ModuleFlops]:
-    """Return what products of two activations are in a forward, by layer: attention per pair, other
+    """Return FLOPs of products of two activations in a forward, by layer: attention per pair, other
     products per token.
 
     Args:
         module: a skeleton; parameters may be on the meta device.
         causal: True for a language model.
-        load: of a microbatch on which the others are counted. By default, a language model runs on
-            a sample whose length is a multiple of the chunks of linear attention.
+        load: load that the other products are counted on. By default, a language model runs on a
+            sample whose length is a multiple of the chunks of linear attention.
     """
     run = None
     if causal or load is not None:
@@ -122,8 +121,8 @@ def activation_flops(
 
 
 def _projector_flops(projector: nn.Module, trained: bool, earlier: bool) -> ModuleFlops:
-    """Of a projector, which is one layer of the graph whatever it is made of. Its first product
-    hands a gradient on only where something before the projector is trained."""
+    """Return the FLOPs of a projector, which is one layer of the graph. Its first product passes a
+    gradient back only if something before the projector is trained."""
     total = ModuleFlops()
     base = _products(projector, False, count_layers, "base_flops")
     for index, products in enumerate(_products(projector, False, count_layers)):
@@ -135,13 +134,13 @@ def _projector_flops(projector: nn.Module, trained: bool, earlier: bool) -> Modu
 def _products(
     module: nn.Module, causal: bool, count: Any, field: str = "matmul_flops"
 ) -> list[ModuleFlops]:
-    """Products with weights, per layer: counts are linear in tokens, samples and labels."""
+    """Return products with weights by layer; counts are linear in tokens, samples and labels."""
 
     def of(samples: int, tokens: int, labels: int) -> list[float]:
         layers = count(module, Load(samples, tokens, labels), causal)
         return [getattr(layer, field) for layer in layers]
 
-    # A token of one sample, two of one, and one whose label counts.
+    # One token of one sample, two tokens of one sample, and one token with a label.
     base, two, label = of(1, 1, 0), of(1, 2, 0), of(1, 1, 1)
     return [
         ModuleFlops(c - b, 2 * b - c, a - b)
@@ -150,14 +149,8 @@ def _products(
 
 
 class StepFlops:
-    """Counts the steps of a run.
-
-    Args:
-        model: the description; only its structure is used.
-
-    Raises:
-        PlanError: layers that cannot be counted.
-    """
+    """Counts the FLOPs of a run's steps from the structure of the model. Raises PlanError if a
+    layer cannot be counted."""
 
     def __init__(self, model: MultimodalModule) -> None:
         self._model = model
@@ -177,7 +170,7 @@ class StepFlops:
                 )
             skeleton = spec.source.skeleton()
             self._flops[name] = module_flops(skeleton, trainable, earlier, causal)
-            # Where features are known, frozen first blocks do not run.
+            # With cached features, frozen leading blocks do not run.
             self._featured[name] = module_flops(
                 skeleton, trainable, earlier, causal, node.frozen_blocks
             )
@@ -185,14 +178,14 @@ class StepFlops:
         self._pairs: dict[Any, int] = {}
 
     def of(self, meta: Sequence[MicrobatchMeta]) -> dict[str, float]:
-        """FLOPs of a step by module.
+        """Return the FLOPs of a step by module.
 
         Args:
-            meta: of its microbatches.
+            meta: metadata of the step's microbatches.
 
         Raises:
-            PlanError: an encoder does not say how many tokens an item has, or a batch not where
-                items are in the text, which the model's mask goes by.
+            PlanError: the tokens per item of an encoder are unknown, or the model's mask needs
+                places of items that a batch does not have.
         """
         total = dict.fromkeys(self._flops, 0.0)
         for microbatch in meta:
@@ -230,7 +223,7 @@ class StepFlops:
         return result
 
     def _item_tokens(self, name: str, meta: MicrobatchMeta) -> tuple[int, int]:
-        """Tokens of an item in the encoder's blocks, and of what it hands on."""
+        """Return the tokens of an item in the encoder's blocks, and of its features."""
         shapes = {k: (1, *v[1:]) for k, v in meta.shapes[name].items() if k != "sample_index"}
         key = (name, tuple(shapes.items()))
         if key not in self._tokens:
@@ -250,7 +243,8 @@ class StepFlops:
     def _rows(
         self, meta: MicrobatchMeta, handed_on: Mapping[str, int]
     ) -> list[tuple[int, tuple[Span, ...]]]:
-        """Length of every row of the language model, and its items where a mask goes by them."""
+        """Return the length of every row of the language model, and its items if a mask depends on
+        them."""
         masked = self._model.mask is not None
         if isinstance(self._model.merge, Prepend):
             rows = []
@@ -275,8 +269,8 @@ class StepFlops:
     def _replaced(
         self, meta: MicrobatchMeta, handed_on: Mapping[str, int], row: int
     ) -> tuple[Span, ...]:
-        """Items of a row, one after the other where placeholders stand: an item that other tokens
-        are in the middle of is several spans."""
+        """Return the items of a row at their placeholders. An item that other tokens interrupt has
+        several spans."""
         spans = []
         for kind, name in enumerate(self._model.encoder_names, start=1):
             left = handed_on.get(name, 0)
@@ -289,7 +283,7 @@ class StepFlops:
         return tuple(sorted(spans, key=lambda span: span.start))
 
     def _row_pairs(self, length: int, spans: tuple[Span, ...], window: int | None) -> int:
-        """Visible pairs of a row."""
+        """Return the visible pairs of a row."""
         if self._model.mask is None:
             seen = min(window or length, length)
             return seen * length - seen * (seen - 1) // 2

@@ -1,12 +1,11 @@
-"""FLOPs of a training step of a model that runs as a whole, per module, without padding.
+"""FLOPs of a training step of a whole model by module, without padding.
 
-The language model has the tokens of the rows, with those that stand for items. What a tower does
-per token of its blocks is counted once, from its structure and from how often its products were
-seen to run on the example; how many tokens a microbatch has follows from the size of the tower's
-largest input. A tower's tokens attend to all of their item. In blocks that were seen to attend to
-fewer tokens than other blocks do (windows), they attend to as many tokens as on the example. A
-product counts once for the forward, once more where its weights are trained, and once more where
-something before it is.
+The language model has the tokens of the rows, including those that stand for items. The FLOPs of a
+tower per token are counted once, from its structure and from products observed on the example. The
+tokens of a microbatch follow from the size of the tower's largest input. A tower's tokens attend to
+all tokens of their item. In blocks that were observed to attend to fewer tokens than others
+(windows), they attend to as many tokens as on the example. A product counts once for the forward,
+once if its weights are trained, and once if something before it is trained.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from raymm.model.whole_model import WholeModel
 
 @dataclass(frozen=True)
 class _TowerUnit:
-    """How many tokens a tower's blocks have of its largest input.
+    """Tokens of a tower's blocks relative to its largest input.
 
     Attributes:
-        entry: argument of the tower that the input is.
-        tokens: per element of it.
-        row_tokens: tokens that attend to each other, where the blocks have rows of their own; None
-            where all tokens are in one row, and those of an item attend to each other.
+        entry: argument of the tower for that input.
+        tokens: tokens per element of the input.
+        row_tokens: tokens that attend to each other, if the blocks have separate rows; None if all
+            tokens are in one row, where those of an item attend to each other.
     """
 
     entry: str
@@ -46,14 +45,8 @@ class _TowerUnit:
 
 
 class WholeStepFlops:
-    """Counts the steps of a run of a whole model.
-
-    Args:
-        model: the description; only its structure and its example are used.
-
-    Raises:
-        PlanError: layers that cannot be counted.
-    """
+    """Counts the FLOPs of the steps of a whole model from its structure and its example. Raises
+    PlanError if a layer cannot be counted."""
 
     def __init__(self, model: WholeModel) -> None:
         self._flops: dict[str, ModuleFlops] = {}
@@ -71,11 +64,7 @@ class WholeStepFlops:
         )
 
     def of(self, meta: Sequence[MicrobatchMeta]) -> dict[str, float]:
-        """Return the FLOPs of a step by module.
-
-        Args:
-            meta: of its microbatches.
-        """
+        """Return the FLOPs of a step by module, from the metadata of its microbatches."""
         total = dict.fromkeys(self._flops, 0.0)
         for microbatch in meta:
             for name in self._units:
@@ -111,11 +100,8 @@ def _step_flops(
 ) -> ModuleFlops:
     """Count a training step of a module, whose submodules run in the order of registration.
 
-    Args:
-        module: a skeleton, frozen as it is trained.
-        causal: True for a language model.
-        earlier: True if something is trained before the module.
-        example: what the module was seen to do on the example.
+    ``earlier`` is True if something is trained before the module, and ``example`` has its load on
+    the example.
     """
     places = () if example is None else example.places
     seen = () if example is None else example.attention
@@ -124,7 +110,8 @@ def _step_flops(
     def products(samples: int, tokens: int, labels: int) -> dict[str, tuple[float, float]]:
         return count_products(module, Load(samples, tokens, labels, places), causal)
 
-    # A token of one sample, two of one, and one whose label counts: counts are linear in these.
+    # One token of one sample, two tokens of one sample, and one token with a label, since counts
+    # are linear.
     single, double, label = products(1, 1, 0), products(1, 2, 0), products(1, 1, 1)
     total, onward = ModuleFlops(), earlier
     onward_at: dict[str, bool] = {}
@@ -169,11 +156,7 @@ def _unit(model: WholeModel, name: str, load: Load) -> _TowerUnit:
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Count the pairs of a query and a key of a row of text, each of which sees what is before it.
-
-    Args:
-        length: tokens of the row.
-        window: keys that a query sees, itself included; None for all.
-    """
+    """Return the visible pairs of a query and a key in a causal row of ``length`` tokens.
+    ``window`` is the number of keys that a query sees, itself included; None for all."""
     seen = min(window or length, length)
     return seen * length - seen * (seen - 1) // 2

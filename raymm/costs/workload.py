@@ -1,4 +1,4 @@
-"""How much one microbatch is to each module: what analytic costs are computed for."""
+"""Load of one microbatch on each module, for analytic costs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule
 from raymm.model.whole_model import WholeModel
 
-# Tokens of an item of an encoder that does not say and cannot be asked.
+# Tokens per item of an encoder if they are unknown.
 ASSUMED_TOKENS = 256
-# Of one sample; more is a mistake.
+# Maximum tokens of one sample; larger numbers are treated as mistakes.
 MOST_TOKENS = 10**9
 
 
 @dataclass(frozen=True)
 class ModuleWorkloads:
-    """Workload by module, and remarks a person should see."""
+    """Loads by module, and notes for the user."""
 
     by_module: Mapping[str, Load]
     notes: tuple[str, ...] = ()
@@ -42,14 +42,10 @@ class ModuleWorkloads:
 def microbatch_workload(
     model: MultimodalModule | WholeModel, microbatch: Mapping[str, Any]
 ) -> ModuleWorkloads:
-    """The loads of a real microbatch.
+    """Return the loads of a real microbatch, in the format of :meth:`MultimodalModule.forward`.
 
-    An encoder's tokens come from running its skeleton, without weights or memory (torch's meta
-    device), on the shapes of one item; where that does not work, from its config.
-
-    Args:
-        model: the description.
-        microbatch: as :meth:`MultimodalModule.forward` takes it.
+    An encoder's tokens come from running its skeleton on the shapes of one item on the meta device,
+    without weights or memory. If that fails, they come from its config.
     """
     if isinstance(model, WholeModel):
         return _whole_workload(model, microbatch)
@@ -81,8 +77,8 @@ def microbatch_workload(
 
 
 def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
-    """Of a whole model's microbatch. A tower has what it was seen to do, else the tokens of its
-    largest input's rows, or of an image of pixels what its config says."""
+    """Return the loads of a whole model's microbatch. A tower has its observed load, otherwise the
+    tokens of its largest input's rows, or for images those of its config."""
     loads, notes = {}, []
     for name in model.tower_names:
         own = [microbatch[e] for _, e in model.tower(name).arguments if e in microbatch]
@@ -113,14 +109,8 @@ def _whole_workload(model: WholeModel, microbatch: Mapping[str, Any]) -> ModuleW
 
 
 def tower_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> Load | None:
-    """Return what a tower has to do for a microbatch, as seen when it runs without values, or up to
-    its blocks; None if it does not come to them.
-
-    Args:
-        model: the description.
-        name: of the tower.
-        microbatch: with items for it.
-    """
+    """Return a tower's load for a microbatch with items, observed in a run without values or in a
+    run up to its blocks; None if the run does not reach them."""
     tower, source = model.tower(name), cast(PartSource, model.tower_spec(name).source)
     inputs = {**(tower.inputs(microbatch) or {}), **dict(tower.constants)}
     model_part = of_zeros(source)
@@ -140,15 +130,8 @@ def tower_load(model: WholeModel, name: str, microbatch: Mapping[str, Any]) -> L
 def encoder_load(
     model: MultimodalModule, name: str, items: Mapping[str, Any], count: int
 ) -> Load | None:
-    """Return what an encoder and its projector have to do for items, as seen when they run on the
-    first of them without values; None if they do not run so.
-
-    Args:
-        model: the description.
-        name: of the encoder.
-        items: its inputs.
-        count: how many items there are.
-    """
+    """Return the load of an encoder and its projector for ``count`` items, observed on the first of
+    them in a run without values; None if there is no such run."""
     stage = skeleton_chain(model.encoder_spec(name))
     assert stage.module is not None  # a whole chain has one
     modules = [stage.module] if stage.projector is None else [stage.module, stage.projector]
@@ -174,9 +157,8 @@ def encoder_load(
 
 
 def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
-    """Return the load of a whole model's language model for a microbatch. Attention to features of
-    towers, products with them, and bytes that autograd saves are as seen when the model runs
-    without values."""
+    """Return the load of a whole model's language model. Attention to tower features, products with
+    them, and bytes that autograd saves are observed in a run without values."""
     ids, labels = microbatch[IDS], microbatch[LABELS]
     learned = int((labels[:, 1:] != IGNORE_INDEX).sum())
     rows, length = ids.shape
@@ -194,7 +176,7 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
                 if (own := tower.inputs(inputs)) is not None:
                     with torch.no_grad():
                         features = tower.output(whole, own)
-                    # As ranks of the language model have them: received, not computed.
+                    # Ranks of the language model receive the features instead of computing them.
                     features = tree_map_only(torch.Tensor, _received, features)
                     tensors, _ = tower.form.like(features).packed(features)
                     relayed[tower.name] = sum(tensor.numel() for tensor in tensors)
@@ -207,7 +189,7 @@ def _language_load(model: WholeModel, microbatch: Mapping[str, Any]) -> Load:
     seen, halved = observed(torch.float32, False), observed(torch.bfloat16, True)
     try:
         relays = model.cut_language_spec().relays
-    except ProbeError:  # it stays in one stage
+    except ProbeError:  # the model stays on one stage
         relays = False
     own = {name for name, _ in model.language_spec().source.skeleton().named_parameters()}
     return replace(
@@ -232,12 +214,11 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 def item_tokens(
     model: MultimodalModule, items: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, ItemTokens]:
-    """Tokens of an item of every encoder that says, or can be asked.
+    """Return the tokens of an item of every encoder, where they are known.
 
     Args:
-        model: the description.
-        items: modality -> the encoder's inputs of one item or several of the same shapes; of an
-            encoder without one, its config is asked.
+        items: inputs of one or several items of the same shapes by modality; without them, an
+            encoder's config decides.
     """
     tokens = {}
     for name in model.encoder_names:
@@ -251,17 +232,16 @@ def item_tokens(
 def token_workload(
     model: MultimodalModule, tokens: Mapping[str, int], samples: int = 1, text: int | None = None
 ) -> ModuleWorkloads:
-    """The loads of microbatches of which only lengths are known.
+    """Return the loads of microbatches with known lengths.
 
     Args:
-        model: the description.
-        tokens: per module, tokens of a sample (an encoder has one item per sample). An encoder
-            that is not in it has as many as its config says.
+        tokens: tokens per sample by module (an encoder has one item per sample); the default is
+            from an encoder's config.
         samples: per microbatch.
-        text: the longest text of a sample, for a language model that is not in ``tokens``.
+        text: tokens of the longest text of a sample, for a language model that ``tokens`` lacks.
 
     Raises:
-        PlanError: on an unknown module, a number below 1, or a length that nobody says.
+        PlanError: unknown module, a number below 1, or an unknown length.
     """
     check_tokens(model, tokens)
     names = model.module_names
@@ -290,7 +270,7 @@ def token_workload(
 
 
 def changed_tokens(loads: ModuleWorkloads, tokens: Mapping[str, int]) -> ModuleWorkloads:
-    """The same samples with other lengths."""
+    """Return loads of the same samples with other lengths."""
     changed = {
         name: replace(load, tokens=tokens[name], labels=None) if name in tokens else load
         for name, load in loads.by_module.items()
@@ -299,10 +279,7 @@ def changed_tokens(loads: ModuleWorkloads, tokens: Mapping[str, int]) -> ModuleW
 
 
 def check_tokens(model: MultimodalModule | WholeModel, tokens: Mapping[str, int]) -> None:
-    """
-    Raises:
-        PlanError: on an unknown module or a number below 1.
-    """
+    """Raise a PlanError for an unknown module or a number below 1."""
     names = model.module_names
     for name, number in tokens.items():
         if name not in names:
@@ -317,13 +294,10 @@ def check_tokens(model: MultimodalModule | WholeModel, tokens: Mapping[str, int]
 def encoder_tokens(
     model: MultimodalModule, name: str, items: Mapping[str, Any] | None
 ) -> tuple[int, int] | None:
-    """Tokens of an item in an encoder's blocks, and of what it hands on; None if it does not say.
+    """Return the tokens of an item in an encoder's blocks, and of its features; None if unknown.
 
-    Args:
-        model: the description.
-        name: of the encoder.
-        items: its inputs of one item or several of the same shapes, on any device; None asks its
-            config.
+    ``items`` are inputs of one or several items of the same shapes, on any device. None reads the
+    encoder's config.
     """
     stage = skeleton_chain(model.encoder_spec(name))
     module = stage.module
@@ -335,7 +309,7 @@ def encoder_tokens(
             with torch.no_grad():
                 handed_on = stage.run(inputs, {}, MicrobatchContext(1)).tensors[0].shape[1]
             return seen.tokens or handed_on, handed_on
-        except USER_CODE_RAISES:  # not every forward runs without data; then the config is asked
+        except USER_CODE_RAISES:  # not every forward runs without data; the config decides then
             pass
         finally:
             seen.close()
