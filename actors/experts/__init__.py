@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers, their loss, and how many tokens each expert gets."""
+"""Mixtures of experts: routers, the routers' loss, token counts and expert parallelism."""

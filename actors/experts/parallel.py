@@ -1,17 +1,14 @@
-"""Expert parallelism: the experts of a layer dealt out over processes that share a microbatch, to
-which tokens go.
+"""Expert parallelism: a layer's experts are sharded over processes that share a microbatch.
 
-Process p of P has experts [p s, (p + 1) s), s = ceil(E / P), which is the share of each of their
-parameters that FSDP would keep there, along their first dimension. FSDP gathers experts where the
-tokens are; here each token goes to the processes that have its experts, and what they make of it
-comes back, so neither parameters nor gradients of experts are sent at all. An expert's gradient is
-whole where the expert is.
+Process p of P has experts [p s, (p + 1) s), s = ceil(E / P), like FSDP shards of dimension 0. Each
+token is sent to the processes that have its experts, and the results are sent back. Experts'
+parameters and gradients are never sent; an expert's gradient is complete where the expert is.
 
-Counts go first, as any number of tokens may come to a process: none, too. Such a process still
+Counts are exchanged first, because a process may receive any number of tokens. With none, it still
 takes part in both exchanges, forward and backward, and its experts get gradients of zero.
 
 Legend: ``E`` experts, ``P`` processes, ``R`` tokens of this process, ``k`` experts per token, ``H``
-hidden size, ``N`` tokens that come here, as often as experts here are chosen.
+hidden size, ``N`` received tokens, counted once per chosen local expert.
 """
 
 from __future__ import annotations
@@ -35,22 +32,13 @@ _ARGUMENTS = 3  # tokens (R, H), experts (R, k), weights (R, k)
 
 
 def share_of(count: int, processes: int) -> int:
-    """How many experts each process has; the last ones may have fewer, or none.
-
-    Args:
-        count: E.
-        processes: P.
-    """
+    """Return the experts per process, ceil(E / P); the last processes may have fewer, or none."""
     return -(-count // processes)
 
 
 def keep_experts(module: nn.Module, start: int, stop: int) -> None:
-    """Reduce a layer's experts, in place, to [start, stop).
-
-    Args:
-        module: one of :func:`raymm.actors.experts.routing.experts`.
-        start, stop: which.
-    """
+    """Reduce one of :func:`raymm.actors.experts.routing.experts`, in place, to experts [start,
+    stop)."""
     for name, parameter in list(module.named_parameters()):
         own = nn.Parameter(parameter.detach()[start:stop].clone(), parameter.requires_grad)
         module.register_parameter(name, own)
@@ -61,14 +49,12 @@ def keep_experts(module: nn.Module, start: int, stop: int) -> None:
 def share_experts(
     module: nn.Module, place: int, processes: int, group: dist.ProcessGroup, cast: bool = False
 ) -> None:
-    """Deal a layer's experts out, in place: from then on all processes of the group must call the
-    module together.
+    """Shard a layer's experts, in place; then all processes must call the module together.
 
     Args:
         module: one of :func:`raymm.actors.experts.routing.experts`, with all experts.
-        place: of this process.
+        place: rank of this process in ``group``.
         processes: P.
-        group: they.
         cast: compute with weights in autocast's dtype.
     """
     if cast:
@@ -92,13 +78,14 @@ def _exchanged(
     share, processes, group = among
     flat = hidden.reshape(-1, hidden.shape[-1])
     experts, top_k = chosen.reshape(-1), chosen.shape[-1]
-    order = experts.argsort(stable=True)  # by process, and there by expert
+    order = experts.argsort(stable=True)  # by process, then by expert
     counts = torch.zeros(processes * share, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, experts, torch.ones_like(experts))
     arriving = exchange_counts(counts.view(processes, share), group)
     sent, received = counts.view(processes, share).sum(1).tolist(), arriving.sum(1).tolist()
     tokens = order // top_k
-    # In one message, so that both have one order everywhere. The wider dtype loses nothing.
+    # One message for both keeps the order of collectives equal everywhere; the wider dtype is
+    # lossless.
     wide = torch.promote_types(flat.dtype, weights.dtype)
     rows = torch.cat(
         [flat[tokens].to(wide), weights.reshape(-1)[order][:, None].to(wide)], dim=1
@@ -118,8 +105,8 @@ def _computed(
 ) -> torch.Tensor:  # fmt: skip
     if len(arrived):
         return forward(arrived, local, weights)
-    # Nothing came. All that others have gradients of has one of zero here, so that nobody waits
-    # for this process in the backward, and an optimizer does with experts what it does elsewhere.
+    # No token was received. Zero gradients keep the process in the backward's collectives, and make
+    # the optimizer treat its experts like all others.
     nothing = (arrived * weights).to(arrived.dtype)
     for parameter in module.parameters():
         nothing = nothing + parameter[:0].sum().to(nothing.dtype)
@@ -127,14 +114,10 @@ def _computed(
 
 
 def check_experts(module: nn.Module) -> None:
-    """Whether a layer's experts may be dealt out: tried on a few tokens, all at once and expert
-    by expert.
-
-    Args:
-        module: of a small model; left as it is.
+    """Check on a few tokens that a layer's experts can be sharded: all at once and one by one.
 
     Raises:
-        ModelError: they may not, with the reason.
+        ModelError: the experts cannot be sharded; the message has the reason.
     """
     parameters = dict(module.named_parameters())
     counts = {len(parameter) if parameter.dim() else 0 for parameter in parameters.values()}
@@ -180,7 +163,7 @@ def _compare(module: nn.Module, count: int) -> None:
 
 
 def _width(module: nn.Module) -> int:
-    """The hidden size: the one that the weights of all experts have in common."""
+    """Return the hidden size: the size that all experts' weights have in common."""
     sizes = [set(p.shape[1:]) for p in module.parameters() if p.dim() > 2]
     common = set.intersection(*sizes) if sizes else set()
     for name in ("hidden_dim", "hidden_size"):

@@ -1,8 +1,8 @@
-"""What the routers of a part of a model decide, noted while its forward runs.
+"""Recording of router decisions during the forward of a part of a model.
 
-Routers are found as transformers finds them when it is asked for their logits: a class says in
-``_can_record_outputs`` which modules they are. Experts are modules with the attributes that
-``use_experts_implementation`` of transformers sets. Nothing here knows a model by name.
+Routers are found like transformers finds them to return their logits: by the modules that a class
+lists in ``_can_record_outputs``. Experts are modules with the attributes that
+``use_experts_implementation`` of transformers sets. No model is known by name.
 
 Legend: ``E`` experts, ``R`` rows (tokens of all samples), ``k`` experts per token.
 """
@@ -25,17 +25,12 @@ from raymm.kernels.host_copies import on_host, to_device
 
 _LOGITS = "router_logits"
 SWITCH = "output_router_logits"
-"""Of a config, whether a model returns its routers' logits, and adds their loss to its own."""
-_MARK = "_is_expert_parallel"  # that transformers puts on experts
+"""Config field: the model returns its routers' logits, and adds their loss to its own."""
+_MARK = "_is_expert_parallel"  # set by transformers on expert modules
 
 
 class Router(NamedTuple):
-    """A module that sends tokens to experts.
-
-    Attributes:
-        name: dotted.
-        module: it.
-        index: of its logits in what it returns.
+    """Module that sends tokens to experts; ``index`` is the position of its logits in its output.
     """
 
     name: str
@@ -44,12 +39,12 @@ class Router(NamedTuple):
 
 
 def routers(model: nn.Module) -> list[Router]:
-    """The routers of a model, or of a part of one, whose logits transformers can record."""
+    """Return the routers of a model, or of a part, whose logits transformers can record."""
     return list(_routers(model, "", []))
 
 
 def _routers(module: nn.Module, name: str, recorders: list[OutputRecorder]) -> Iterator[Router]:
-    if isinstance(module, PreTrainedModel):  # what it says holds for all within it
+    if isinstance(module, PreTrainedModel):  # its recorders apply to all its submodules
         recorders = _recorders(module)
     for recorder in recorders:
         where = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
@@ -68,22 +63,24 @@ def _recorders(model: PreTrainedModel) -> list[OutputRecorder]:
 
 
 def experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have all experts of a layer, by dotted name. They are called with tokens
-    (R, H), the experts of each (R, k) int64, and weights (R, k)."""
+    """Return modules that have all experts of a layer, by dotted name.
+
+    They are called with tokens (R, H), experts per token (R, k) int64, and weights (R, k).
+    """
     return {name: module for name, module in model.named_modules() if hasattr(module, _MARK)}
 
 
 def expert_count(module: nn.Module) -> int:
-    """How many experts one of :func:`experts` has: the length of its parameters."""
+    """Return the number of experts of one of :func:`experts`: the length of its parameters."""
     return next(module.parameters()).shape[0]
 
 
 class Routing:
-    """Notes what the routers of a part of a model decide, and computes its part of their loss.
+    """Recorder of a part's router decisions, which also computes its part of the routers' loss.
 
     Args:
-        module: the part; is given hooks.
-        mixture: what the whole model is; None for no mixture of experts.
+        module: the part; gets hooks.
+        mixture: settings of the complete model; None for a dense model.
         without: names of submodules whose experts see other tokens than those that count.
     """
 
@@ -115,14 +112,14 @@ class Routing:
                     )
 
     def detach(self) -> None:
-        """Leave the module as it was."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     @contextlib.contextmanager
     def noted(self, real: torch.Tensor | None) -> Iterator[None]:
-        """Within it, a forward of one microbatch is noted; a block that is computed again in the
-        backward is not.
+        """Context manager that records one microbatch's forward, but no recomputation in the
+        backward.
 
         Args:
             real: (B, T) bool, the tokens that count; None for all.
@@ -133,7 +130,7 @@ class Routing:
             device = next(self._module.parameters()).device
             self._real = to_device(on_host(real).flatten(), device)
         self._active = True
-        for config in self._configs:  # the model would compute a part of the loss, for nothing
+        for config in self._configs:  # stops the model from computing its own loss, which is unused
             setattr(config, SWITCH, False)
         try:
             yield
@@ -163,15 +160,15 @@ class Routing:
         self, attention_mask: torch.Tensor | None, shape: tuple[int, int],
         layout: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The tokens that count, (B, T) bool.
+        """Return the tokens that count, (B, T) bool.
 
         Args:
             attention_mask: 0 for padding, (B, T); None if there is none.
             shape: (B, T).
-            layout: (3, B, T), the tokens' layout, if the model has one instead.
+            layout: (3, B, T), the token layout that replaces the mask in some models.
 
         Raises:
-            ValueError: as :func:`real_tokens`, of a model with a loss for its routers.
+            ValueError: see :func:`real_tokens`; only for a model with a router loss.
         """
         if layout is not None:
             return layout[2] != PADDING
@@ -179,11 +176,7 @@ class Routing:
         return real_tokens(attention_mask if is_said else None, shape)
 
     def into(self, message: Message, context: MicrobatchContext) -> Message:
-        """A stage's message, with what the routers of its layers decided, and their loss.
-
-        Args:
-            message: of the forward that was noted last.
-            context: of its microbatch.
+        """Return a stage's message with the recorded decisions, and with the routers' loss added.
         """
         routed, loss = self.outcome(context.router_counts, context.router_loss)
         if loss is not None and message.loss is not None:
@@ -193,12 +186,10 @@ class Routing:
     def outcome(
         self, step: tuple[float, ...] | None, with_loss: bool
     ) -> tuple[Routed | None, torch.Tensor | None]:
-        """Of the forward that was noted last, what was decided, and this part of the loss.
+        """Return the last recorded decisions, and this part of the loss if ``with_loss``.
 
         Args:
-            step: per expert, how often it was chosen in the whole step, by all layers; None: this
-                forward is the whole step.
-            with_loss: whether the loss is asked for.
+            step: (E,) counts of the entire step over all layers; None if this forward is all of it.
         """
         if not self._hooks:
             return None, None
@@ -210,31 +201,31 @@ class Routing:
         return Routed(loads, own.counts.detach()), loss
 
     def sums(self) -> RouterSums | None:
-        """Of the forward that was noted last, what the loss is made of; None if no router with a
-        loss ran. It is forgotten here."""
+        """Return and clear the sums of the last recorded forward; None if no router with a loss
+        ran."""
         logits, real = self._logits, self._real
         self._logits, self._real = [], None
         return None if self._loss is None or not logits else self._loss.of(logits, real)
 
 
 def _counts(chosen: torch.Tensor, count: int, real: torch.Tensor | None) -> torch.Tensor:
-    """(R, k) int64 -> (E,) int64: how often each expert was chosen by tokens that count."""
+    """Count the tokens of each expert: (R, k) int64 -> (E,) int64; ``real`` masks tokens."""
     chosen = chosen.reshape(-1, chosen.shape[-1]).long()
     ones = torch.ones_like(chosen)
     if real is not None:
         ones = ones * real.to(chosen.device)[:, None]
-    # One more place, for what transformers sends to no expert.
+    # One extra slot for tokens that transformers sends to no expert.
     counts = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(0, chosen.flatten(), ones.flatten())[:count]
 
 
 def switched_on(module: nn.Module) -> list[PretrainedConfig]:
-    """Configs of a model, or of a part of one, that ask for the loss of its routers."""
+    """Return the configs of a model, or of a part, that enable its routers' loss."""
     return [config for config in configs_of(module) if vars(config).get(SWITCH)]
 
 
 def configs_of(module: nn.Module) -> list[PretrainedConfig]:
-    """All configs of a model, or of a part of one, and those within them."""
+    """Return all configs of a model, or of a part, and nested configs."""
     configs: dict[int, PretrainedConfig] = {}
 
     def look(config: Any) -> None:
@@ -249,11 +240,11 @@ def configs_of(module: nn.Module) -> list[PretrainedConfig]:
 
 
 def real_tokens(attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> torch.Tensor:
-    """The tokens that count: those of a mask (B, T), or all of (B, T).
+    """Return the tokens that count, (B, T) bool: those of a padding mask, or all.
 
     Raises:
-        ValueError: a mask of another form, of which transformers, too, does not know which tokens
-            it leaves out.
+        ValueError: the mask has another form, for which transformers does not know the padding,
+            either.
     """
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device="cpu")

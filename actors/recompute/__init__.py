@@ -1,1 +1,1 @@
-"""Layers that are run again in the backward pass, and activations kept on the host."""
+"""Recomputation of layers in the backward pass, and offloading of activations to the host."""

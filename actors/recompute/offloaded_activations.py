@@ -1,9 +1,8 @@
-"""Blocks whose activations wait in the host's memory for their backward pass.
+"""Blocks whose activations are offloaded to host memory until their backward pass.
 
-What a block saves is copied out while later blocks compute, and fetched back one block ahead of
-the backward pass; on GPUs by streams of their own, from and to pinned memory, so that the copies
-take no time as long as they are shorter than the block's compute. On a CPU, where the host's
-memory is the device's, they are copies all the same, which is what tests need and nobody else.
+Saved tensors are copied out while later blocks compute, and fetched one block ahead of the backward
+pass. On GPUs, copies use separate streams and pinned memory. On a CPU they are only useful for
+tests.
 """
 
 from __future__ import annotations
@@ -17,17 +16,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 SMALLEST_BYTES = 1 << 16
-"""Storages below this stay where they are: a copy takes longer to start than it would save."""
-# A storage of which a saved tensor is a smaller share than this is kept for other reasons.
+"""Smaller storages stay on the device: starting a copy takes longer than it would save."""
+# If a saved tensor is a smaller share of its storage, the storage is in use for other reasons.
 _LEAST_SHARE = 0.25
 
 
 class OffloadedBlocks:
-    """The blocks of a stage that offload; knows which one a backward pass will come to next.
-
-    Args:
-        smallest_bytes: storages below this stay where they are.
-    """
+    """Offloading blocks of a stage; tracks which block the backward pass reaches next."""
 
     def __init__(self, smallest_bytes: int = SMALLEST_BYTES) -> None:
         self._smallest = smallest_bytes
@@ -36,13 +31,13 @@ class OffloadedBlocks:
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward that offloads what it saves; call it for blocks in order."""
+        """Return a block's forward that offloads saved tensors; call it for blocks in order."""
         first, self._count = self._count == 0, self._count + 1
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            # Before the first block of a microbatch comes the last one of another.
+            # The block before a microbatch's first one belongs to another microbatch.
             block = _Block(self, None if first or self._last is None else self._last)
             self._last = weakref.ref(block)
             with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
@@ -51,7 +46,7 @@ class OffloadedBlocks:
         return run
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor is an activation that is worth moving."""
+        """Return True if a saved tensor is an activation large enough to offload."""
         if tensor.layout != torch.strided or _is_parameter(tensor):
             return False
         size = tensor.untyped_storage().nbytes()
@@ -60,7 +55,7 @@ class OffloadedBlocks:
         return size >= self._smallest and used >= _LEAST_SHARE * size
 
     def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Of copies out, and back."""
+        """Return the streams for copies to the host and back."""
         if self._streams is None:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         return self._streams
@@ -72,13 +67,13 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 class _Block:
-    """What one call of a block saved."""
+    """Saved tensors of one call of a block."""
 
     def __init__(
         self, blocks: OffloadedBlocks, before: weakref.ref[_Block] | None
     ) -> None:
         self._blocks, self._before = blocks, before
-        # Views of one storage are moved once. An address may be used again once it is free.
+        # Views of one storage are copied once. The weak reference detects reuse of an address.
         self._by_address: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
         self._moved: weakref.WeakSet[_Moved] = weakref.WeakSet()
 
@@ -105,14 +100,14 @@ class _Block:
         return moved.back().view(dtype).as_strided(shape, stride, offset)
 
     def fetch(self) -> None:
-        """Start to fetch all of it, unless that has been done."""
+        """Start to fetch all saved tensors, unless already done."""
         for moved in list(self._moved):
             moved.fetch()
         self._moved.clear()
 
 
 class _Moved:
-    """A storage's bytes in the host's memory, and back on the device once they are fetched."""
+    """A storage's bytes in host memory, and on the device again once fetched."""
 
     def __init__(self, storage: torch.UntypedStorage, blocks: OffloadedBlocks) -> None:
         self._blocks, self._device = blocks, storage.device
@@ -132,7 +127,7 @@ class _Moved:
         data.record_stream(out)
 
     def fetch(self) -> None:
-        """Start the copy back to the device."""
+        """Start the copy to the device."""
         if self._back is not None:
             return
         if self._device.type != "cuda":
@@ -140,13 +135,13 @@ class _Moved:
             return
         _, back = self._blocks.streams()
         assert self._left is not None
-        back.wait_event(self._left)  # not for what leaves later
+        back.wait_event(self._left)  # waits for this copy only
         with torch.cuda.stream(back):
             self._back = self._host.to(self._device, non_blocking=True)
             self._arrived = cast(torch.cuda.Event, back.record_event())
 
     def back(self) -> torch.Tensor:
-        """The bytes on the device, for the current stream."""
+        """Return the bytes on the device, ready for the current stream."""
         self.fetch()
         assert self._back is not None
         if self._arrived is not None:

@@ -1,8 +1,7 @@
-"""Blocks that keep a part of their activations and make the rest again in the backward pass, or
-have them fetched.
+"""Blocks that keep some activations and recompute or fetch the rest in the backward pass.
 
-torch's selective checkpointing tells outputs to keep by the operator that made them, so this
-knows no model: whatever a block's feed-forward is, its matrix products are matrix products.
+torch's selective checkpointing selects the outputs to keep by operator (matrix products,
+attention), so this works for any model.
 """
 
 from __future__ import annotations
@@ -43,17 +42,13 @@ _KEPT = {MATMULS: frozenset(_ATTENTION + _MATMULS), ATTENTION: frozenset(_ATTENT
 
 
 def recompute_layers(blocks: Sequence[nn.Module], options: Sequence[str]) -> None:
-    """Make blocks run by their options from now on, where gradients are recorded.
+    """Apply recomputation options to blocks, in place, for forwards that record gradients.
 
-    Numbers do not change: what is made again is made by the same operators from the same
-    inputs and the same random numbers.
-
-    Args:
-        blocks: of a stage, in order; their calls are intercepted.
-        options: one of :data:`raymm.scheduler.costs.recomputation.OPTIONS` for each.
+    Results do not change: the same operators run again with the same inputs and random numbers.
+    ``options`` has one of :data:`raymm.scheduler.costs.recomputation.OPTIONS` per block, in order.
 
     Raises:
-        ValueError: an unknown option, or not one per block.
+        ValueError: an option is unknown, or there is not one per block.
     """
     if len(blocks) != len(options):
         raise ValueError(f"{len(options)} options for {len(blocks)} blocks")
@@ -69,7 +64,7 @@ def recompute_layers(blocks: Sequence[nn.Module], options: Sequence[str]) -> Non
 
 @contextmanager
 def layers_recomputed(blocks: Sequence[nn.Module], options: Sequence[str]) -> Iterator[None]:
-    """:func:`recompute_layers` for a while."""
+    """Context manager that applies :func:`recompute_layers` and restores the blocks."""
     before = [vars(block).get("forward") for block in blocks]
     recompute_layers(blocks, options)
     try:
@@ -93,9 +88,10 @@ def _run(
 
 
 def _repeatable(forward: Callable[..., Any], buffers: ForwardBuffers) -> Callable[..., Any]:
-    """Return a forward that computes the same when it is called again. Checkpointing restores the
-    state of torch's generators; the generators of numpy and Python, which it does not know, were
-    seeded like them (:mod:`raymm.actors.modules.draws`). Buffers are those of the first call."""
+    """Return a forward that computes the same when it is called again.
+
+    Checkpointing restores only torch's generators; those of numpy and Python are reseeded here.
+    """
     calls, before, forward = count(), [], same_draws(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,8 +117,8 @@ def _contexts(kept: frozenset[Any]) -> Any:
 
 
 def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention draws a dropout mask. If its output were kept, the draw would not be
-    made again, and all later ones in the block would be others."""
+    """Return True if an attention draws dropout; keeping its output would change all later draws.
+    """
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
             rate = args[place] if place < len(args) else kwargs.get(argument.name, 0.0)

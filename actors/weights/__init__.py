@@ -1,1 +1,1 @@
-"""Where the weights of a module come from."""
+"""Sources of module weights."""

@@ -1,4 +1,4 @@
-"""A source whose module gets adapters."""
+"""Source that adds adapters to another source's module."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from raymm.actors.weights.source import ModuleSource, set_mode
 
 @dataclass(frozen=True)
 class AdaptedSource(ModuleSource):
-    """A module of another source, frozen, with adapters.
+    """Frozen module of another source, with adapters (initialised from ``seed``) in layers
+    ``targets``.
 
     Attributes:
-        base: of the module without them.
-        lora: what they are.
-        seed: of their initial values.
-        targets: names of the layers that have one.
-        frozen: whether the adapters are, too.
-        places, outside: the part of the module that is frozen and gets some, as of
-            :class:`raymm.actors.weights.model_part.PartSource`; all of it by default.
-        apart: names of submodules and parameters that are no part of it.
+        frozen: True to freeze the adapters, too.
+        places, outside: the part of the module that is frozen and gets adapters, see
+            :class:`raymm.actors.weights.model_part.PartSource`; the entire module by default.
+        apart: names of submodules and parameters that are excluded from this part.
     """
 
     base: ModuleSource
@@ -46,17 +43,10 @@ class AdaptedSource(ModuleSource):
         cls, base: ModuleSource, lora: LoraConfig, seed: int, places: tuple[str, ...] = (),
         outside: bool = True, apart: tuple[str, ...] = (), part: str = "",
     ) -> AdaptedSource:  # fmt: skip
-        """Adapters of a source's module.
-
-        Args:
-            base: of the module without them.
-            lora: what they are.
-            seed: of their initial values.
-            places, outside, apart: as of the class.
-            part: name of the part, for errors.
+        """Add adapters to a source's module; ``part`` names the part in errors.
 
         Raises:
-            ModelError: the module has no such layers.
+            ModelError: the module has no matching layers.
         """
         adapted = cls(base, lora, seed, (), places, outside, apart)
         targets = find_targets(base.skeleton(), lora, adapted._is_of, part)

@@ -1,7 +1,6 @@
-"""Initial values of parameters that a model class gives in its constructor only.
+"""Initial values of parameters that a model class sets only in its constructor.
 
-``_init_weights``, by which every submodule of a skeleton on the meta device is initialised, does
-not know all of them: constants of activations, parametrizations, layers of other libraries.
+``_init_weights`` omits constants of activations, parametrizations, and other libraries' layers.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from transformers import PretrainedConfig, PreTrainedModel
 
-# Tensors of at most so many elements are made for real, whatever they are for.
+# Tensors with at most this many elements are always allocated.
 _SMALL = 4096
 
 
 class _RealTensors(TorchFunctionMode):
-    """Makes tensors of some shapes and small ones for real, the others on the meta device."""
+    """Allocates small tensors and those of given shapes on the CPU, the others on the meta device.
+    """
 
     def __init__(self, shapes: Collection[tuple[int, ...]]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _RealTensors(TorchFunctionMode):
 
 
 def _shape(args: tuple, kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """What a function that makes tensors is asked for; None where values are given."""
+    """Return the shape that a tensor constructor is called with; None if it gets values."""
     sizes = kwargs.get("size", args)
     if len(sizes) and isinstance(sizes[0], list | tuple | torch.Size):
         sizes = sizes[0]
@@ -52,16 +52,9 @@ def constructed_values(
     shapes: Collection[tuple[int, ...]],
     seed: int,
 ) -> dict[str, torch.Tensor]:
-    """Parameters as the constructor leaves them, of these shapes and of few elements; large ones
-    of other shapes take no memory, and are not returned.
+    """Return constructor values of parameters that are small or have one of the given shapes.
 
-    The same whatever part of the model is asked for, as long as ``shapes`` are.
-
-    Args:
-        model_class: of transformers.
-        config: of the model; it is not changed.
-        shapes: of parameters whose values are wanted, besides small ones.
-        seed: of what the constructor draws.
+    Other parameters take no memory. The values depend on ``shapes``, but not on the caller's part.
     """
     with torch.random.fork_rng(devices=[]), _RealTensors(shapes):
         torch.default_generator.manual_seed(seed)

@@ -1,8 +1,7 @@
-"""Folders that bring Python files of their own (``auto_map``): nothing of theirs runs unasked.
+"""Model folders with custom Python files (``auto_map``), which run only if the user allows them.
 
-transformers would ask on standard input whether to run them, in every process that loads the
-folder. raymm never lets it: a folder is loaded without its files, or, where the user has said so,
-with them.
+transformers would ask on standard input in every process. raymm decides by the user's setting
+instead.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ _CONFIGS = (
 
 
 def custom_code(folder: str | Path) -> dict[str, str]:
-    """By auto class (``AutoModel``), the class of its own that a folder names for it, as
-    ``module.Class``; empty for most folders. Files that cannot be read are for others to refuse."""
+    """Return a folder's custom classes by auto class (``AutoModel``), as ``module.Class``.
+
+    Unreadable files are ignored here; loading the folder reports them.
+    """
     classes: dict[str, str] = {}
     for name in _CONFIGS:
         try:
@@ -27,7 +28,7 @@ def custom_code(folder: str | Path) -> dict[str, str]:
         except (OSError, ValueError, RecursionError):
             continue
         named = config.get("auto_map") if isinstance(config, dict) else None
-        if isinstance(named, list | tuple):  # tokenizers of old: (slow, fast)
+        if isinstance(named, list | tuple):  # old tokenizers: (slow, fast)
             named = {"AutoTokenizer": named}
         for kind, target in named.items() if isinstance(named, dict) else ():
             targets = target if isinstance(target, list | tuple) else [target]
@@ -38,18 +39,14 @@ def custom_code(folder: str | Path) -> dict[str, str]:
 
 
 def file_of(target: str) -> str:
-    """``module.Class`` -> ``module.py``; ``repository--module.Class`` keeps its repository."""
+    """Convert ``module.Class`` to ``module.py``; ``repository--module.Class`` keeps its repository.
+    """
     return f"{target.rpartition('.')[0]}.py"
 
 
 def why_not_loaded(folder: str | Path, kind: str, error: BaseException) -> str:
-    """What to say of a folder that could not be loaded without its own code.
-
-    Args:
-        folder: that was to be loaded.
-        kind: the auto class that was asked for.
-        error: what transformers said.
-    """
+    """Return the message for a folder that ``kind``, an auto class, could not load without its
+    code."""
     classes = custom_code(folder)
     target = classes.get(kind) or classes.get("AutoConfig") or next(iter(classes.values()), None)
     if target is None:
@@ -62,7 +59,7 @@ def why_not_loaded(folder: str | Path, kind: str, error: BaseException) -> str:
 
 
 def own_class(folder: str, target: str) -> Any:
-    """Import a class from a folder's own code. Runs it."""
+    """Import a class from a folder's custom code, which runs that code."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     return get_class_from_dynamic_module(target, folder, local_files_only=True)

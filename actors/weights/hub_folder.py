@@ -1,4 +1,4 @@
-"""Folders of models, on this machine or by their id on Hugging Face's hub."""
+"""Model folders on this machine, or by their id on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from pathlib import Path
 
 from raymm.errors import ConfigError
 
-# What describes a model and its processor; code runs only with trust_remote_code.
+# Description of a model and its processor; code runs only with trust_remote_code.
 _SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
-# What transformers reads, and none of the other formats of a repository.
+# Weights that transformers reads; repositories may have other formats, too.
 _WEIGHTS = ("model*.safetensors",)
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Seconds until the hub must have answered.
+# Seconds to wait for the hub.
 _TIMEOUT_S = 10.0
 
 
 def is_hub_id(path: str) -> bool:
-    """Return whether a path is an id on the hub, ``ORG/NAME`` or ``ORG/NAME@REVISION``: it has the
-    form of one, and there is no such file or folder on this machine."""
+    """Return True for a hub id, ``ORG/NAME`` or ``ORG/NAME@REVISION``, that is not a local path."""
     return bool(_ID.fullmatch(path)) and not Path(path).exists()
 
 
 def split_id(path: str) -> tuple[str, str | None]:
-    """Return the name and the revision of an id."""
+    """Return the name and the revision of a hub id."""
     name, _, revision = path.partition("@")
     return name, revision or None
 
 
 def pinned(path: str) -> str:
-    """Return ``ORG/NAME@COMMIT`` for an id on the hub, with its settings in the cache; a path of
-    this machine as it is.
+    """Return ``ORG/NAME@COMMIT`` for a hub id and cache its settings; return local paths unchanged.
 
     Raises:
-        ConfigError: the hub does not have it or cannot be reached, and neither has the cache.
+        ConfigError: the model is neither in the cache nor available from the hub.
     """
     if not is_hub_id(path) or _COMMIT.fullmatch(split_id(path)[1] or ""):
         return path
@@ -44,16 +42,16 @@ def pinned(path: str) -> str:
 
 @functools.cache
 def local_folder(path: str, weights: bool = True) -> str:
-    """Return the folder with a model's files: a path of this machine as it is, an id on the hub as
-    its snapshot in this machine's cache, to which missing files are downloaded.
+    """Return the folder with a model's files.
+
+    For a hub id, this is its snapshot in this machine's cache; missing files are downloaded.
 
     Args:
-        path: a folder, or an id that :func:`pinned` has returned, so that all nodes get the same
-            files.
-        weights: also the safetensors files; without, what a processor and a tokenizer need.
+        path: a folder, or an id from :func:`pinned`, so that all nodes get the same files.
+        weights: False to omit the safetensors files and only get processor and tokenizer files.
 
     Raises:
-        ConfigError: as of :func:`pinned`.
+        ConfigError: see :func:`pinned`.
     """
     if not is_hub_id(path):
         return path
@@ -99,7 +97,7 @@ def dataset_commit(name: str, revision: str | None) -> str:
         revision: a branch, tag or commit; by default the main branch.
 
     Raises:
-        ConfigError: the hub does not have it, or cannot be reached and neither has the cache.
+        ConfigError: the data set is neither in the cache nor available from the hub.
     """
     from huggingface_hub import HfApi, constants, errors
 

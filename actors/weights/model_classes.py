@@ -1,4 +1,4 @@
-"""Finding a transformers class by its name. Nothing outside of transformers is ever imported."""
+"""Lookup of transformers classes by name. Only transformers is ever imported."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
 def find_model_class(
     name: str, config: PretrainedConfig | None = None
 ) -> type[PreTrainedModel]:
-    """A model class of transformers, exported or not.
+    """Return a model class of transformers, exported or not.
 
     Args:
-        name: ``"SiglipVisionModel"``, or, where several files have one of this name, a path such
-            as ``"transformers.models.siglip.modeling_siglip.SiglipVisionModel"``.
-        config: of the model; its own file goes before others.
+        name: ``"SiglipVisionModel"``, or, if several files define the name, a path such as
+            ``"transformers.models.siglip.modeling_siglip.SiglipVisionModel"``.
+        config: config of the model; the file of its model type is preferred.
 
     Raises:
         ModelError: there is no such model class, or more than one.
@@ -58,8 +58,8 @@ def find_model_class(
 
 @cache
 def _modules() -> dict[str, tuple[str, ...]]:
-    """The modules that define a class, by its name; from their text, as importing all of them
-    takes minutes."""
+    """Return defining modules by class name, found in the source text: imports would take minutes.
+    """
     modules: dict[str, tuple[str, ...]] = {}
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         module = f"transformers.models.{file.parent.name}.{file.stem}"

@@ -1,8 +1,7 @@
-"""A part of a whole model: a tower with what makes features of it, or all but the towers.
+"""Parts of a Hugging Face VLM: a tower with the code for its features, or all but the towers.
 
-A part is the whole model with all its names, in which parameters of other parts are ghosts. That
-of a tower is called as the model's forward calls it: its forward is ``get_image_features``, or
-whatever else a probe has seen being called.
+A part has all modules of the model; parameters of other parts are ghosts. The forward of a tower is
+the function that the model's forward calls, such as ``get_image_features``.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from raymm.actors.weights.part import Part, keep_parameters
 from raymm.actors.weights.source import ModuleSource, set_mode
 from raymm.errors import ForwardLeft, InternalError
 
-# Of a text that a forward is given only to come to a call.
+# Length of the dummy text for a forward that stops at a call.
 _TOKENS = 2
 
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """A function of a model that its forward calls: ``method`` of the submodule ``owner``."""
+    """Function that a model's forward calls: ``method`` of the submodule ``owner``."""
 
     owner: str
     method: str
 
     def of(self, model: nn.Module) -> Callable[..., Any]:
-        """The function."""
+        """Return the bound function."""
         return getattr(model.get_submodule(self.owner), self.method)
 
     def replace(self, model: nn.Module, by: Callable[..., Any]) -> None:
-        """Let the model's forward call another one."""
+        """Make the model's forward call another function."""
         setattr(model.get_submodule(self.owner), self.method, by)
 
     def __str__(self) -> str:
@@ -44,25 +43,19 @@ class Call:
 
 
 class UpToCall:
-    """A model's own forward, up to one of its calls, of which it returns what that does: of a text
-    of two tokens, which the call's arguments must not depend on.
+    """A model's own forward up to one of its calls, whose result it returns.
 
-    Args:
-        model: whole; what is outside of the part may be without values.
-        call: of it.
+    The text is two dummy tokens. Modules outside the part may be ghosts.
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         self._model, self._call = model, call
 
     def __call__(self, **inputs: Any) -> Any:
-        """What the call returns.
-
-        Args:
-            **inputs: of the model's forward, but for its text.
+        """Run the forward with ``inputs``, without text, and return the call's result.
 
         Raises:
-            InternalError: the forward does not come to the call.
+            InternalError: the forward does not reach the call.
         """
         model, call = self._model, self._call
         function, own = call.of(model), vars(model.get_submodule(call.owner))
@@ -77,7 +70,7 @@ class UpToCall:
             text = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
             type(model).forward(model, input_ids=text, **inputs, use_cache=False)
         except ForwardLeft as returned:
-            if returned.by is not self:  # a stage's end, within the call
+            if returned.by is not self:  # raised by the end of a stage inside the call
                 raise
             return returned.value
         finally:
@@ -89,18 +82,17 @@ class UpToCall:
 
 
 def is_within(name: str, places: Collection[str]) -> bool:
-    """Whether a parameter is one of these, or in one of these submodules."""
+    """Return True if a name is one of ``places`` or inside one of these submodules."""
     return any(name == place or name.startswith(place + ".") for place in places)
 
 
 def _place_with(child: PreTrainedModel, model: nn.Module) -> None:
-    """Let a model within the model that has no parameters any more, by which transformers says
-    where it is and of which dtype, say what the model would."""
+    """Give an inner model without parameters the outer model's device and dtype."""
     def first(self: Any) -> torch.Tensor:
         return next(p for p in self.placed_with[0].parameters() if p.is_floating_point())
 
     base = type(child)
-    vars(child)["placed_with"] = (model,)  # in a tuple: no module of its own
+    vars(child)["placed_with"] = (model,)  # in a tuple, so that it is not registered as a submodule
     child.__class__ = type(base.__name__, (base,), {
         "device": property(lambda self: first(self).device),
         "dtype": property(lambda self: first(self).dtype),
@@ -110,17 +102,16 @@ def _place_with(child: PreTrainedModel, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class PartSource(ModuleSource):
-    """Some parameters of a model, with all of its structure.
+    """Some parameters of a model, with its complete structure.
 
     Attributes:
-        whole: the model.
-        places: dotted names of submodules and parameters. The part is what is in them, or, if
-            ``outside``, all else.
-        call: what the part's forward is; None: the model's own.
-        searched: name of the submodule whose list of blocks the part is cut between.
-        frozen_places: of submodules and parameters that are not trained.
-        trained_places: of those within what is frozen that are trained all the same.
-        whole_forward: the forward is the model's own up to the call, not the call itself.
+        places: dotted names of submodules and parameters that make up the part, or, with
+            ``outside``, that are excluded from it.
+        call: forward of the part; None for the model's own.
+        searched: name of the submodule that has the list of blocks.
+        frozen_places: submodules and parameters that are not trained.
+        trained_places: exceptions within frozen ones.
+        whole_forward: run the model's own forward up to the call, not the call itself.
     """
 
     whole: ModuleSource
@@ -134,7 +125,7 @@ class PartSource(ModuleSource):
     whole_forward: bool = False
 
     def names(self, model: nn.Module) -> frozenset[str]:
-        """Of the part's parameters."""
+        """Return the names of the part's parameters."""
         return frozenset(
             name for name, _ in model.named_parameters()
             if is_within(name, self.places) != self.outside
@@ -166,17 +157,16 @@ class PartSource(ModuleSource):
         set_mode(model)
         for name, module in model.named_modules():
             if self._is_frozen(name):
-                module.training = False  # no dropout in a frozen tower whose projector is trained
+                module.training = False  # no dropout in a frozen tower with a trained projector
         return model
 
     def _is_frozen(self, name: str) -> bool:
-        """Whether a submodule or parameter is."""
         if is_within(name, self.trained_places):
             return False
         return bool(self.frozen) or bool(name) and is_within(name, self.frozen_places)
 
     def called(self, model: nn.Module) -> None:
-        """Let the model's forward be what it calls of the part."""
+        """Replace the model's forward by the part's call."""
         assert self.call is not None
         if self.whole_forward:
             vars(model)["forward"] = UpToCall(model, self.call)

@@ -1,4 +1,4 @@
-"""A source whose module trains the rows of new tokens alone."""
+"""Source whose module trains only the embedding and head rows of new tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from raymm.actors.weights.source import ModuleSource, set_mode
 
 @dataclass(frozen=True)
 class NewRowsSource(ModuleSource):
-    """A model of another source whose embedding and head train the rows of new tokens.
+    """Model of another source that trains only the rows of new tokens, ids [start, stop).
 
-    Attributes:
-        base: source of the model, with the rows in its weights.
-        start, stop: range of token ids.
+    The weights of ``base`` already have these rows.
     """
 
     base: ModuleSource

@@ -1,5 +1,7 @@
-"""Live modules whose weights are computed from parameters in every forward: weight norm, spectral
-norm and the like, by torch's parametrizations or by the hooks that were before them."""
+"""Live modules that compute weights from parameters in every forward (weight norm, spectral norm).
+
+Both torch's parametrizations and the older hooks are supported.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from raymm.errors import ModelError
 
-# Hooks that were before parametrizations, and what removes them.
+# Older hooks and the functions that remove them.
 _HOOKS = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
 
 
 def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
-    """By id, what stands in a replica of a module for tensors that forward hooks compute anew.
+    """Return, by id, meta replacements of tensors that forward hooks recompute, for deep copies.
 
     Raises:
-        ModelError: one that no hook computes.
+        ModelError: a computed tensor is not recomputed by a hook.
     """
     tensors = {}
     for where, child in module.named_modules():
@@ -46,8 +48,8 @@ def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def _reduce_parametrized(obj: Any) -> Any:
-    """Parametrized modules have classes of their own, which refuse to be pickled: what is pickled
-    is the class before, and that it is parametrized."""
+    """Pickle a parametrized module by its original class, as its generated class refuses pickling.
+    """
     if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
         (base,) = type(obj).__bases__
         return base.__new__, (base,), vars(obj), None, None, _parametrize
@@ -60,26 +62,26 @@ def _parametrize(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _give_class(module: nn.Module) -> None:
-    """A parametrized module's class, of its own, in place of the one before."""
+    """Restore the generated class of a parametrized module."""
     parametrize._inject_new_class(module)
     for name in cast(nn.ModuleDict, module.parametrizations):
         parametrize._inject_property(module, name)
 
 
 def has_parametrizations(module: nn.Module) -> bool:
-    """Whether any part of a module is parametrized."""
+    """Return True if any part of a module is parametrized."""
     return any(parametrize.is_parametrized(child) for child in module.modules())
 
 
 def computes_weights(module: nn.Module) -> bool:
-    """Whether any weight of a module is computed in every forward."""
+    """Return True if any weight of a module is computed in every forward."""
     hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
     return has_parametrizations(module) or any(type(hook) in _HOOKS for hook in hooks)
 
 
 def packed(module: nn.Module) -> bytes:
-    """A module with parametrizations, for another process of the same run."""
-    from ray import cloudpickle  # stages of other modules are built without Ray
+    """Pickle a module with parametrizations for another process of the same run."""
+    from ray import cloudpickle  # imported here because other modules are built without Ray
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -92,13 +94,12 @@ def packed(module: nn.Module) -> bytes:
 
 
 def unpacked(data: bytes) -> nn.Module:
-    """The module again."""
+    """Invert :func:`packed`."""
     return pickle.loads(data)
 
 
 def initialize_parametrized(module: nn.Module) -> None:
-    """Give the originals of a parametrized module's weights what torch's own layers begin with, if
-    they have no values yet (NaN)."""
+    """Initialise uninitialised (NaN) originals of parametrized weights as torch's own layers do."""
     if not parametrize.is_parametrized(module):
         return
     for name, originals in cast(nn.ModuleDict, module.parametrizations).items():
@@ -119,15 +120,17 @@ Built = TypeVar("Built", bound=nn.Module)
 
 
 def with_weights_of_its_class(module: Built, plain: nn.Module) -> Built:
-    """A copy in which weights that are computed in every forward are what was computed, but those
-    that ``plain``, a module of the same class as it comes (on meta), computes too. Otherwise the
-    class would find none of them in a file, and begin with random ones."""
+    """Return a copy that stores computed weights as plain ones, unless ``plain`` computes them,
+    too.
+
+    ``plain`` is a new module of the same class, on meta, which reads weights from files.
+    """
     computed = {
         id(value): value.detach().clone() for child in module.modules()
         for value in vars(child).values()
         if isinstance(value, torch.Tensor) and value.grad_fn is not None
     }
-    copied = copy.deepcopy(module, computed).eval()  # spectral norm: without another iteration
+    copied = copy.deepcopy(module, computed).eval()  # eval: spectral norm must not iterate again
     others = dict(plain.named_modules())
     with torch.no_grad():
         for where, child in copied.named_modules():
@@ -142,7 +145,8 @@ def _compute_once(child: nn.Module, plain: nn.Module | None) -> None:
             remove(child, hook.name)
     if not parametrize.is_parametrized(child):
         return
-    (child.__class__,) = type(child).__bases__  # copies share it, and it has the properties
+    # copies share the generated class, which has the properties
+    (child.__class__,) = type(child).__bases__
     _give_class(child)
     parametrizations = child.parametrizations
     assert isinstance(parametrizations, nn.ModuleDict)

@@ -1,4 +1,4 @@
-"""Which of a module's parameters a process has: of some blocks, of a part of the model."""
+"""Selection of the parameters of a module that a process holds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from raymm.actors.modules.cut import CutInfo, ghost_parameter, prune, stage_para
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a module's parameters.
+    """Parameters of blocks [lo, hi) and, by ``info``, around them, restricted to the names
+    ``among``.
 
-    Attributes:
-        info: how the module is cut; None if it is not.
-        lo, hi: blocks [lo, hi); what ``info`` says surrounds them comes along.
-        among: names that the parameters are among; None for any.
+    If ``info`` is None, the module is not cut; if ``among`` is None, all names are included.
     """
 
     info: CutInfo | None
@@ -26,14 +24,14 @@ class Part:
     among: Collection[str] | None = None
 
     def owned(self, module: nn.Module) -> list[str]:
-        """Their names."""
+        """Return the names of the parameters."""
         names = [name for name, _ in module.named_parameters()]
         if self.info is not None:
             names = stage_parameters(module, self.info, self.lo, self.hi)
         return names if self.among is None else [name for name in names if name in self.among]
 
     def prune(self, module: nn.Module) -> None:
-        """Reduce a module, in place, to them."""
+        """Reduce a module to the parameters, in place."""
         if self.among is not None:
             keep_parameters(module, self.among)
         if self.info is not None:
@@ -41,7 +39,7 @@ class Part:
 
 
 def keep_parameters(module: nn.Module, names: Collection[str]) -> nn.Module:
-    """The module, whose other parameters have become ghosts."""
+    """Replace all parameters except ``names`` by ghosts, in place."""
     kept = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in names}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if id(parameter) not in kept:

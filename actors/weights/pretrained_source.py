@@ -24,30 +24,28 @@ from raymm.actors.weights.source import ConfigSource, ModuleSource, derive_seed,
 from raymm.actors.weights.stored_weights import WeightsReport, folder_report, quiet_loading
 from raymm.errors import USER_CODE_RAISES, ModelError
 
-# Quantised formats that transformers can load as ordinary weights, on any device.
+# Quantised formats that transformers can dequantise while loading, on any device.
 DEQUANTISED = ("fp8", "mxfp4")
-# What ``missing_weights`` may be.
+# Value of ``missing_weights`` that initialises missing weights from the seed.
 FRESH = "fresh"
-# While from_pretrained makes a model, a model's own does nothing.
+# from_pretrained disables the model's own method during construction.
 _TIE_WEIGHTS = PreTrainedModel.tie_weights
 
 
 @dataclass(frozen=True)
 class PretrainedSource(ModuleSource):
-    """A folder that ``save_pretrained`` wrote. Ranks read only their own tensors.
+    """Folder written by ``save_pretrained``. Ranks read only their own tensors.
 
     Attributes:
-        path: the folder, or the id of a model on the hub, ``ORG/NAME`` or ``ORG/NAME@REVISION``,
-            which becomes ``ORG/NAME@COMMIT`` and is read from the cache of each machine. It must
-            hold ``config.json`` and safetensors weights.
+        path: folder with ``config.json`` and safetensors weights, or the id of a model on the hub,
+            ``ORG/NAME`` or ``ORG/NAME@REVISION``, which becomes ``ORG/NAME@COMMIT`` and is read
+            from the cache of each machine.
         model_class: a transformers class name; by default the one in the config.
         language_model: resolve the default through ``AutoModelForCausalLM``'s mapping.
-        trust_remote_code: run Python files that the folder brings (``auto_map``), here and on
-            every rank. Otherwise nothing of them runs, and what transformers cannot load without
-            them is refused.
-        missing_weights: ``"fresh"`` draws weights that the folder lacks, or has in other shapes,
-            from ``seed``; otherwise such a folder is refused.
-        seed: of these.
+        trust_remote_code: run Python files of the folder (``auto_map``) here and on every rank.
+            Otherwise folders that need them are rejected.
+        missing_weights: ``"fresh"`` initialises weights that the folder lacks, or has in other
+            shapes, from ``seed``; otherwise such a folder is rejected.
     """
 
     path: str
@@ -86,7 +84,7 @@ class PretrainedSource(ModuleSource):
         try:
             config = json.loads((Path(self.folder) / "config.json").read_bytes())
         except ValueError:
-            return None  # transformers says what is wrong with it
+            return None  # transformers reports the error
         if not isinstance(config, dict):
             return None
         section = config.get("quantization_config") or config.get("compression_config")
@@ -95,12 +93,12 @@ class PretrainedSource(ModuleSource):
         return str(section.get("quant_method", "compressed-tensors"))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is cached: classes of the folder's own code are imported by every rank."""
+        """Drop cached values: every rank imports classes of the folder's code itself."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def folder(self) -> str:
-        """The folder on this machine; missing files of a model on the hub are downloaded."""
+        """The folder on this machine; missing files of a hub model are downloaded."""
         return local_folder(self.path)
 
     @cached_property
@@ -109,7 +107,7 @@ class PretrainedSource(ModuleSource):
             return transformers.AutoConfig.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
-        except USER_CODE_RAISES as error:  # a folder may hold anything, and so may its code
+        except USER_CODE_RAISES as error:  # files and code of a folder may raise anything
             why = f"{self.path!r}; {type(error).__name__}: {error}"
             if not self.trust_remote_code:
                 why = why_not_loaded(self.folder, "AutoConfig", error)
@@ -143,8 +141,8 @@ class PretrainedSource(ModuleSource):
         return "AutoModelForCausalLM" if self.language_model else "AutoModel"
 
     def _own_class(self, class_name: str | None, architecture: str | None) -> str | None:
-        """The class of the folder's own code that would be used: the one asked for, else its
-        architecture, else the one for what the module is; None if transformers has it."""
+        """Return the custom class to use, by name, architecture or auto class; None for a
+        transformers class."""
         classes = custom_code(self.folder)
         by_name = {target.rpartition(".")[2]: target for target in classes.values()}
         if class_name is not None:
@@ -180,13 +178,14 @@ class PretrainedSource(ModuleSource):
     def build(self, part: Part | None = None) -> nn.Module:
         model_class = self.resolved_class
         if part is not None:
-            # Same name, pruned in __init__: from_pretrained then builds the rest on meta
-            # and reads only the tensors that are left.
+            # A subclass of the same name that prunes in __init__: from_pretrained then builds the
+            # rest on meta and reads only the remaining tensors.
             base = model_class
 
             def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
                 base.__init__(self, config, *args, **kwargs)
-                _TIE_WEIGHTS(self)  # now, not after loading: ties decide who owns what
+                # before pruning, because ties decide which stage owns a parameter
+                _TIE_WEIGHTS(self)
                 part.prune(self)
                 held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
                 self.all_tied_weights_keys = {
@@ -202,7 +201,7 @@ class PretrainedSource(ModuleSource):
             kind = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
             options["quantization_config"] = kind(dequantize=True)
         try:
-            # Where the class says that weights do not matter, transformers draws them.
+            # transformers initialises weights that the class declares unimportant, hence the seed.
             with quiet_loading(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(derive_seed(self.seed, self.path))
                 loaded: Any = model_class.from_pretrained(
@@ -234,8 +233,8 @@ class PretrainedSource(ModuleSource):
             raise ModelError(f"path is {self.path!r}; {why}")
 
     def _draw(self, model: PreTrainedModel, report: WeightsReport) -> None:
-        """Give fresh parameters the values that any stage and copy of the model would give them;
-        buffers have those of the class."""
+        """Initialise missing parameters as any stage and replica would; buffers keep the class's
+        values."""
         own = dict(model.named_parameters())
         if names := [name for name in report.fresh if name in own]:
             source = ConfigSource(self.resolved_class, self._config, self.seed)
@@ -244,7 +243,7 @@ class PretrainedSource(ModuleSource):
 
 
 def _restore_ghosts(model: nn.Module) -> None:
-    """Ghosts were made on the meta device that from_pretrained builds on; bring them home."""
+    """Move ghosts from the meta device, on which from_pretrained builds models, to the CPU."""
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
             if isinstance(value, torch.Tensor) and value.is_meta:

@@ -1,9 +1,8 @@
-"""Where a module comes from, and how a rank builds only its part of it.
+"""Sources of modules; a rank builds only its part.
 
-Four sources, one interface: a live module, a Hugging Face config, a local checkpoint folder
+There are four kinds: a live module, a Hugging Face config, a checkpoint folder
 (:mod:`raymm.actors.weights.pretrained_source`), and a factory function for plain modules. Nothing
-is unpickled from disk and nothing is fetched: folders are read with safetensors and
-``local_files_only``.
+is unpickled from disk or downloaded: folders are read with safetensors and ``local_files_only``.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from raymm.errors import USER_CODE_RAISES, ModelError
 
 
 def import_object(target: str) -> Any:
-    """The object that ``"package.module:name"`` names.
+    """Return the object that ``"package.module:name"`` names.
 
     Raises:
-        ModelError: if the path is malformed or there is no such module or name.
+        ModelError: the path is malformed, or there is no such module or name.
     """
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name:
         raise ModelError(f"import path is {target!r}; expected 'package.module:name'")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except USER_CODE_RAISES as error:  # the module is a program: it may raise anything
+    except USER_CODE_RAISES as error:  # importing a module may raise anything
         reason = str(error)
         if not isinstance(error, ImportError | AttributeError):
             reason = f"{type(error).__name__}: {error}"
@@ -55,45 +54,42 @@ def import_object(target: str) -> Any:
 
 
 class ModuleSource(ABC):
-    """How to get a module, whole or in part."""
+    """Source of a module, complete or in part."""
 
     frozen: bool | None
 
     @abstractmethod
     def skeleton(self) -> nn.Module:
-        """The whole structure, with parameters on the meta device where possible."""
+        """Return the complete structure, with parameters on the meta device where possible."""
 
     @abstractmethod
     def build(self, part: Part | None = None) -> nn.Module:
-        """The module with real weights on the CPU in fp32; only ``part`` of it, if given."""
+        """Build the module, or ``part`` of it, with real fp32 weights on the CPU."""
 
     def check(self) -> list[str]:
-        """Whether weights on disk are the module's, as far as files' headers say.
-
-        Returns:
-            What is to be said of them.
+        """Check the headers of weights on disk against the module, and return notes for the user.
 
         Raises:
-            ModelError: :meth:`build` would not find all that it needs.
+            ModelError: weights that :meth:`build` needs are missing.
         """
         return []
 
     def for_names(self, names: Iterable[str]) -> ModuleSource:
-        """This source with whatever a rank that owns ``names`` needs to travel with it."""
+        """Return this source with the data that a rank needs to own the parameters ``names``."""
         return self
 
     def as_made(self, model: nn.Module) -> nn.Module:
-        """What this source makes of a model of its class (a small copy), which is changed."""
+        """Apply this source's changes to a (small) model of its class, in place."""
         return model
 
     @property
     def origin(self) -> ModuleSource:
-        """Where the module is from that others add to."""
+        """The innermost source, without adapters and other additions."""
         return self
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """How transformers writes texts with the model; None if it cannot."""
+        """transformers' settings for text generation; None if the model cannot generate."""
         return getattr(self.skeleton(), "generation_config", None)
 
     @property
@@ -111,15 +107,15 @@ class ModuleSource(ABC):
 
 
 def set_mode(module: nn.Module) -> nn.Module:
-    """Train mode if anything in the module is trainable, else eval mode."""
+    """Set train mode if anything in the module is trainable, else eval mode."""
     return module.train(any(p.requires_grad for p in module.parameters()))
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A deep copy whose parameters are on the meta device; buffers are copied.
+    """Return a deep copy with parameters on the meta device; buffers are copied.
 
     Raises:
-        ModelError: an attribute that was computed from parameters once.
+        ModelError: an attribute was computed from parameters once.
     """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
@@ -132,13 +128,8 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a (meta) parameter by a real one, keeping ``requires_grad`` and ties.
-
-    Args:
-        module: is changed in place, wherever the parameter is in it.
-        name: dotted, of the parameter.
-        value: of the same shape.
-    """
+    """Replace a (meta) parameter by a real one of the same shape, keeping ``requires_grad`` and
+    ties."""
     owner_name, _, leaf = name.rpartition(".")
     old = module.get_submodule(owner_name)._parameters[leaf]
     assert old is not None
@@ -151,7 +142,7 @@ def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class LiveSource(ModuleSource):
-    """A module that exists in the driver. Ranks are sent the tensors they own."""
+    """Module that exists in the driver. Ranks are sent the tensors they own."""
 
     structure: nn.Module
     state: dict[str, torch.Tensor]
@@ -195,10 +186,9 @@ def _owned(module: nn.Module, part: Part | None) -> list[str]:
 
 @dataclass(frozen=True)
 class ConfigSource(ModuleSource):
-    """A Hugging Face model class and config, initialised from a seed.
+    """Hugging Face model class and config, initialised from a seed.
 
-    Every submodule draws from its own seed, derived from its name, so that any partition
-    gets the same weights as the whole.
+    Each submodule's seed depends on its name, so all partitions get the complete model's weights.
     """
 
     model_class: type[PreTrainedModel]
@@ -212,7 +202,7 @@ class ConfigSource(ModuleSource):
                 model = self.model_class._from_config(
                     copy.deepcopy(self.model_config), dtype=torch.float32
                 )
-        except USER_CODE_RAISES as error:  # sizes that do not fit may fail anywhere in it
+        except USER_CODE_RAISES as error:  # inconsistent sizes may fail anywhere
             reason = next(iter(str(error).splitlines()), "")
             raise ModelError(
                 f"a {self.model_class.__name__} cannot be built from these config values: "
@@ -235,10 +225,10 @@ class ConfigSource(ModuleSource):
         return cast(PreTrainedModel, self.skeleton())
 
     def draw(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Values of some parameters, the same as :meth:`build` gives them.
+        """Return initial values of some parameters, equal to those that :meth:`build` sets.
 
         Raises:
-            ModelError: the class does not say which.
+            ModelError: the class does not initialise a parameter.
         """
         model = self._skeleton()
         self._initialize(model, names)
@@ -249,11 +239,8 @@ class ConfigSource(ModuleSource):
         self._complete(model, names)
 
     def _complete(self, model: PreTrainedModel, owned: Sequence[str]) -> None:
-        """Values for what ``_init_weights`` leaves as it is, from the class's constructor.
-
-        Raises:
-            ModelError: if that leaves a parameter without values, too.
-        """
+        """Initialise parameters that ``_init_weights`` omits from the class's constructor, or raise
+        ModelError."""
         left = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
         if not left:
             return
@@ -271,21 +258,17 @@ class ConfigSource(ModuleSource):
 
 
 def _left_by_init_weights(skeleton: PreTrainedModel) -> set[tuple[int, ...]]:
-    """Shapes of the parameters of a meta model that ``_init_weights`` does not write to. The same
-    on every rank, whatever it owns: what a constructor draws depends on what it makes."""
+    """Return the shapes of parameters that ``_init_weights`` omits, independent of the rank's part.
+    """
     before = {name: p._version for name, p in skeleton.named_parameters()}
     _init_by_name(skeleton, 0)
     return {tuple(p.shape) for n, p in skeleton.named_parameters() if p._version == before[n]}
 
 
 def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) -> None:
-    """Give a meta model real buffers and real, freshly initialised ``owned`` parameters. What its
-    class's ``_init_weights`` leaves as it is becomes NaN.
+    """Give a meta model real buffers and initialised ``owned`` parameters, in place.
 
-    Args:
-        model: on the meta device; it is changed in place.
-        owned: names of its parameters that are to have values.
-        seed: each submodule's random numbers follow from it and the submodule's name.
+    Parameters that ``_init_weights`` omits become NaN. Submodule names are part of the seed.
     """
     for name in owned:
         meta = model.get_parameter(name)
@@ -300,16 +283,16 @@ def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) 
 def _init_by_name(model: PreTrainedModel, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, module in reversed(list(model.named_modules())):
-            # torch.manual_seed would format a traceback for each absent kind of device.
+            # torch.manual_seed formats a traceback for each missing device type.
             torch.default_generator.manual_seed(derive_seed(seed, name))
             initialize_parametrized(module)
             if all(map(torch.is_floating_point, module.parameters(recurse=False))):
-                # Quantised weights of a base under adapters are never drawn.
+                # Quantised base weights are never initialised.
                 _enclosing_model(model, name)._init_weights(module)
 
 
 def _enclosing_model(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The innermost PreTrainedModel around a submodule: its class knows how to init it."""
+    """Return the innermost PreTrainedModel around a submodule, whose class can initialise it."""
     path = name.split(".") if name else []
     for length in range(len(path), -1, -1):
         candidate = model.get_submodule(".".join(path[:length]))
@@ -320,13 +303,9 @@ def _enclosing_model(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class FactorySource(ModuleSource):
-    """A function that returns a plain module, for models Hugging Face does not have.
+    """Function that returns a plain module, for models that Hugging Face does not have.
 
-    Attributes:
-        target: ``"package.module:function"``.
-        kwargs: arguments of the function.
-        weights: optional safetensors file with the module's state dict.
-        seed: seed of the initial weights.
+    ``target`` is ``"package.module:function"``; ``weights`` an optional safetensors state dict.
     """
 
     target: str

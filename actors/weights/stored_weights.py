@@ -1,8 +1,8 @@
-"""Which weights of a model class a folder has, by names and shapes alone.
+"""Comparison of a folder's weights with a model class, by names and shapes only.
 
-transformers loads what a folder has, by its rules for renamed, fused and tied weights, and draws
-the rest anew. What it would draw is found by letting it load the folder's tensors on the meta
-device, of which only the files' headers are read.
+transformers loads a folder by rules for renamed, fused and tied weights, and initialises the rest.
+To find the rest, transformers loads the folder's tensors on the meta device; only file headers are
+read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers.utils import logging as hf_logging
 from raymm.actors.storage.plain_file import is_plain_name, read_plain
 from raymm.errors import ModelError
 
-# Names that an error or a note has of a kind.
+# Maximum number of names in a message.
 SHOWN = 4
 
 
 class Misfit(NamedTuple):
-    """A parameter or buffer whose stored shape is another one."""
+    """Parameter or buffer with different shapes in the folder and in the class."""
 
     name: str
     stored: tuple[int, ...]
@@ -38,12 +38,10 @@ class Misfit(NamedTuple):
 
 
 class WeightsReport(NamedTuple):
-    """What loading a folder into a class comes to.
+    """Result of loading a folder into a class.
 
-    Attributes:
-        lacking: parameters and buffers of the class that the folder has not.
-        misfits: those that it has in another shape.
-        unused: tensors of the folder that the class does not have.
+    ``lacking`` are parameters and buffers that the folder lacks, ``misfits`` those that it has in
+    another shape, and ``unused`` its tensors that the class does not have.
     """
 
     lacking: tuple[str, ...]
@@ -52,7 +50,7 @@ class WeightsReport(NamedTuple):
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> WeightsReport:
-        """Of what ``from_pretrained(..., output_loading_info=True)`` returns beside the model."""
+        """Convert the loading info of ``from_pretrained(..., output_loading_info=True)``."""
         misfits = (
             Misfit(name, tuple(stored), tuple(expected))
             for name, stored, expected in info["mismatched_keys"]
@@ -62,11 +60,11 @@ class WeightsReport(NamedTuple):
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """What the folder gives no values for."""
+        """Names of parameters and buffers without usable values in the folder."""
         return (*self.lacking, *(misfit.name for misfit in self.misfits))
 
     def refusal(self, model_class: type) -> str | None:
-        """Why the folder does not do for a class; None if it does."""
+        """Return the reason to reject the folder for a class; None if its weights are complete."""
         parts = []
         if self.lacking:
             parts.append(
@@ -86,7 +84,7 @@ class WeightsReport(NamedTuple):
         )
 
     def notes(self, model_class: type) -> list[str]:
-        """What to say of a folder that does."""
+        """Return notes for the user about an accepted folder."""
         notes = []
         if self.fresh:
             notes.append(
@@ -104,15 +102,10 @@ class WeightsReport(NamedTuple):
 def folder_report(
     folder: Path, model_class: type[PreTrainedModel], config: PretrainedConfig
 ) -> WeightsReport:
-    """What loading a folder would come to. Reads headers only.
-
-    Args:
-        folder: of the checkpoint.
-        model_class: what the weights are for.
-        config: of the model.
+    """Compare a folder's weights with a model class. Reads file headers only.
 
     Raises:
-        ModelError: files that cannot be read, or weights that cannot be made into the class's.
+        ModelError: files cannot be read, or weights cannot be converted to those of the class.
     """
     stored: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, config):
@@ -123,7 +116,7 @@ def folder_report(
                 None, config=config, state_dict=stored, device_map={"": "meta"},
                 dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True,
             )
-    except RuntimeError as error:  # fused of parts that do not fit together
+    except RuntimeError as error:  # parts of a fused weight do not fit together
         raise ModelError(
             f"its weights cannot be converted to those of {model_class.__name__}: "
             f"{' '.join(str(error).split())}"
@@ -133,10 +126,10 @@ def folder_report(
 
 
 def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
-    """The files that transformers reads a folder's weights from.
+    """Return the files that transformers reads a folder's weights from.
 
     Raises:
-        ModelError: it has none, or lacks some.
+        ModelError: there are none, or some are missing.
     """
     name = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_NAME
     _check_plain("transformers_weights of config.json", [name])
@@ -168,10 +161,7 @@ def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
 
 
 def _check_plain(source: str, names: Iterable[Any]) -> None:
-    """
-    Raises:
-        ModelError: a name is not that of a file in the model's folder.
-    """
+    """Raise ModelError if a name is not that of a file directly in the model's folder."""
     if outside := sorted(repr(name) for name in names if not is_plain_name(name)):
         raise ModelError(
             f"{source} names {_few(outside)}; accepted: names of files in the same folder, without "
@@ -180,16 +170,16 @@ def _check_plain(source: str, names: Iterable[Any]) -> None:
 
 
 def header_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """A safetensors file's tensors on the meta device, in fp32.
+    """Return a safetensors file's tensors on the meta device, in fp32.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the file cannot be read.
     """
     try:
         with safe_open(file, framework="pt") as opened:
             return {
                 name: torch.empty(opened.get_slice(name).get_shape(), device="meta")
-                for name in opened.keys()  # noqa: SIM118  it is no dict
+                for name in opened.keys()  # noqa: SIM118 not a dict
             }
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read {file}: {error}") from None
@@ -197,8 +187,7 @@ def header_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """While transformers loads: neither its report, which errors and notes stand for, nor its
-    bar, which would be one per rank."""
+    """Context manager that hides transformers' load report and its progress bar (one per rank)."""
     level, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
