@@ -22,14 +22,12 @@ a block that must go to a rank with one block more, or -1. ``seed`` is for rando
 
 
 def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.ndarray, int]:
-    """Balance counts and work: LPT with equal cardinality, then exchanges between ranks.
-
-    The result is deterministic and takes milliseconds.
+    """Balance counts and work: LPT with equal cardinality, then exchanges between ranks. The result
+    is deterministic and takes milliseconds.
 
     Args:
         work: (blocks,) int64, work per block.
         pinned: a block that must go to a rank with one block more, or -1.
-        seed: not used.
 
     Returns:
         The (blocks,) rank of every block, and a lower bound of the largest work of a rank.
@@ -54,17 +52,14 @@ def descending(work: np.ndarray) -> np.ndarray:
 @njit(cache=True)
 def _crowded_bound(before, ranks, bound):
     """Return a lower bound of the largest work for counts equal to within one, which is tight if
-    few blocks are heavy.
+    few blocks are heavy. ``before`` is the (blocks + 1,) int64 cumulative work of the heaviest
+    blocks.
 
     Take the ``k * ranks + h`` heaviest blocks (h from 1 to ranks). If every rank has at least k of
     them and g ranks have more, these g ranks have at least ``g * k + h``, and other blocks fill up
     their counts. The lightest blocks of both kinds bound their total work, which is at most g times
     the largest work. The bound is the minimum over g; g is at most h, or one more block per rank is
     enough.
-
-    Args:
-        before: (blocks + 1,) int64, cumulative work of the heaviest blocks.
-        bound: a known lower bound.
     """
     blocks = before.shape[0] - 1
     least_count = blocks // ranks
@@ -85,11 +80,9 @@ def _crowded_bound(before, ranks, bound):
 
 
 def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
-    """Return a lower bound of the largest work for counts equal to within one.
-
-    For every k, some rank has k + 1 of the k * ranks + 1 heaviest blocks, and other blocks that
-    fill up its count. Its work is at least that of the lightest blocks of both kinds.
-    """
+    """Return a lower bound of the largest work for counts equal to within one. For every k, some
+    rank has k + 1 of the k * ranks + 1 heaviest blocks, and other blocks that fill up its count;
+    its work is at least that of the lightest blocks of both kinds."""
     before = _heaviest(work, order)
     heavy = np.arange(0, len(work), ranks)  # k * ranks
     k = np.arange(len(heavy))

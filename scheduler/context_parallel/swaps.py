@@ -28,9 +28,8 @@ MAX_WORK = 1 << (62 - PAIR_BITS)
 
 @njit(cache=True)
 def lpt_equal_counts(work, order, ranks, pinned):
-    """Assign blocks in the given order, each to the least loaded rank that has room.
-
-    Every rank gets ``n // ranks`` of the n blocks, and ``n % ranks`` of the ranks get one more.
+    """Assign blocks in the given order, each to the least loaded rank that has room. Every rank
+    gets ``n // ranks`` of the n blocks, and ``n % ranks`` of the ranks get one more.
 
     Args:
         work: (n,) int64.
@@ -93,13 +92,8 @@ def _sift_down(heap, size, loads):
 
 @njit(cache=True)
 def ranks_of(members, counts, blocks):
-    """Return the (blocks,) int64 rank of every block; 0 for the pinned block, which is not a
-    member.
-
-    Args:
-        members: (ranks, most) int64, blocks of every rank.
-        counts: (ranks,) int64, number of blocks of every rank.
-    """
+    """Return the (blocks,) int64 rank of every block, from (ranks, most) members and (ranks,)
+    counts; 0 for the pinned block, which is not a member."""
     rank_of = np.zeros(blocks, np.int64)
     for rank in range(counts.shape[0]):
         for i in range(counts[rank]):
@@ -109,16 +103,14 @@ def ranks_of(members, counts, blocks):
 
 @njit(cache=True)
 def exchange(work, members, counts, loads, target, budget):
-    """Lower the largest load by exchanges, in place, until it is at the target.
+    """Lower the largest load by exchanges, in place, until it is at the target. Return the
+    remaining comparisons, negative if the budget ended the search.
 
     Args:
         work: (n,) int64.
         members, counts, loads: results of :func:`lpt_equal_counts`, updated in place.
         target: largest load that is good enough.
         budget: number of comparisons to spend.
-
-    Returns:
-        Remaining comparisons, negative if the budget ended the search.
     """
     ranks = loads.shape[0]
     first_pairs = np.empty(PAIRED * (PAIRED - 1) // 2, np.int64)
@@ -177,12 +169,9 @@ def exchange(work, members, counts, loads, target, budget):
 
 @njit(cache=True, inline="always")
 def _one_for_one(work, a, a_count, b, b_count, gap):
-    """Return the exchange of a block of ``a`` for one of ``b`` that moves closest to half of
-    ``gap``, the difference of the loads.
-
-    Both rows are in descending order of work. Returns the work moved (above 0 and below ``gap``, or
-    0 if there is no exchange) and the two positions.
-    """
+    """Return the exchange of a block of ``a`` for one of ``b``, in descending order of work, that
+    moves closest to half of ``gap``, the difference of the loads: the work moved (above 0 and below
+    ``gap``, or 0 if there is no exchange) and the two positions."""
     best, moved, best_i, best_j = gap, np.int64(0), 0, 0
     i, j = 0, 0
     while i < a_count and j < b_count:
@@ -287,10 +276,8 @@ def _swap_pairs(work, members, counts, loads, p, p_pair, q, q_pair):
 
 @njit(cache=True)
 def _pass_on(work, members, counts, loads, heavy, target, budget):
-    """Apply the best chain of two exchanges that starts at rank ``heavy``.
-
-    Returns the comparisons spent, and whether a chain was found.
-    """
+    """Apply the best chain of two exchanges that starts at rank ``heavy``; return the comparisons
+    spent, and whether a chain was found."""
     ranks = loads.shape[0]
     best = loads[heavy]
     p1, i1, j1, p2, i2, j2 = -1, 0, 0, 0, 0, 0
@@ -339,15 +326,8 @@ def _pass_on(work, members, counts, loads, heavy, target, budget):
 
 @njit(cache=True)
 def lpt(work, order, ranks):
-    """Assign blocks in the given order, each to the least loaded rank (LPT, Graham 1969).
-
-    Args:
-        work: (n,) int64.
-        order: (n,) int64.
-
-    Returns:
-        (n,) int64, the rank of every block.
-    """
+    """Assign blocks in the given order, each to the least loaded rank (LPT, Graham 1969). Return
+    the (n,) int64 rank of every block; ``work`` and ``order`` are (n,) int64."""
     rank_of = np.empty(order.shape[0], np.int64)
     heap, loads = np.arange(ranks), np.zeros(ranks, np.int64)
     for block in order:

@@ -160,10 +160,9 @@ class MethodChoice:
 def method_bytes(
     shape: AttentionShape, method: str, needed_keys: Pairs | None = None
 ) -> MethodBytes:
-    """Return the bytes that every rank sends, forward and backward.
+    """Return the bytes that every rank sends, forward and backward, with one of :data:`METHODS`.
 
     Args:
-        method: one of :data:`METHODS`.
         needed_keys: (n, n), only for ``needed``: rows of rank ``r`` see ``needed_keys[r][s]`` keys
             of rank ``s`` in some sequence. The diagonal is not read.
 
@@ -203,10 +202,8 @@ def choose_method(
     backward: bool = True,
     methods: Sequence[str] | None = None,
 ) -> MethodChoice:
-    """Choose the method whose busiest rank sends the fewest bytes.
-
-    Ties are broken by the fewest bytes in total, then by the order of :data:`METHODS`, which puts
-    one attention over all keys before one attention per hop.
+    """Choose the method whose busiest rank sends the fewest bytes. Ties are broken by the fewest
+    bytes in total, then by the order of :data:`METHODS`.
 
     Args:
         needed_keys: as in :func:`method_bytes`; without them ``needed`` is not considered.
@@ -284,9 +281,8 @@ def _gather(shape: AttentionShape, _: object):
 
 
 def _carousel(tokens: Sequence[int], payload: int, result: int) -> list[int]:
-    """Return the bytes that each rank passes along a ring: every payload except that of the next
-    rank, which already has it, and every result except that for its own payload, which ends
-    there."""
+    """Return the bytes that each rank passes along a ring: every payload and result, except the
+    payload of the next rank and the results for its own payload, which end there."""
     return [
         payload * _others_but(tokens, me + 1) + result * _others_but(tokens, me)
         for me in range(len(tokens))

@@ -27,15 +27,13 @@ def most_blocks(blocks: int, ranks: int) -> int:
 
 
 def relieve(costs: np.ndarray, ranks: int, rank_of: np.ndarray) -> tuple[np.ndarray, int]:
-    """Give up equal counts if that lowers the largest cost by :data:`LEAST_GAIN`.
+    """Give up equal counts if that lowers the largest cost by :data:`LEAST_GAIN`. Return the rank
+    of every block, and a lower bound of the largest cost for up to :func:`most_blocks` blocks per
+    rank.
 
     Args:
         costs: (blocks,) int64, total cost of every block: attention and all other work.
         rank_of: (blocks,) rank of every block with equal counts.
-
-    Returns:
-        The rank of every block, and a lower bound of the largest cost for up to :func:`most_blocks`
-        blocks per rank.
     """
     bound = any_counts_bound(costs, ranks)
     enough = (1 - LEAST_GAIN) * _largest(costs, ranks, rank_of)

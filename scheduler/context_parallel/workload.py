@@ -44,7 +44,8 @@ def active_key_blocks(
     query_block: int = DEFAULT_BLOCK,
     key_block: int = DEFAULT_BLOCK,
 ) -> np.ndarray:
-    """Return the exact number of active key blocks of every query block.
+    """Return the (ceil(n_queries / query_block),) int64 exact number of active key blocks of every
+    query block.
 
     The arguments are the attributes of the same names of ``raymm.kernels.mask.mask.AttentionMask``.
 
@@ -53,13 +54,8 @@ def active_key_blocks(
             of lo1, hi1, lo2, hi2, and their slopes (0 or 1). A bound is ``base + slope * row``,
             clipped to [0, n_keys].
         key_table: (Sk, 2) int64, one row per segment of keys: first key, identity bits.
-        n_queries: number of rows.
-        n_keys: number of keys.
         query_block: rows per query block; the last block may be shorter.
         key_block: keys per key block; the last block may be shorter.
-
-    Returns:
-        (ceil(n_queries / query_block),) int64.
 
     Raises:
         PlanError: sizes below 0, blocks below 1, tables of the wrong shape, segments that do not
@@ -158,11 +154,8 @@ def _matching(kinds, values, prefixes, used, start, stop, attend):
 
 @njit(cache=True, inline="always")
 def _gather(query, n_keys, s, row, stop, ranges):
-    """Write the (attend, lo, hi) ranges that rows [row, stop) see to ``ranges``.
-
-    Segment s holds the first row. Touching ranges of equal attend value are joined. Returns the
-    number of ranges, and the segment of row ``stop``.
-    """
+    """Write the (attend, lo, hi) ranges that rows [row, stop) see to ``ranges``, joined where they
+    touch; return their number, and the segment of row ``stop``. Segment s holds the first row."""
     count = 0
     while row < stop:
         segment_stop = query[s + 1, 0] if s + 1 < query.shape[0] else stop
@@ -196,9 +189,8 @@ def _gather(query, n_keys, s, row, stop, ranges):
 
 @njit(cache=True, inline="always")
 def _runs(key, first, n_keys, key_block, shift, attend, lo, hi):
-    """Return the key blocks of a range: (start, stop) of the blocks that it covers completely, and
-    the partly covered blocks to the left and right if they have a visible key in the range, else
-    -1."""
+    """Return the key blocks of a range: (start, stop) of completely covered blocks, and the partly
+    covered blocks to the left and right if they have a visible key in the range, else -1."""
     if shift >= 0:
         left, right = lo >> shift, (hi - 1) >> shift
     else:

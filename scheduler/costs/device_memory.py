@@ -83,9 +83,9 @@ def message_bytes(
 
 
 def communicator_groups(degrees: Sequence[int], sharers: int) -> int:
-    """Return the number of process groups of more than two members of a process: the group of all
-    processes, one per degree above 1 of its rank, and those that sum gradients over replicas (a
-    second one with tensor parallelism, for its replicated parameters).
+    """Return the number of process groups of more than two members of a process: all processes, one
+    group per degree above 1, and one for gradient sums over replicas (two with tensor parallelism,
+    for its replicated parameters).
 
     Args:
         degrees: degrees of the process's rank; tensor parallelism is second.
@@ -112,17 +112,14 @@ def system_bytes(device: str, links: int, groups: int) -> float:
 def update_bytes(
     trained: np.ndarray, largest: np.ndarray, sharers: int, sharding: str
 ) -> np.ndarray:
-    """Return the temporary bytes at the end of a step, for many stages at once.
-
-    These are the bucket of a gradient all-reduce and, with ZeRO-1, the new values of parameters
-    from their owners, which are sent when the other gradients are freed. AdamW is one kernel and
-    needs no memory.
+    """Return the temporary bytes at the end of a step, for many stages at once: the bucket of a
+    gradient all-reduce and, with ZeRO-1, the new values of parameters from their owners, sent when
+    the other gradients are freed. AdamW is one kernel and needs no memory.
 
     Args:
         trained: bytes of the trained parameters of each stage on this process.
         largest: bytes of the layer with most of them.
         sharers: processes that hold the same parameters, including this one.
-        sharding: one of :data:`~raymm.scheduler.plan.stage.SHARDINGS`.
     """
     taken = np.zeros_like(trained)
     if sharers > 1 and sharding != "fsdp":

@@ -74,11 +74,9 @@ class Interference:
         return not (self.constant or self.additive or self.product)
 
     def delay(self, own: float, others: Sequence[float]) -> float:
-        """Return the delay of eq. 8 for a module on a GPU with these bandwidth shares.
-
-        The delay is never negative, and 0 without others. Sums are in the given order; use one
-        order for exact comparisons.
-        """
+        """Return the delay of eq. 8 for a module on a GPU with these bandwidth shares: never
+        negative, and 0 without others. Sums are in the given order; use one order for exact
+        comparisons."""
         if not others:
             return 0.0
         _, total, coupled = self.terms(own, others)
@@ -96,12 +94,9 @@ class Interference:
         return alone + delay * (alone if self.unit == "relative" else 1.0)
 
     def colocated(self, alone: float, on_gpus: Iterable[Sequence[float]]) -> float:
-        """Return the seconds of a module next to others (eq. 7 and 8).
-
-        Args:
-            alone: seconds on its surface, at the same degree and quota.
-            on_gpus: bandwidths of all modules on each of its GPUs, its own first.
-        """
+        """Return the seconds of a module next to others (eq. 7 and 8). ``alone`` is its time on its
+        surface; ``on_gpus`` has the bandwidths of all modules on each of its GPUs, its own
+        first."""
         return self.seconds(alone, max(self.delay(use[0], use[1:]) for use in on_gpus))
 
     def to_json(self) -> str:
@@ -180,11 +175,6 @@ def fit_interference(
     cycle through coefficients of wrong signs. A full model is therefore fitted from two starts, the
     GPU with the largest sum and the GPU with the largest product, and the better fit is kept.
     Modules that are alone on all their GPUs are ignored: their delay is 0 by definition.
-
-    Args:
-        form: ``"blind"``, ``"additive"`` or ``"full"``.
-        unit: ``"relative"`` or ``"seconds"``.
-        coupling: ``"product"`` or ``"own"``.
 
     Raises:
         PlanError: an unknown form or unit, or fewer colocations than coefficients.

@@ -133,10 +133,8 @@ class LayerCost:
 
 def working_bytes(layer: LayerCost | LayerBytes, option: LayerOption) -> int:
     """Return the temporary bytes of a layer with an option, beyond what the layer keeps with it.
-
-    Without a measurement, this is the sum of the activations that are recomputed or fetched and the
-    layer's usual temporary memory, although both need not exist at the same time.
-    """
+    Without a measurement, this is the sum of recomputed or fetched activations and the layer's
+    usual temporary memory, although both need not exist at the same time."""
     if option.working_bytes is not None:
         return option.working_bytes
     return remade_bytes(option, layer.activation_bytes) + layer.working_bytes
@@ -287,14 +285,9 @@ def trainable_before(
     graph: ModuleGraph, present: Collection[str] | None = None
 ) -> dict[str, tuple[bool, ...]]:
     """Return, per module and layer, True if any layer before it is trainable, in its module or in a
-    module that feeds it directly or indirectly (Cornstarch v2 eq. 3 across modalities).
-
-    Eq. 3 taken literally also marks the first trainable layer, whose input needs no gradient; it is
-    not marked here.
-
-    Args:
-        present: modules that a microbatch uses; all by default.
-    """
+    module that feeds it directly or indirectly (Cornstarch v2 eq. 3 across modalities). Only
+    modules in ``present`` count, by default all. Eq. 3 taken literally also marks the first
+    trainable layer, whose input needs no gradient; it is not marked here."""
     result: dict[str, tuple[bool, ...]] = {}
     after: dict[str, bool] = {}
     for name in graph.topological:
@@ -327,14 +320,9 @@ def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
 def layer_work(
     graph: ModuleGraph, profile: CostProfile, recompute: bool = False
 ) -> dict[str, tuple[LayerWork, ...]]:
-    """Apply the frozen rules (Cornstarch v1 §4.2, v2 eq. 1-3), per module and layer.
-
-    B_w runs only if the layer is trainable, B_d only if a layer before it is. Recomputation adds a
-    forward only if there is a backward.
-
-    Raises:
-        PlanError: the profile does not match the graph.
-    """
+    """Apply the frozen rules (Cornstarch v1 §4.2, v2 eq. 1-3), per module and layer. B_w runs only
+    if the layer is trainable, B_d only if a layer before it is. Recomputation adds a forward only
+    if there is a backward. Raise ``PlanError`` if the profile does not match the graph."""
     profile.check(graph)
     before = trainable_before(graph)
     return {

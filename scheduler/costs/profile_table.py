@@ -33,12 +33,8 @@ _OPTIONAL_FIELDS = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """Costs of a module's layers for one microbatch.
-
-    Attributes:
-        tokens: tokens of the whole microbatch, including padding, as the module's blocks see them.
-        samples: number of sequences (for an encoder: items) in the microbatch.
-    """
+    """Costs of a module's layers for one microbatch of ``tokens`` tokens, including padding, in
+    ``samples`` sequences (for an encoder: items)."""
 
     tokens: int
     samples: int
@@ -104,8 +100,7 @@ class ProfileTable:
         where that matters.)
 
         Args:
-            tokens: tokens of the whole microbatch, by module; missing modules use the default
-                microbatch.
+            tokens: tokens of the whole microbatch, by module; by default those of ``default``.
             extrapolate: True to extend the line through the two nearest measurements (or through
                 one and zero) to lengths outside the measured range, instead of raising.
 

@@ -91,19 +91,12 @@ class _State(NamedTuple):
 
 
 def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recomputation:
-    """Return the options that add the least time within ``limit`` bytes; among equal ones, those
-    with fewer bytes.
+    """Return the options that add the least time within ``limit`` bytes per microbatch; among equal
+    ones, those with fewer bytes. Raise ``InputError`` if the smallest options need more.
 
     This is dynamic programming over the Pareto front of (bytes, seconds) of the first layers.
     States are dropped if they cannot beat the best known choice even in the linear relaxation of
     the remaining layers.
-
-    Args:
-        layers: options of each layer, at least one each.
-        limit: bytes of a microbatch's activations.
-
-    Raises:
-        InputError: the smallest options need more.
     """
     options = [_undominated(choices) for choices in layers]
     least = sum(choices[0][1].nbytes for choices in options)
@@ -148,12 +141,8 @@ def remade_bytes(option: LayerOption, kept: int) -> int:
 
 def working_excess(layers: Sequence[tuple[int, int]]) -> int:
     """Return the peak of temporary bytes of a stage beyond what it keeps of a microbatch. While a
-    layer works in the backward, the activations of later layers are already freed.
-
-    Args:
-        layers: (kept bytes, temporary bytes beyond what this and earlier layers keep) of each
-            layer.
-    """
+    layer works in the backward, the activations of later layers are already freed. ``layers`` has
+    (kept bytes, temporary bytes beyond what this and earlier layers keep) of each layer."""
     after = most = 0
     for kept, working in reversed(layers):
         most = max(most, working - after)

@@ -19,14 +19,9 @@ FINEST_QUOTA = 1000
 
 @dataclass(frozen=True)
 class DeviceSharing:
-    """Surfaces of modules, and their interference. The seconds of a surface include the gradient
-    all-reduce over its GPUs.
-
-    Attributes:
-        surfaces: measured for the same work as the layer costs of the profile. Without a surface,
-            time is inversely proportional to the number of devices and the quota.
-        interference: interference between modules on one GPU.
-    """
+    """Surfaces of modules, measured for the same work as the layer costs, and their interference.
+    The seconds of a surface include the gradient all-reduce over its GPUs. Without a surface, time
+    is inversely proportional to the number of devices and the quota."""
 
     surfaces: tuple[ScalingSurface, ...]
     interference: Interference = Interference()
@@ -53,13 +48,9 @@ class DeviceSharing:
         return self._by_name[module].degrees[-1] if self.has(module) else 1
 
     def seconds(self, module: str, degree: int, quotas: Mapping[str, float]) -> float:
-        """Return the seconds of a forward and backward, as a multiple of those of the whole batch
-        on one whole device (eq. 7).
-
-        Args:
-            degree: number of GPUs, each with an equal share of the samples.
-            quotas: quota of each module that runs on the GPU, including this one.
-        """
+        """Return the seconds of a forward and backward with an equal share of the samples on each
+        of ``degree`` GPUs, as a multiple of those of the whole batch on one whole device (eq. 7).
+        ``quotas`` has the quotas of all modules on the GPU, including this one."""
         own = quotas[module]
         if not self.has(module):
             return 1 / degree / own

@@ -9,13 +9,9 @@ bounded end. The bound keeps a frozen encoder from running ahead by all microbat
 
 def posted_receives(in_order: bool) -> int:
     """Return how many receive buffers of one edge a receiver holds while it computes, including the
-    one that it is working on.
-
-    Args:
-        in_order: True if each receive is posted when its sender sends
-            (:mod:`raymm.scheduler.program.issue_order`), as on a GPU; else :data:`MESSAGE_BOUND`
-            receives are posted at once.
-    """
+    one that it is working on. If ``in_order``, as on a GPU, each receive is posted when its sender
+    sends (:mod:`raymm.scheduler.program.issue_order`); else :data:`MESSAGE_BOUND` are posted at
+    once."""
     return 1 if in_order else MESSAGE_BOUND
 
 

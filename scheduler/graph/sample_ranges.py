@@ -30,22 +30,13 @@ class Range(NamedTuple):
 
 def share(size: int, index: int, count: int) -> Range:
     """Return one of ``count`` consecutive shares of ``size`` samples whose sizes differ by at most
-    one.
-
-    Shares nest if one count divides the other: a coarse share is the union of the finer shares in
-    it.
-    """
+    one. Shares nest if one count divides the other: a coarse share is the union of finer shares."""
     return Range(index * size // count, (index + 1) * size // count)
 
 
 def rows_of(samples: Range, offsets: Sequence[int] | None) -> Range:
-    """Return the rows of samples in a tensor of the whole batch.
-
-    Args:
-        samples: range of samples of the batch.
-        offsets: (samples + 1,) first row of each sample, followed by the number of rows. None means
-            one row per sample.
-    """
+    """Return the rows of samples in a tensor of the whole batch. ``offsets`` is (samples + 1,), the
+    first row of each sample, followed by the number of rows; None means one row per sample."""
     return samples if offsets is None else Range(offsets[samples.lo], offsets[samples.hi])
 
 

@@ -71,11 +71,7 @@ def parsed(
     source: str, what: str, version: int, fields: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Parse a JSON object that has ``format`` = ``version``, exactly the given fields, and any of
-    the optional ones. ``what`` names the document in error messages.
-
-    Raises:
-        PlanError: not JSON, another format, or missing or unknown fields.
-    """
+    the optional ones; else raise ``PlanError``. ``what`` names the document in error messages."""
     data = members(json_value(source, what), what, ("format", *fields), optional)
     if type(data["format"]) is not int or data["format"] != version:
         raise PlanError(f"{what}.format is {shown(data['format'])}; accepted: {version}")
@@ -134,16 +130,9 @@ def whole(value: Any, where: str, least: int = 0, most: int | None = None) -> in
 def number(
     value: Any, where: str, least: float = -math.inf, most: float = math.inf, above: bool = False
 ) -> float:
-    """Return the number as a float.
-
-    Args:
-        where: name of the value in error messages.
-        above: True to reject ``least`` itself.
-
-    Raises:
-        PlanError: the value is not a finite number, is outside the range, or its absolute value is
-            above :data:`MOST_NUMBER`.
-    """
+    """Return the number as a float. Raise ``PlanError`` if it is not finite, is outside the range
+    (``above`` excludes ``least``), or its absolute value is above :data:`MOST_NUMBER`. ``where``
+    names the value in error messages."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     # This comparison also works for whole numbers that are too large for a float.
     finite = plain and -MOST_NUMBER <= value <= MOST_NUMBER

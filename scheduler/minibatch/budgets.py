@@ -29,10 +29,8 @@ def least_groups(sizes: SampleSizes, budgets: Sequence[int]) -> int:
 
     Per modality this is the larger of volume over budget and Martello and Toth's bound (L2, 1990)
     for every threshold t up to half the budget: samples above ``budget - t`` share a group with no
-    sample of at least t, and samples above half the budget not with each other.
-
-    Raises:
-        PlanError: see :func:`raymm.scheduler.minibatch.problem.checked_budgets`.
+    sample of at least t, and samples above half the budget not with each other. Raises
+    ``PlanError`` as in :func:`raymm.scheduler.minibatch.problem.checked_budgets`.
     """
     budgets = checked_budgets(sizes, budgets)
     return max(
@@ -57,15 +55,12 @@ def _martello_toth(values: np.ndarray, budget: int) -> int:
 
 def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple[int, ...]:
     """Return budgets for groups of about ``samples_per_group`` samples that all modalities fill up
-    together.
+    together. Raise ``PlanError`` for less than one sample per group, or no sample.
 
     As in OmniBal §5.1, one modality is given and the others follow from the ratios of the totals.
     The given modality has the fewest units per group. Its budget is the one near the wanted one
     that samples fill best: images of 5 tiles fill 10 or 15, but not 12. The others get
     :data:`SLACK`, without which hardly any group would be full.
-
-    Raises:
-        PlanError: fewer than one sample per group, or no sample.
     """
     if not samples_per_group >= 1 or not len(sizes):
         raise PlanError(

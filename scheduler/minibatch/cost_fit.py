@@ -49,16 +49,9 @@ class CostFit:
     def observe(
         self, units: np.ndarray, squares: np.ndarray, seconds: np.ndarray
     ) -> float | None:
-        """Add a step.
-
-        Args:
-            units, squares: (n, C) of its microbatches, by column.
-            seconds: (n, C) of every module on all its stages.
-
-        Returns:
-            Relative error of the prediction for this step: the sum of the errors over the sum of
-            seconds. None if too little was known before.
-        """
+        """Add a step of (n, C) units, squares and seconds, by column. Return the relative error of
+        the prediction for this step (sum of errors over sum of seconds), or None if too little was
+        known."""
         off, total = 0.0, 0.0
         complete = True
         present = (units > 0) & (seconds > 0)
@@ -151,10 +144,8 @@ class _ModuleFit:
 
 
 def non_negative(products: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """Return the (3,) non-negative coefficients of the least squares with these sums.
-
-    Minimises ``x @ products @ x - 2 * moments @ x`` plus a small square of the first and the last
-    coefficient (:data:`PREFERENCE`).
+    """Return the (3,) non-negative coefficients that minimise ``x @ products @ x - 2 * moments @
+    x`` plus a small square of the first and the last coefficient (:data:`PREFERENCE`).
 
     Args:
         products: (3, 3) sums of products of (1, units, squares).

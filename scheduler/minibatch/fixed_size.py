@@ -16,15 +16,9 @@ def plan_random(
     sharded: bool = False, seed: int = 0, epoch: int = 0,
 ) -> MiniBatchPlan:
     """Plan a random permutation, cut into groups of ``batch`` samples. An incomplete last step is
-    dropped, as with ``drop_last`` of samplers.
-
-    Args:
-        sharded: True to let every rank shuffle a contiguous part of the data, as Megatron-LM's
-            ``MegatronPretrainingRandomSampler`` does.
-
-    Raises:
-        PlanError: fewer samples than one step needs, or a batch below 1.
-    """
+    dropped, as with ``drop_last`` of samplers. If ``sharded``, every rank shuffles a contiguous
+    part of the data, as in Megatron-LM's ``MegatronPretrainingRandomSampler``. Raise ``PlanError``
+    for fewer samples than one step needs, or a batch below 1."""
     random = generator(seed, epoch)
     if sharded:
         bucket = len(sizes) // max(ranks * batch, 1) * batch
@@ -42,15 +36,9 @@ def plan_length_grouped(
 ) -> MiniBatchPlan:
     """Group samples of similar length, as transformers' ``LengthGroupedSampler``: a random
     permutation, sorted within megabatches of 50 steps (fewer if there are not 4 of them), with the
-    longest sample in the first step.
-
-    Args:
-        batch: samples per group.
-        modality: modality whose length counts. Default: the last one.
-
-    Raises:
-        PlanError: fewer samples than one step needs, a batch below 1, or an unknown modality.
-    """
+    longest sample in the first step. The length is that of ``modality``, by default the last one.
+    Raise ``PlanError`` for fewer samples than one step needs, a batch below 1, or an unknown
+    modality."""
     length = sizes.values[:, sizes.column(modality or sizes.names[-1])]
     step = max(ranks, 1) * max(batch, 1)
     order = generator(seed, epoch).permutation(len(sizes))

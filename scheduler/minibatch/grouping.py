@@ -44,12 +44,8 @@ class Groups(NamedTuple):
 
 
 class _LargeSamples(NamedTuple):
-    """Samples that make their group larger than the others, step by step.
-
-    Attributes:
-        samples: (H,) one for each group of the first steps.
-        extra: (H, C) excess of their groups over the others, equal within a step.
-    """
+    """Samples that make their group larger than the others, step by step: (H,) samples, one for
+    each group of the first steps, and the (H, C) excess of their groups, equal within a step."""
 
     samples: np.ndarray
     extra: np.ndarray

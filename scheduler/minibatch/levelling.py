@@ -76,12 +76,8 @@ def level(sizes, order, budgets, groups, group_of, extra):
 def fill(sizes, order, budgets, groups, group_of, first):
     """Assign samples to the fullest groups that have room (best fit decreasing), and return the
     number of samples without a group. This needs fewer groups than :func:`level`, but they are less
-    equal.
-
-    Args:
-        sizes, order, budgets, groups, group_of: as in :func:`level`.
-        first: number of samples that go to the first groups, one to each.
-    """
+    equal. Arguments are those of :func:`level`; the ``first`` samples go to the first groups, one
+    to each."""
     columns = sizes.shape[1]
     room = np.empty((groups, columns))
     for c in range(columns):
@@ -103,11 +99,8 @@ def fill(sizes, order, budgets, groups, group_of, first):
 def make_room(sizes, order, budgets, groups, group_of, first):
     """Find groups for samples that :func:`level` left without one, by moving another sample to a
     third group, which it fills up most. Return the number of samples that still have none.
-
-    Args:
-        sizes, order, budgets, groups, group_of: as in :func:`level`, after it.
-        first: number of samples at the beginning of ``order`` that stay in their groups.
-    """
+    Arguments are those of :func:`level`; the ``first`` samples of ``order`` stay in their
+    groups."""
     columns = sizes.shape[1]
     room = np.empty((groups, columns))
     for c in range(columns):

@@ -87,11 +87,8 @@ class MeasuredCosts:
         self, names: Sequence[str], units: np.ndarray, squares: np.ndarray
     ) -> np.ndarray:
         """Return the (n, M) seconds of the microbatches of a step, on the replicas that they go to.
-
-        Args:
-            names: the M modalities.
-            units, squares: (n, M), see :func:`group_units`.
-        """
+        ``names`` are the M modalities; ``units`` and ``squares`` are (n, M), see
+        :func:`group_units`."""
         result = np.zeros(units.shape)
         for column, name in enumerate(names):
             cost = self.modules.get(name, ModuleCost())

@@ -22,16 +22,9 @@ def plan_minibatches(
     sizes: SampleSizes, ranks: int, method: str = "balanced", *, seed: int = 0, epoch: int = 0,
     **options: Any,
 ) -> MiniBatchPlan:
-    """Plan one epoch with one of :data:`METHODS`; equal ``seed`` and ``epoch`` give equal plans on
-    every machine.
-
-    Args:
-        ranks: number of data-parallel ranks.
-        options: further options of the method.
-
-    Raises:
-        PlanError: an unknown method, or invalid arguments of the method.
-    """
+    """Plan one epoch with one of :data:`METHODS` and its further ``options``; equal ``seed`` and
+    ``epoch`` give equal plans on every machine. Raise ``PlanError`` for an unknown method, or
+    invalid arguments of the method."""
     if method not in METHODS:
         raise PlanError(f"method must be one of {sorted(METHODS)}, got {method!r}")
     return METHODS[method](sizes, ranks, seed=seed, epoch=epoch, **options)

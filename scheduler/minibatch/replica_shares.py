@@ -38,7 +38,6 @@ def split_over_replicas(
 
     Args:
         samples, offsets: groups of a plan, ``ranks`` per step.
-        ranks: microbatches per step.
         measured: costs of units, and relative seconds of replicas.
         limits: (M,) most units of a group; infinite for no limit. A step whose samples do not fit
             keeps its groups.
@@ -61,13 +60,8 @@ def split_over_replicas(
 
 
 class _Rules(NamedTuple):
-    """Criteria for the split of a step.
-
-    Attributes:
-        factors: (M, ranks) relative seconds of the replica of each microbatch.
-        fixed: (M,) seconds of a microbatch independent of its contents.
-        limits: (M,) most units of a microbatch.
-    """
+    """Criteria for the split of a step: (M, ranks) relative seconds of each microbatch's replica,
+    (M,) fixed seconds of a microbatch, and (M,) most units of a microbatch."""
 
     factors: np.ndarray
     fixed: np.ndarray

@@ -45,13 +45,9 @@ def order_for_shares(
 
 @njit(cache=True)
 def _ordered(samples, offsets, seconds, counts, factors):
-    """Return the (len(samples),) samples in their new order.
-
-    Args:
-        seconds: (N, C) of every sample in every module whose replicas split microbatches.
-        counts: (C,) number of replicas.
-        factors: (C, most replicas) their relative seconds.
-    """
+    """Return the (len(samples),) samples in their new order. ``seconds`` is (N, C) of every sample
+    in modules whose replicas split microbatches, ``counts`` (C,) the number of replicas, and
+    ``factors`` (C, most replicas) their relative seconds."""
     result = samples.copy()
     columns = counts.shape[0]
     for g in range(offsets.shape[0] - 1):

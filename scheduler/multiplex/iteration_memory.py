@@ -43,12 +43,9 @@ def fits_iteration(problem: MappingProblem, mapping: Mapping) -> bool:
 
 def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
     """Renumber the GPUs of each stage so that the fullest GPU keeps less, for mappings without
-    slices.
-
-    Stages are reassigned in turn, starting with the one with the fullest GPU: its largest loads go
-    to the GPUs that keep least without it, until nothing changes. Then pairs of GPUs are exchanged.
-    If the mapping still does not fit, this restarts with the stages in another order.
-    """
+    slices. Stages are reassigned in turn, starting with the one with the fullest GPU: its largest
+    loads go to the GPUs that keep least without it, until nothing changes. Then pairs of GPUs are
+    exchanged. If the mapping still does not fit, this restarts with the stages in another order."""
     if mapping.slices > 1 or problem.memory_bytes is None:
         return mapping
     loads = [stage_memory(problem, stage, mapping.gpus) for stage in mapping.stages]

@@ -15,13 +15,10 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 
 
 def mapped_plan(graph: ModuleGraph, mapping: Mapping, num_microbatches: int = 1) -> Plan:
-    """Return the plan that runs a mapping.
+    """Return the plan that runs a mapping, with ``num_microbatches`` per step, one after another.
 
     Its ranks are the GPUs that the mapping uses, in their order. Losses without a placement run
     after the last stage, on the GPUs of the last module that they read.
-
-    Args:
-        num_microbatches: microbatches per step, which run one after another.
 
     Raises:
         PlanError: sliced modules (slices are for comparisons of mappings only); a module is

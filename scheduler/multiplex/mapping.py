@@ -131,11 +131,8 @@ class Mapping:
 
     def check(self, problem: MappingProblem) -> None:
         """Check that this is a mapping of the problem, with the seconds that its model predicts.
-
-        Raises:
-            PlanError: another pool of GPUs, an unknown or incomplete module, too little memory, a
-                violated dependency, or other seconds.
-        """
+        Raise ``PlanError`` for another pool of GPUs, an unknown or incomplete module, too little
+        memory, a violated dependency, or other seconds."""
         for field in ("gpus", "steps"):
             if getattr(self, field) != getattr(problem, field):
                 raise PlanError(

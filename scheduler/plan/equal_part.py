@@ -11,15 +11,10 @@ from raymm.scheduler.plan.stage import Stage
 
 @dataclass(frozen=True)
 class EqualPart(Plan):
-    """The part of a plan with the microbatches ``0, parts, 2 * parts, ...`` and the module replicas
-    of these numbers, renumbered ``0, 1, 2, ...``.
-
-    Costs of stages and messages are those in the whole plan: processes have their numbers in the
-    whole plan, where the replicas of a stage are adjacent, and gradient sums span all parts.
-
-    Attributes:
-        parts: number of parts of the whole plan.
-    """
+    """One of ``parts`` equal parts of a plan, with the microbatches ``0, parts, 2 * parts, ...``
+    and the module replicas of these numbers, renumbered ``0, 1, 2, ...``. Costs of stages and
+    messages are those in the whole plan: processes have their numbers in the whole plan, where the
+    replicas of a stage are adjacent, and gradient sums span all parts."""
 
     parts: int = 1
 

@@ -8,12 +8,8 @@ from raymm.scheduler.plan.stage import Stage
 
 
 def check_layer_options(stage: Stage, blocks: int, schedule: str) -> None:
-    """Raise ``PlanError`` if the layer options of a stage are invalid or do not work with the
-    schedule.
-
-    Args:
-        blocks: number of blocks of the stage, without projector and head.
-    """
+    """Raise ``PlanError`` if the layer options of a stage with ``blocks`` blocks (without projector
+    and head) are invalid or do not work with the schedule."""
     options = stage.layer_options
     if not options:
         return

@@ -12,16 +12,10 @@ from collections.abc import Sequence
 
 
 def meeting_order(groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return the indices of ``groups`` in an order that lets as many as possible be created at a
-    time.
-
-    Each group goes into the first round in which none of its members has another group (first fit,
-    as in edge colouring). The number of rounds is at best the largest number of groups of one
-    process; for pairs it is always less than twice that.
-
-    Args:
-        groups: processes of each group.
-    """
+    """Return the indices of ``groups`` (lists of processes) in an order that lets as many as
+    possible be created at a time. Each group goes into the first round in which none of its members
+    has another group (first fit, as in edge colouring). The number of rounds is at best the largest
+    number of groups of one process; for pairs it is always less than twice that."""
     taken: dict[int, int] = {}  # per process, a bit for every round in which it has a group
     rounds = []
     for members in groups:

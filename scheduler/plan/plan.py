@@ -362,12 +362,8 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan of a dict made by :meth:`to_dict`.
-
-        Raises:
-            PlanError: a missing or unknown key, a value of the wrong type, or a plan that cannot
-                run.
-        """
+        """Return the plan of a dict made by :meth:`to_dict`; raise ``PlanError`` for a missing or
+        unknown key, a value of the wrong type, or a plan that cannot run."""
         try:
             if data["format"] != PLAN_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")

@@ -56,11 +56,8 @@ class Policy:
 
 
 def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
-    """Raise ``PlanError`` if ``policy.ahead`` does not match the stages of the plan.
-
-    Args:
-        stages: number of stages of one replica, by module in the graph's order.
-    """
+    """Raise ``PlanError`` if ``policy.ahead`` does not match ``stages``, the number of stages of
+    one replica by module in the graph's order."""
     if policy is None or not policy.ahead:
         return
     # Older files have numbers for all replicas; only those of the first replica are used.

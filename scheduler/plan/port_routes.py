@@ -59,13 +59,8 @@ def edge_ports(
     graph: ModuleGraph, replicas: Replicas, profile: CostProfile | None = None,
     processes: Callable[[int], Iterable[int]] = lambda rank: (rank,),
 ) -> dict[Edge, EdgePorts]:
-    """Return all data edges between stages, with the ports that they carry.
-
-    Args:
-        replicas: stages per replica, by module.
-        profile: has the sizes of ports and the links; without it all links are equal.
-        processes: returns the processes of a rank.
-    """
+    """Return all data edges between stages, with the ports that they carry. ``profile`` has the
+    sizes of ports and the links; without it all links are equal."""
     seconds = _seconds(profile, processes)
     edges = dict.fromkeys(stage_edges(graph, replicas), PLAIN)
     for consumer, ports in _by_consumer(graph.ports):
@@ -105,14 +100,8 @@ def sent_ports(
 def message_bytes(
     graph: ModuleGraph, edge: Edge, ports: EdgePorts, output_bytes: int, profile: CostProfile | None
 ) -> int:
-    """Return the bytes of a message.
-
-    Args:
-        edge: edge of the message.
-        ports: ports of the message.
-        output_bytes: bytes of the sender's output: the hidden state, or all outputs of a module.
-        profile: has the sizes of ports.
-    """
+    """Return the bytes of a message of an edge with these ports. ``output_bytes`` is the size of
+    the sender's output: the hidden state, or all outputs of a module."""
     if profile is None or ports == PLAIN:
         return output_bytes
     sizes = {

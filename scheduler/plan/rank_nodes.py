@@ -20,15 +20,12 @@ class RankNodes(NamedTuple):
 
 
 def rank_nodes(ranks: Sequence[Degrees], place_nodes: Sequence[str]) -> RankNodes:
-    """Place ranks on nodes, wide ranks first.
+    """Place ranks on nodes, wide ranks first. ``place_nodes`` has the node of each place; there
+    must be at least as many places as processes.
 
     A rank goes to the node of the previous rank, or else to the first node with room for all of it.
     If there is none, its tensor-parallel groups are placed the same way, and if necessary single
     processes. As degrees are mostly powers of two, a rank spans nodes only if that is unavoidable.
-
-    Args:
-        ranks: degrees of each rank, in the order in which processes are numbered.
-        place_nodes: node of each place; at least as many places as processes.
     """
     free: dict[str, list[int]] = {}
     for place, node in enumerate(place_nodes):

@@ -49,13 +49,9 @@ def quota_sets(stages: Sequence[Stage], rank: int) -> tuple[dict[str, float], ..
 
 def check_quotas(stages: Sequence[Stage], schedule: str) -> None:
     """Check the quotas of a plan as far as possible without its devices. With schedule ``"slots"``,
-    the rules for a rank hold for each slot of it.
-
-    Raises:
-        PlanError: a quota is not a share; it is on a rank of several processes or the only one on
-            the rank; one module has two quotas on a rank; or the quotas of a rank sum to more than
-            1.
-    """
+    the rules for a rank hold for each slot of it. Raise ``PlanError`` if a quota is not a share, is
+    on a rank of several processes, or is the only one on the rank; if one module has two quotas on
+    a rank; or if the quotas of a rank sum to more than 1."""
     of_rank: dict[tuple[int, int | None], dict[str, Stage]] = {}
     for stage in stages:
         check_quota(f"quota of stage {stage.id}", stage.quota)
@@ -95,16 +91,10 @@ def _check_rank(
 
 
 def check_slots(stages: Sequence[Stage], schedule: str, edges: Sequence[Edge]) -> None:
-    """Check the slots of a plan.
-
-    Args:
-        edges: edges between the stages; only used with schedule ``"slots"``.
-
-    Raises:
-        PlanError: slots without schedule ``"slots"``, or that schedule without slots; a stage runs
-            no later than a stage that it reads; or stages share a slot of a rank without being
-            different modules with quotas.
-    """
+    """Check the slots of a plan; ``edges`` are only used with schedule ``"slots"``. Raise
+    ``PlanError`` for slots without schedule ``"slots"``, or that schedule without slots; for a
+    stage that runs no later than a stage that it reads; and for stages that share a slot of a rank
+    without being different modules with quotas."""
     if schedule != SLOTS:
         for stage in stages:
             if stage.slot is not None:

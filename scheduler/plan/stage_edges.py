@@ -32,12 +32,8 @@ def stage_edges(
 def joined(
     producers: Sequence[Stage], consumers: Sequence[Stage], every: bool = False
 ) -> list[tuple[Stage, Stage]]:
-    """Return the pairs of stages of two modules that some samples may pass through.
-
-    Args:
-        producers, consumers: one stage of each replica.
-        every: True if each consumer reads all samples.
-    """
+    """Return the pairs of stages of two modules that some samples may pass through, given one stage
+    of each replica. ``every`` is True if each consumer reads all samples."""
     splits = producers[0].split, consumers[0].split
     if SAMPLES not in splits:
         # Microbatch m goes through replica m % p of the producer and m % c of the consumer.

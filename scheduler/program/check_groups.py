@@ -14,11 +14,7 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
     """Check that groups consist of adjacent compute instructions on quotas that fit on the device,
     and that each backward has the quota of the forward that kept its activations, because autograd
     runs it on the stream of that forward. Dependencies within a group are not checked; they need
-    the plan.
-
-    Raises:
-        InternalError: a rule is violated; the message names rank and instruction.
-    """
+    the plan. Raise ``InternalError`` naming rank and instruction."""
     if all(i.group < 0 and i.quota == 1.0 for i in instructions):
         return
     quotas: dict[int, dict[str, float]] = {}

@@ -109,12 +109,8 @@ def check_program(
 
 @dataclass
 class _Shared:
-    """State of shared gradients.
-
-    Attributes:
-        last: number of the last instruction that adds to the gradients, by rank.
-        left: number of ranks that have not reached that instruction.
-    """
+    """Shared gradients: number of the last instruction that adds to them, by rank, and the number
+    of ranks (``left``) that have not reached it."""
 
     stages: tuple[StageId, ...]
     ranks: tuple[int, ...]

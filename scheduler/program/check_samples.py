@@ -19,9 +19,8 @@ _Place = tuple[str, int, int]  # module, index, microbatch
 
 def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> None:
     """Prove that every sample is used once in a program that has passed
-    :func:`~raymm.scheduler.program.check_program.check_program`.
-
-    These rules are checked:
+    :func:`~raymm.scheduler.program.check_program.check_program`. Raise ``InternalError`` naming
+    rank and instruction if a rule is violated:
 
     - every sample of a microbatch passes once through every module of the microbatch;
     - a stage gets every sample that it reads once, from its producer, and receives nothing of
@@ -29,12 +28,6 @@ def check_samples(plan: Plan, program: Program, samples: Sequence[Samples]) -> N
     - both ends of a message have the same samples; a backward has the samples of its forward;
     - for every sample whose gradient a stage sends back, every rank that read the sample has
       contributed its gradient once, after the last of its stages that read it.
-
-    Args:
-        samples: samples of each microbatch.
-
-    Raises:
-        InternalError: a rule is violated; the message names rank and instruction.
     """
     check = _Check(plan, program, samples)
     for rank, instructions in enumerate(program.ranks):

@@ -43,11 +43,7 @@ class SharedGradients(NamedTuple):
 def shared_gradients(
     held: Iterable[tuple[tuple[StageId, ...], Iterable[int]]]
 ) -> tuple[SharedGradients, ...]:
-    """Merge the groups of processes that sum gradients for the same stages.
-
-    Args:
-        held: stages and ranks of every such group.
-    """
+    """Merge the groups of processes (stages and ranks) that sum gradients for the same stages."""
     ranks: dict[tuple[StageId, ...], set[int]] = {}
     for stages, holders in held:
         ranks.setdefault(stages, set()).update(holders)

@@ -12,14 +12,8 @@ from raymm.scheduler.plan.stage_edges import SAMPLES
 
 
 class Samples(NamedTuple):
-    """Samples of a microbatch.
-
-    Attributes:
-        size: number of samples.
-        filled: ascending ranges that do not touch, of the samples with data for a module, for
-            modules that have data for some samples only. All other modules have data for every
-            sample.
-    """
+    """Samples of a microbatch. ``filled`` has ascending ranges that do not touch, of the samples
+    with data for a module, for modules that have data for some samples only."""
 
     size: int
     filled: tuple[tuple[str, tuple[Range, ...]], ...] = ()
@@ -32,15 +26,10 @@ class Samples(NamedTuple):
 
 
 def filled_samples(plan: Plan, size: int, offsets: Mapping[str, Sequence[int]]) -> Samples:
-    """Return the samples of a microbatch, in ranges as coarse as the plan's shares, so that few
-    step programs serve many batches.
-
-    Args:
-        plan: plan that splits samples.
-        size: number of samples of the microbatch.
-        offsets: (samples + 1,) first row of each sample, followed by the number of rows; by module,
-            for modules with any number of rows per sample.
-    """
+    """Return the ``size`` samples of a microbatch, in ranges as coarse as the plan's shares, so
+    that few step programs serve many batches. ``offsets`` is (samples + 1,), the first row of each
+    sample followed by the number of rows; by module, for modules with any number of rows per
+    sample."""
     counts = {len(plan.replicas(s.module)) for s in plan.stages if s.split == SAMPLES}
     ends = sorted({index * size // count for count in counts for index in range(count + 1)})
     parts = [Range(lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
@@ -71,13 +60,8 @@ def needed_samples(
 def carried_samples(
     plan: Plan, producer: StageId, consumers: Sequence[StageId], samples: Samples
 ) -> tuple[Range, ...]:
-    """Return the samples of a stage's output that a rank receives: each sample that any of its
-    stages reads, once, as ascending ranges that do not touch.
-
-    Args:
-        producer: stage that computes the output.
-        consumers: stages of the rank that read the output.
-    """
+    """Return the samples of a producer's output that a rank with these consumers receives: each
+    sample that any of them reads, once, as ascending ranges that do not touch."""
     own = stage_samples(plan, plan.by_id[producer], samples)
     return union(
         part for consumer in consumers

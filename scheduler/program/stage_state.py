@@ -37,15 +37,8 @@ class StageState:
 
 
 def compute(rank: int, instruction: Instruction, state: StageState) -> None:
-    """Update the state of a stage for a compute instruction.
-
-    Args:
-        rank: rank of the instruction, for error messages.
-        state: state of the instruction's stage; changed in place.
-
-    Raises:
-        InternalError: the instruction runs twice, or before what it needs.
-    """
+    """Update the state of a stage in place for a compute instruction. Raise ``InternalError``
+    naming the rank if the instruction runs twice, or before what it needs."""
     op, microbatch = instruction.op, instruction.microbatch
     done = state.done.get(microbatch, 0)
     forward = _FORWARDS.get(op)

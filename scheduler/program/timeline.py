@@ -111,13 +111,8 @@ class Timeline:
 def chrome_trace(
     timelines: Iterable[tuple[str, Timeline]], rank_names: Mapping[int, str] | None = None
 ) -> dict[str, Any]:
-    """Return timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank,
-    and one thread for each module that runs concurrently with others.
-
-    Args:
-        timelines: (label, timeline) pairs, e.g. ``[("measured", t), ("predicted", p)]``.
-        rank_names: label of each rank.
-    """
+    """Return (label, timeline) pairs as a Chrome/Perfetto trace: one process per timeline, one
+    thread per rank, and one thread for each module that runs concurrently with others."""
     events: list[dict[str, Any]] = []
     for pid, (label, timeline) in enumerate(timelines):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}})

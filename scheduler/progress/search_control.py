@@ -76,12 +76,8 @@ class SearchControl:
         self._tried += 1
 
     def fits(self, seconds: float, limit: Callable[[], str]) -> None:
-        """Record a plan that fits in memory.
-
-        Args:
-            seconds: step time.
-            limit: returns the text that says what limits the plan; called when a line is printed.
-        """
+        """Record a plan that fits in memory, with its step time in seconds. ``limit`` returns the
+        text that says what limits the plan, and is called when a line is printed."""
         if self._best is None or seconds < self._best:
             self._best, self._limit = seconds, limit
 

@@ -100,12 +100,8 @@ def iteration_time(
     delays: Mapping[Edge, float] | None = None,
 ) -> float:
     """Return the seconds that :func:`~raymm.scheduler.schedule.simulate.simulate` predicts for
-    :func:`full_program`.
-
-    Args:
-        costs: seconds by stage and operation; by default from the plan's profile.
-        delays: seconds of a message per directed edge.
-    """
+    :func:`full_program`. Costs are by default those of the plan's profile; ``delays`` are seconds
+    of a message per directed edge."""
     if _needs_simulator(plan):
         return _simulated(plan, _latencies(delays), costs, delays).makespan
     active = active_stages(plan, full_step(plan), samples=full_samples(plan))
@@ -121,14 +117,9 @@ class Forecast(NamedTuple):
 
 
 def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
-    """Forecast a step of :func:`full_program`, usually without creating the program. The results
-    equal those of :func:`~raymm.scheduler.schedule.simulate.simulate` and
-    :func:`.memory.activation_peaks`.
-
-    Args:
-        plan: plan with a profile.
-        transfers: times of messages; the order of work does not depend on them.
-    """
+    """Forecast a step of :func:`full_program` for a plan with a profile, usually without creating
+    the program. The results equal those of :func:`~raymm.scheduler.schedule.simulate.simulate` and
+    :func:`.memory.activation_peaks`. The order of work does not depend on ``transfers``."""
     if _needs_simulator(plan):
         peaks = activation_peaks(full_program(plan), stage_costs(plan))
         return Forecast(_simulated(plan, transfers).makespan, peaks)
@@ -199,14 +190,12 @@ def _makespan(result: _PolicySchedule) -> float:
 
 
 def _zero_bubble(scheduler: ListScheduler, rounds: int = 0) -> _PolicySchedule:
-    """Return the best of several list schedules within 1F1B's activation memory.
+    """Return the best of several list schedules within 1F1B's activation memory, after ``rounds``
+    rounds of local search if the plan has no policy.
 
     B_w is a separate task that fills the drain (Zero Bubble, Qi et al. 2024). A recomputation may
     start before its gradient arrives, which is the gain for frozen models, as they have no B_w.
     1F1B is among the candidates, so the result is never slower.
-
-    Args:
-        rounds: rounds of local search from the best policies; unused if the plan has a policy.
     """
     plan = scheduler.plan
     baseline = _replayed(scheduler, scheduler.run(Rules()))
@@ -299,15 +288,9 @@ def refine(
 def one_f_one_b_limits(
     plan: Plan, baseline: Program, sizes: Mapping[StageId, StageCost]
 ) -> tuple[int, ...]:
-    """Return the bytes of activations per rank that need no more memory than 1F1B.
-
-    Devices are equal, so the fullest rank counts (as in Zero Bubble): any rank may hold as much as
-    the fullest rank of 1F1B, if weights and optimizer state leave room for it.
-
-    Args:
-        baseline: the plan's 1F1B program.
-        sizes: bytes of every stage.
-    """
+    """Return the bytes of activations per rank that need no more memory than the plan's 1F1B
+    program. Devices are equal, so the fullest rank counts (as in Zero Bubble): any rank may hold as
+    much as the fullest rank of 1F1B, if weights and optimizer state leave room for it."""
     return _limits(plan, activation_peaks(baseline, sizes), sizes)
 
 

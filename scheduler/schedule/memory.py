@@ -22,16 +22,12 @@ GIB = 2**30
 
 
 def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int:
-    """Return the peak bytes of activations of one rank.
+    """Return the peak bytes of activations of one rank for its tasks, in order.
 
     A forward keeps its activations until its backward (until B_w if it is split). A checkpointed
     forward keeps its inputs, and its activations from the recomputation on. During their backward,
     layers also hold recomputed activations, one layer at a time, and temporary memory. In a group,
     all tasks begin before any ends. Messages in flight are not counted.
-
-    Args:
-        tasks: tasks of the rank, in order.
-        sizes: bytes per stage.
     """
     held: dict[tuple[StageId, int], int] = {}
     total = peak = remade = freed = 0

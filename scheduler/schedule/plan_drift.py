@@ -95,15 +95,9 @@ class PlanDrift:
 
     def profile(self, samples: Mapping[str, int], date: str = "") -> ProfileTable:
         """Return the plan's profile with the seconds of every stage's layers scaled by measured
-        over expected time, for planning again. Sizes stay the same.
-
-        Args:
-            samples: sequences or items per microbatch, by module.
-            date: ISO 8601.
-
-        Raises:
-            PlanError: the plan's profile has no token counts.
-        """
+        over expected time, for planning again. ``samples`` has sequences or items per microbatch,
+        by module; ``date`` is ISO 8601. Raise ``PlanError`` if the plan's profile has no token
+        counts."""
         profile = self._profile
         if lacking := sorted(set(profile.modules) - set(profile.tokens)):
             raise PlanError(f"the plan's profile has no tokens of {lacking}")

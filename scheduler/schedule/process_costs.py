@@ -66,17 +66,10 @@ def process_layers(
     token_link: Link | None = None,
     tensor_link: Link | None = None,
 ) -> tuple[LayerCost, ...]:
-    """Return a module's layers for one process of a rank.
-
-    Output bytes stay those of the whole rank, because messages between ranks do not depend on its
-    number of processes.
-
-    Args:
-        profile: costs of whole layers.
-        degrees: degrees of the module's ranks.
-        token_link, tensor_link: links between processes that split tokens, and parameters; None if
-            communication takes no time.
-    """
+    """Return a module's layers for one process of a rank. Output bytes stay those of the whole
+    rank, because messages between ranks do not depend on its number of processes. The links are
+    those between processes that split tokens, and parameters; None if communication takes no
+    time."""
     layers = profile.modules[node.name]
     if degrees == Degrees():
         return layers

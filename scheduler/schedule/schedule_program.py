@@ -24,16 +24,11 @@ def to_program(
     early: bool = True,
 ) -> Program:
     """Return a schedule's tasks with their messages; those of a group come before and after all of
-    it.
+    it. ``early`` is True if a recomputation does not wait for its gradient.
 
     A rank receives the output of a stage once, for all of its stages that read it; the message
     names the first of these stages. Their gradients are summed on that rank and sent back once the
     last of them has run its backward.
-
-    Args:
-        active: stages that each microbatch uses.
-        tasks: tasks of each rank, in order.
-        early: True if a recomputation does not wait for its gradient.
     """
     around = _Surroundings(plan, active)
     return Program(tuple(_with_messages(around, rank, early) for rank in tasks))
@@ -73,13 +68,8 @@ def _with_messages(
 
 
 class _Reader(NamedTuple):
-    """A rank that reads a stage's output.
-
-    Attributes:
-        stage: first stage of the rank that reads it; the message names this stage.
-        samples: samples that the rank reads; empty for all.
-        count: number of the rank's stages that read it.
-    """
+    """A rank that reads a stage's output: the first stage that reads it, which names the message;
+    the samples that it reads (empty for all); and the number of its stages that read it."""
 
     stage: StageId
     samples: tuple[Range, ...]
@@ -87,13 +77,8 @@ class _Reader(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """Messages around a stage for a microbatch.
-
-    Attributes:
-        samples: samples that the stage runs on; empty for all.
-        producers: stages on other ranks that it reads, each with the reader on its own rank.
-        readers: other ranks that read its output.
-    """
+    """Surroundings of a stage for a microbatch: its samples (empty for all), its producers on other
+    ranks, each with the reader on its own rank, and other ranks that read its output."""
 
     samples: tuple[Range, ...]
     producers: tuple[tuple[StageId, _Reader], ...]

@@ -93,11 +93,8 @@ class StageCost:
 
 def stage_costs(plan: Plan, profile: CostProfile | None = None) -> Mapping[StageId, StageCost]:
     """Return the cost of each stage of a plan, by the frozen rules (see
-    :mod:`raymm.scheduler.costs.layer_costs`). ``profile`` is by default that of the plan.
-
-    Raises:
-        ValueError: neither the plan nor the caller has a profile.
-    """
+    :mod:`raymm.scheduler.costs.layer_costs`), with the plan's profile by default. Raise
+    ``ValueError`` if there is no profile."""
     if profile is not None:
         return _stage_costs(plan, profile)
     if plan.profile is None:

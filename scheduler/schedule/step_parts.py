@@ -72,14 +72,9 @@ def parts_of(
     sizes: Mapping[StageId, StageCost],
     delays: Mapping[Edge, float],
 ) -> list[Part]:
-    """Return the parts of a step, starting with the part of the plan's first stage.
-
-    Args:
-        active: stages that each microbatch uses.
-        costs: seconds per (stage, compute op), as far as known.
-        sizes: bytes per stage, as far as known.
-        delays: seconds of a message per directed edge; 0 where missing.
-    """
+    """Return the parts of a step, starting with the part of the plan's first stage. ``costs``
+    (seconds) and ``sizes`` (bytes) are as far as known; ``delays`` are seconds of a message per
+    directed edge, 0 where missing."""
     kinds = list({id(a): a for a in active}.values())
     numbers = {id(a): number for number, a in enumerate(kinds)}
     kind_of = np.array([numbers[id(a)] for a in active], dtype=np.int64)

@@ -232,7 +232,6 @@ def estimates(
     those with fewer devices come first.
 
     Args:
-        space: space without degrees.
         choices: accepted degrees by module; other modules have no degrees.
         per_node: devices per node, the limit of tensor-parallel groups.
         sharding: sharding of modules with several processes that split microbatches: ``"none"``,

@@ -106,13 +106,9 @@ def fastest_first(options: Iterable[Option]) -> tuple[Option, ...]:
 
 
 def step_timeline(plan: Plan, network: Network, program: Program | None = None) -> Timeline:
-    """Simulate a plan's step with messages.
-
-    Args:
-        plan: plan with a profile.
-        program: by default the trainer's program for a step with every modality in every
-            microbatch. Its order of work does not depend on the time of messages.
-    """
+    """Simulate a step of a plan with a profile, with messages. ``program`` is by default the
+    trainer's program for a step with every modality in every microbatch. Its order of work does not
+    depend on the time of messages."""
     program = full_program(plan) if program is None else program
     return simulate(
         program, op_seconds(plan), transfers=network.transfers(plan),
@@ -126,11 +122,8 @@ def step_bound(plan: Plan, network: Network) -> float:
 
 
 def evaluate(plan: Plan, network: Network, layout: str = "") -> tuple[Option, str | None]:
-    """Evaluate a plan with a profile; also return the reason if it does not fit in memory.
-
-    The plan of the option has the policy that was found for its schedule. ``layout`` is the name of
-    the option.
-    """
+    """Evaluate a plan with a profile; also return the reason if it does not fit in memory. The plan
+    of the option has the policy that was found for its schedule. ``layout`` names the option."""
     if plan.schedule == "zero_bubble" and plan.policy is None and plan.memory_limit is not None:
         step = forecast(plan, network.transfers(plan))
         needs = memory_of(plan, step.activation_peaks)
@@ -180,14 +173,9 @@ def limit_text(plan: Plan, seconds: float) -> str:
 
 
 class Candidates:
-    """Plans of a planner, with their evaluation.
-
-    Args:
-        schedules: schedules that :meth:`add_schedules` tries.
-
-    Attributes:
-        options, refused: as in :class:`Proposal`, in order of arrival.
-    """
+    """Plans of a planner, with their evaluation: ``options`` and ``refused`` are as in
+    :class:`Proposal`, in order of arrival. ``schedules`` are those that :meth:`add_schedules`
+    tries."""
 
     def __init__(
         self, network: Network, schedules: Sequence[str], control: SearchControl | None = None

@@ -31,15 +31,8 @@ def has_rank_each(problem: PlanProblem) -> bool:
 def find_plans(
     problem: PlanProblem, planner: Planner | None = None, control: SearchControl | None = None
 ) -> Proposal:
-    """Plan a model.
-
-    Args:
-        planner: search to use; by default raymm's own.
-        control: reports progress of raymm's own search and may end it early.
-
-    Raises:
-        NoPlanError: no plan fits.
-    """
+    """Plan a model with ``planner``, by default raymm's own, which reports its progress to
+    ``control`` and may be ended early by it. Raise ``NoPlanError`` if no plan fits."""
     control = control or SearchControl()
     find = planner or partial(_own, control=control)
     try:

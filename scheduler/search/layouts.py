@@ -25,14 +25,10 @@ from raymm.scheduler.search.stage_space import StageSpace
 def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
     """Return an interleaved plan: a module with several ranks has ``chunks`` stages on each of them
     (Megatron's virtual pipeline stages). The pipeline fills and drains in smaller steps, at the
-    cost of more messages.
+    cost of more messages. ``counts`` has the ranks per module.
 
     Modules with a single rank, with a layer that has no backward (after the first), or with too few
     layers keep one stage per rank.
-
-    Args:
-        counts: ranks per module, by name.
-        chunks: stages on each rank of a module.
 
     Raises:
         NoPlanError: no module can have so many chunks, or a module not so many stages.
@@ -63,14 +59,9 @@ def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
 
 
 def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Plan:
-    """Return a plan in Megatron style: encoders concurrently on the first ranks, stage by stage,
-    then the language model (or the module that the encoders feed).
-
-    An encoder with fewer layers than ranks uses the last encoder ranks, next to its consumer.
-
-    Args:
-        encoder_ranks: ranks of all encoders together.
-        language_ranks: ranks of the language model.
+    """Return a plan in Megatron style: all encoders concurrently on the first ranks, stage by
+    stage, then the language model (or the module that the encoders feed). An encoder with fewer
+    layers than ranks uses the last encoder ranks, next to its consumer.
 
     Raises:
         NoPlanError: the model is not encoders that feed one module, or that module has fewer layers

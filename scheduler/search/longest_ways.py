@@ -11,12 +11,8 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 
 class LongestWays:
     """Seconds of the longest path of one microbatch to or from each cut (n + 1 of them) of a
-    module.
-
-    Args:
-        forward: (n,) forward seconds of every layer, by module.
-        gradient: (n,) seconds in which a gradient passes through every layer, by module.
-    """
+    module, from (n,) forward seconds of every layer and (n,) seconds in which a gradient passes, by
+    module."""
 
     def __init__(
         self,

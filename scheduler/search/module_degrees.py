@@ -66,11 +66,8 @@ def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
 
 @dataclass(frozen=True)
 class DegreeChoices:
-    """Accepted degrees of a module. ``tp``, ``cp`` and ``dp`` are numbers in ascending order.
-
-    Raises:
-        PlanError: a degree is empty or not a whole number above 0.
-    """
+    """Accepted degrees of a module, in ascending order. Raises ``PlanError`` if a degree is empty
+    or not a whole number above 0."""
 
     tp: Sequence[int] = (1,)
     cp: Sequence[int] = (1,)
@@ -113,12 +110,9 @@ class DegreeChoices:
 def process_profile(
     graph: ModuleGraph, profile: CostProfile, degrees: SharedModules
 ) -> CostProfile:
-    """Return the profile per process, wherever processes are placed: the processes of a rank use
-    the fast link if a node has room for them.
-
-    Args:
-        profile: seconds and bytes of whole layers on one device.
-    """
+    """Return the profile per process, made from seconds and bytes of whole layers on one device,
+    wherever processes are placed: the processes of a rank use the fast link if a node has room for
+    them."""
     modules = {}
     for node in graph.nodes:
         own = degrees.get(node.name, ALONE)
@@ -189,16 +183,13 @@ def common_replicas(graph: ModuleGraph, degrees: SharedModules) -> int:
 
 
 def with_degrees(plan: Plan, degrees: SharedModules, parts: int = 1) -> Plan:
-    """Return a plan with degrees, made from a plan with one process per rank.
+    """Return a plan with degrees, made from a plan with one process per rank and one replica of
+    each module. With ``parts`` above 1, return the first :class:`EqualPart`, with the plan's
+    microbatches.
 
     Ranks are numbered so that groups are close together. Ranks of many processes come first, so
     that tensor-parallel groups begin where nodes do. Replicas of a stage are adjacent, because
     gradients are much larger than the messages of a pipeline.
-
-    Args:
-        plan: plan with one replica of each module.
-        parts: number of equal parts; above 1, the result is the first :class:`EqualPart`, with the
-            plan's microbatches.
     """
     if all(own == ALONE for own in degrees.values()):
         return plan

@@ -1,10 +1,8 @@
 """Exact partitions of contiguous layers into stages, and simple baselines.
 
 The objective is the bottleneck, the cost of the slowest stage (Cornstarch v2 §3.1). Two solvers
-give the same bottleneck:
-
-* :func:`partition_layers`, a parametric search, for additive costs;
-* :func:`partition_matrix`, the dynamic programme of Cornstarch v2 eq. 5-6, for cuts with a cost and
+give the same bottleneck: :func:`partition_layers`, a parametric search, for additive costs; and
+:func:`partition_matrix`, the dynamic programme of Cornstarch v2 eq. 5-6, for cuts with a cost and
 for stages that do not fit.
 """
 
@@ -27,7 +25,8 @@ Feasible = Callable[[int, int, int], bool]
 
 
 def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
-    """Split layers into ``stages`` non-empty stages with the least bottleneck.
+    """Split layers into ``stages`` non-empty stages with the least bottleneck. Return k ranges
+    ``[lo, hi)`` that cover 0..n for n layers and k stages; costs may be in any unit.
 
     A probe tests a bottleneck B by filling stage after stage as far as B allows; bisection narrows
     B down. The result is exact for stage costs that are differences of prefix sums: costs are not
@@ -39,13 +38,6 @@ def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
 
     Among the optimal cuts, those nearest to an equal share of the remainder are chosen (filling
     every stage completely would leave the last ones nearly empty).
-
-    Args:
-        costs: cost of each layer (n of them), in any unit.
-        stages: number of stages k.
-
-    Returns:
-        k ranges ``[lo, hi)`` that cover 0..n.
 
     Raises:
         NoPlanError: fewer layers than stages, or a cost that is negative or not finite.
@@ -130,16 +122,13 @@ def _spread(prefix: Sequence[float], stages: int, bottleneck: float) -> Ranges:
 def cost_matrix(
     costs: Sequence[float] | np.ndarray, cut_costs: Sequence[float] | None = None
 ) -> np.ndarray:
-    """Return the cost of every possible stage, including costs of cuts.
+    """Return the (n + 1, n + 1) float64 cost of every possible stage, including costs of cuts:
+    entry (lo, hi) for the layers ``[lo, hi)``; ``inf`` where ``hi <= lo``.
 
     Args:
         costs: cost of each layer (n of them), e.g. seconds of 1F + 1B.
         cut_costs: n numbers; entry i is the cost (communication) of a cut before layer i for each
             of the two adjacent stages. Entry 0 is not used.
-
-    Returns:
-        (n + 1, n + 1) float64, entry (lo, hi) for the layers ``[lo, hi)``; ``inf`` where ``hi <=
-        lo``.
 
     Raises:
         NoPlanError: a cost is negative or not finite.
@@ -162,20 +151,16 @@ def cost_matrix(
 def partition_matrix(
     matrix: np.ndarray, stages: int, feasible: Feasible | np.ndarray | None = None
 ) -> Ranges:
-    """Run the dynamic programme (Cornstarch v2 eq. 5-6) over costs of whole stages.
+    """Run the dynamic programme (Cornstarch v2 eq. 5-6) over costs of whole stages. Return k ranges
+    ``[lo, hi)`` with the least bottleneck, and among those the least sum of squared stage costs.
 
     Args:
         matrix: (n + 1, n + 1); entry (lo, hi) is the cost of a stage with the layers ``[lo, hi)``,
             not negative; ``inf`` forbids the stage. Only ``hi > lo`` is read. Alternatively (k, n +
             1, n + 1), with costs that depend on the stage's index.
-        stages: number of stages k.
         feasible: ``feasible(index, lo, hi) -> bool``, or a (k, n + 1, n + 1) bool array: True if
             stage ``index`` may hold these layers. The index matters because with 1F1B, earlier
             stages hold activations of more microbatches.
-
-    Returns:
-        k ranges ``[lo, hi)`` with the least bottleneck, and among those the least sum of squared
-        stage costs.
 
     Raises:
         NoPlanError: fewer layers than stages, or no feasible partition.

@@ -62,14 +62,13 @@ def propose(
     problem: PlanProblem, control: SearchControl | None = None,
     searched: Collection[tuple[str, bool | str]] = (),
 ) -> Proposal:
-    """Plan a model.
+    """Plan a model that has a rank for each module.
 
     Plans without degrees are evaluated even if degrees may be searched (unless 1 is not accepted),
     so degrees never make the result slower. The search over degrees is exact to within :data:`GAP`
     only if there are few plans (:func:`~raymm.scheduler.search.degree_search.are_few`).
 
     Args:
-        problem: problem with a rank for each module.
         control: reports progress and may end the search early.
         searched: searches to skip because they were done before (:attr:`Proposal.searched`).
 
@@ -275,11 +274,8 @@ class _Planner:
 
 
 def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
-    """Return the space with a :class:`StageMemory`, if it has a memory limit.
-
-    Args:
-        adaptive: True if layers may keep fewer activations where a stage would not fit otherwise.
-    """
+    """Return the space with a :class:`StageMemory`, if it has a memory limit. If ``adaptive``,
+    layers may keep fewer activations where a stage would not fit otherwise."""
     if space.memory_limit is None:
         return space
     modules = {

@@ -95,9 +95,9 @@ class ModuleMemory:
         self._frontiers: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def added(self, live: int) -> np.ndarray:
-        """Return the (n + 1, n + 1) seconds per microbatch that memory adds to stages that hold
-        ``live`` microbatches; ``inf`` for stages that cannot fit. If layers have to keep less, an
-        entry is a lower bound until :meth:`refine` is called for its stage."""
+        """Return the (n + 1, n + 1) seconds per microbatch that memory adds to stages that hold the
+        activations of ``live`` microbatches; ``inf`` for stages that cannot fit. If layers have to
+        keep less, an entry is a lower bound until :meth:`refine` is called for its stage."""
         if live not in self._added:
             again, sizes = self._recomputing, self._sizes
             kept = self._kept + sizes.saved
@@ -111,12 +111,8 @@ class ModuleMemory:
         return self._added[live]
 
     def refine(self, live: int, lo: int, hi: int) -> bool:
-        """Make an entry of :meth:`added` exact; return True if that changed it.
-
-        Args:
-            live: microbatches whose activations the stage holds at once.
-            lo, hi: the stage has layers [lo, hi).
-        """
+        """Make the entry of :meth:`added` for layers [lo, hi) exact; return True if that changed
+        it."""
         bound = self.added(live)[lo, hi]
         if self._whole[live][lo, hi] or bound == np.inf:
             return False
@@ -126,13 +122,8 @@ class ModuleMemory:
         return exact > bound * (1 + _ROUNDING)
 
     def choice(self, live: int, lo: int, hi: int) -> Recomputation | None:
-        """Return what the layers of a stage keep so that it fits; None if it fits as it is, or
-        cannot fit.
-
-        Args:
-            live: microbatches whose activations the stage holds at once.
-            lo, hi: the stage has layers [lo, hi).
-        """
+        """Return what the layers [lo, hi) keep so that the stage fits; None if it fits as it is, or
+        cannot fit."""
         key = live, lo, hi
         if key not in self._chosen:
             fits = self.added(live)[lo, hi] == np.inf or self._whole[live][lo, hi]
@@ -213,12 +204,10 @@ _NOTHING = (LayerOption(KEEP, 0.0, 0),)
 
 
 class StageMemory:
-    """Memory model of a :class:`~raymm.scheduler.search.stage_space.StageSpace`.
-
-    Args:
-        microbatches: microbatches per step and replica, by module.
-        adaptive: True if layers may keep less where a stage would not fit.
-    """
+    """Memory model of a :class:`~raymm.scheduler.search.stage_space.StageSpace`. ``microbatches``
+    are per step and replica, by module; if ``adaptive``, layers may keep less where a stage would
+    not fit. ``beyond`` is the number of stages on the longest path from a module's output to the
+    loss."""
 
     def __init__(
         self, modules: Mapping[str, ModuleMemory], microbatches: Mapping[str, int],
@@ -228,23 +217,13 @@ class StageMemory:
         self.adaptive = adaptive
 
     def added(self, module: str, stages: int, beyond: int) -> np.ndarray:
-        """Return (stages, n + 1, n + 1) seconds per microbatch, see :meth:`ModuleMemory.added`.
-
-        Args:
-            module: module of n layers.
-            stages: number of its stages.
-            beyond: stages on the longest path from its output to the loss.
-        """
+        """Return (stages, n + 1, n + 1) seconds per microbatch, see :meth:`ModuleMemory.added`."""
         memory = self._modules[module]
         return np.stack([memory.added(live) for live in self._live(module, stages, beyond)])
 
     def refine(self, module: str, ranges: Ranges, beyond: int) -> bool:
-        """Make the entries of a partition's stages exact; return True if that changed any.
-
-        Args:
-            ranges: [lo, hi) of every stage's layers.
-            beyond: stages on the longest path from the module's output to the loss.
-        """
+        """Make the entries of the stages with these ``[lo, hi)`` ranges exact; return True if that
+        changed any."""
         lives = self._live(module, len(ranges), beyond)
         changed = [
             self._modules[module].refine(live, lo, hi)
@@ -253,12 +232,8 @@ class StageMemory:
         return any(changed)
 
     def options(self, module: str, ranges: Ranges, beyond: int) -> list[tuple[str, ...]]:
-        """Return the activation handling of each stage's layers; empty if they keep all.
-
-        Args:
-            ranges: [lo, hi) of every stage's layers.
-            beyond: stages on the longest path from the module's output to the loss.
-        """
+        """Return the activation handling of the layers of each ``[lo, hi)`` range; empty if they
+        keep all."""
         memory, result = self._modules[module], []
         for live, (lo, hi) in zip(self._live(module, len(ranges), beyond), ranges, strict=True):
             chosen = memory.choice(live, lo, hi)

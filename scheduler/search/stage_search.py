@@ -157,16 +157,8 @@ def _bound_of(space: StageSpace, counts: Counts) -> float:
 def search_result(
     space: StageSpace, evaluated: list[Choice], combinations: int, alternatives: int
 ) -> SearchResult:
-    """Return the best of the evaluated plans.
-
-    Args:
-        evaluated: plans with their seconds; sorted in place.
-        combinations: number of stage counts, for the result.
-        alternatives: most plans in the result besides the best.
-
-    Raises:
-        NoPlanError: no plan was evaluated.
-    """
+    """Return the best of the evaluated plans, which are sorted in place, and at most
+    ``alternatives`` others. Raise ``NoPlanError`` if no plan was evaluated."""
     if not evaluated:
         more = "" if space.recompute else ", or turn recomputation on"
         raise NoPlanError(

@@ -140,14 +140,9 @@ class StageSpace:
         )
 
     def partition(self, module: str, stages: int, beyond: int = 0) -> Ranges | None:
-        """Return the balanced partition, or None if none is feasible.
-
-        Args:
-            stages: number of stages.
-            beyond: stages on the longest path from the module's output to the loss. With
-                :attr:`memory` it matters: stage i has the depth ``stages - i + beyond``, and 1F1B
-                holds activations of as many microbatches there.
-        """
+        """Return the balanced partition, or None if none is feasible. With :attr:`memory`,
+        ``beyond`` matters (see :meth:`beyond`): stage i has the depth ``stages - i + beyond``, and
+        1F1B holds activations of as many microbatches there."""
         key = (module, stages, beyond if self.memory else 0)
         if key not in self._partitions:
             try:
@@ -167,34 +162,23 @@ class StageSpace:
                 return ranges
 
     def possible(self, module: str, beyond: int = 0, most: int | None = None) -> list[int]:
-        """Return the numbers of stages that a module can have, ascending.
-
-        Args:
-            beyond: stages on the longest path from its output to the loss.
-            most: largest number to return; None for the number of layers or ranks.
-        """
+        """Return the numbers of stages that a module can have, ascending, up to ``most`` or the
+        number of layers or ranks. ``beyond`` is as in :meth:`partition`."""
         limit = self.most_stages(module)
         limit = limit if most is None else min(limit, most)
         return [n for n in range(1, limit + 1) if self.partition(module, n, beyond) is not None]
 
     def bottleneck(self, module: str, stages: int, beyond: int = 0) -> float:
         """Return the seconds of 1F + 1B of the slowest stage, as in partitions; ``inf`` if no
-        partition is feasible.
-
-        Args:
-            stages: number of stages.
-            beyond: stages on the longest path from its output to the loss.
-        """
+        partition is feasible. ``beyond`` is as in :meth:`partition`."""
         return self._worst("balanced", module, stages, beyond)
 
     def lower_bound(self, module: str, stages: int, beyond: int = 0) -> float:
-        """Return a lower bound of the iteration time with this partition of the module.
-
-        A stage cannot start before a microbatch has reached it. Then it does all its work, and its
-        last backward has to travel to the first stages (without backward, its last forward to the
-        loss and from there back). These paths do not depend on partitions, so the largest bound
-        over modules is a bound of the whole plan.
-        """
+        """Return a lower bound of the iteration time with this partition of the module. A stage
+        cannot start before a microbatch has reached it. Then it does all its work, and its last
+        backward has to travel to the first stages (without backward, its last forward to the loss
+        and from there back). These paths do not depend on partitions, so the largest bound over
+        modules is a bound of the whole plan."""
         return self._worst("bound", module, stages, beyond) * (1 - ROUNDING)
 
     def least_bound(self, module: str, stages: int) -> float:

@@ -20,11 +20,7 @@ def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan
     """Yield (name, plan) of ways to put a model on fewer ranks than modules: everything on one
     rank; all other modules on the first rank and those after the language model on the last, with
     as much of the language model as balances the ranks; and the layouts that share ranks anyway.
-
-    Args:
-        space: space with one rank per module; its ``ranks`` is ignored.
-        ranks: number of ranks.
-    """
+    The ``ranks`` of the space, one per module, are ignored."""
     graph = space.graph
     if ranks == 1:
         whole = {node.name: ((0, node.num_layers),) for node in graph.nodes}

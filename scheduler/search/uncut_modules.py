@@ -22,15 +22,9 @@ from raymm.scheduler.schedule.process_costs import stage_layers
 def with_uncut_modules(
     graph: ModuleGraph, profile: CostProfile, modules: Collection[str]
 ) -> tuple[ModuleGraph, CostProfile]:
-    """Return a graph and profile in which the blocks of these modules are one layer each. The
-    layer's cost is that of its blocks under the frozen rules.
-
-    Args:
-        modules: names of the modules that are not split.
-
-    Raises:
-        PlanError: the profile does not match the graph.
-    """
+    """Return a graph and profile in which the blocks of the given modules are one layer each, whose
+    cost is that of the blocks under the frozen rules. Raise ``PlanError`` if the profile does not
+    match the graph."""
     work = layer_work(graph, profile)
     nodes, costs = [], dict(profile.modules)
     for node in graph.nodes:

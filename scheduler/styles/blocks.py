@@ -116,13 +116,8 @@ class StyleProblem:
         }
 
     def alone(self, microbatches: int, module: str, copies: int, quota: float = 1.0) -> float:
-        """Return the seconds of a microbatch of a module that runs alone on its devices.
-
-        Args:
-            microbatches: microbatches per step.
-            copies: devices that split the samples.
-            quota: share of each device.
-        """
+        """Return the seconds of a microbatch of a module that runs alone on ``copies`` devices,
+        which split the samples, with a quota of each. ``microbatches`` is the number per step."""
         sharing = self.profiles[microbatches].sharing
         slower = 1 / copies / quota
         if sharing is not None:
@@ -138,11 +133,8 @@ class StyleProblem:
         self, microbatches: int, module: str, stages: int, added: tuple[float, ...] = ()
     ) -> Ranges | None:
         """Return balanced layer ranges for a number of stages; None if there cannot be so many.
-
-        Args:
-            microbatches: microbatches per step.
-            added: additional seconds of work on the devices of each stage, scaled to one device.
-        """
+        ``added`` is additional seconds of work on the devices of each stage, scaled to one
+        device."""
         if stages > 1 and module in self.whole:
             return None
         space = self._spaces[microbatches]
@@ -296,13 +288,9 @@ def _blocks(problem: StyleProblem, count: int, group: tuple[str, ...]) -> Iterat
 def quota_choices(
     problem: StyleProblem, microbatches: int, modules: tuple[str, ...], copies: int
 ) -> list[tuple[int, ...]]:
-    """Return quotas for modules on the same devices: no quotas, and all quotas that sum to the
-    whole device. If those are many, return the balanced ones and a few that differ by one step.
-
-    Args:
-        microbatches: microbatches per step.
-        copies: devices of the block.
-    """
+    """Return quotas for modules on the same ``copies`` devices: no quotas, and all quotas that sum
+    to the whole device. If those are many, return the balanced ones and a few that differ by one
+    step."""
     count = len(modules)
     if count < 2 or count > problem.steps:
         return [()]

@@ -117,15 +117,9 @@ def search_between(
     problem: StyleProblem, starts: Mapping[str, Option], control: SearchControl | None = None
 ) -> StyleSearch:
     """Return the fastest plan found, which is never slower than any of the starting points.
-
-    Args:
-        starts: the best plans of each style, which fit in memory and were judged by the same
-            profiles.
-        control: reports progress and may end the search early.
-
-    Raises:
-        NoPlanError: no plan fits in memory.
-    """
+    ``starts`` are the best plans of each style, which fit in memory and were judged by the same
+    profiles; ``control`` may end the search early. Raise ``NoPlanError`` if no plan fits in
+    memory."""
     candidates = _Candidates(problem, starts, control or SearchControl())
     few = list(islice(layouts(problem), FEW_LAYOUTS + 1)) if _is_small(problem) else []
     exhaustive = 0 < len(few) <= FEW_LAYOUTS

@@ -28,8 +28,8 @@ class Evaluator(Protocol):
 def merge_greedily(
     evaluator: Evaluator, within: int | None = None, prune: bool = True, cache: bool = True
 ) -> list[int]:
-    """Return the stages of Algorithm 1: start with one stage per module, and apply the merge that
-    saves most until no merge saves time.
+    """Return the stages of Algorithm 1 as sets of modules, in an order that meets every dependency:
+    start with one stage per module, and apply the merge that saves most until no merge saves time.
 
     Args:
         within: modules to map (bits); all by default.
@@ -37,9 +37,6 @@ def merge_greedily(
             excludes a larger gain than the best. The bound covers single modules, as in the paper,
             and all modules together. The result is the same.
         cache: True to cache solved stages. The result is the same.
-
-    Returns:
-        Sets of modules, in an order that meets every dependency.
     """
     problem = evaluator.problem
     stages = alone_in_slot(problem, within)

@@ -22,12 +22,8 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 
 def with_leftover_quota(problem: MappingProblem, mapping: Mapping) -> Mapping:
     """Return the mapping with the unused quota of its GPUs assigned to the modules there, slowest
-    first.
-
-    A module gets more quota only if its surface shows no slowdown and the predicted seconds of the
-    stage do not rise (more bandwidth in use may delay other modules). GPUs and stages stay the
-    same.
-    """
+    first. A module gets more quota only if its surface shows no slowdown and the predicted seconds
+    of the stage do not rise (more bandwidth in use may delay other modules)."""
     stages = []
     for stage in mapping.stages:
         placements = _filled(problem, stage.placements, mapping.slices)

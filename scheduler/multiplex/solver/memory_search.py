@@ -35,7 +35,8 @@ def fitted(
     problem: MappingProblem, mapping: Mapping, solve: Callable[[MappingProblem], Mapping],
     most: int, stop: Callable[[], bool],
 ) -> Mapping:
-    """Return the best mapping found that fits over the iteration, with a lower bound.
+    """Return the best mapping found that fits over the iteration, with a lower bound. If none is
+    found, return ``mapping`` itself, with a remark in ``method``.
 
     Args:
         problem: problem with ``memory_over`` = ``"iteration"``.
@@ -43,9 +44,6 @@ def fitted(
         solve: solves restricted problems, with memory limits within stages only.
         most: most mappings to solve after the first descent.
         stop: polled between mappings; if it returns True, the best mapping so far is returned.
-
-    Returns:
-        ``mapping`` itself, with a remark in ``method``, if no mapping is found that fits.
     """
     search = _Branches(problem, solve)
     mapping = balanced(problem, mapping)

@@ -99,8 +99,7 @@ def _in_time(members, levels, more, later, law):
 @njit(cache=True)
 def _close_level(level, levels, classes, pool, spread):
     """Return True if the classes at ``level`` are still feasible. Mark the classes that modules may
-    join, and order them: fullest first (best fit), or emptiest first, which spreads
-    interference."""
+    join, and order them: fullest first (best fit), or emptiest first (``spread``)."""
     unplaced = level < len(levels) - 1
     free = 0
     for t in range(levels[level].classes):
@@ -298,8 +297,6 @@ def pack(inputs, before, spread, weights, kept, node_limit):
     """Find options and GPUs for modules such that each finishes before ``before`` seconds.
 
     Args:
-        inputs: the stage's :class:`.stage_packing.StageInputs`.
-        before: seconds (exclusive).
         spread: True to fill emptier GPUs first.
         weights: (K,) factors of the modules' least needs; modules are placed in descending order of
             the product.

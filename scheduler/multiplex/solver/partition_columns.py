@@ -34,14 +34,8 @@ CHUNK_BITS = 10
 
 
 def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.ndarray:
-    """Return all (N,) non-empty sets of modules that may share a stage.
-
-    Args:
-        within: the modules, as bits.
-
-    Raises:
-        NoPlanError: there are more than ``limit``.
-    """
+    """Return all (N,) non-empty sets of modules of ``within`` that may share a stage; raise
+    ``NoPlanError`` if there are more than ``limit``."""
     result = np.zeros(1, np.int64)
     for m in bits(within):
         more = result[(result & problem.related[m]) == 0] | (1 << m)
@@ -161,18 +155,14 @@ def best_partition(
     rounds: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
     """Return the best stages found for the modules ``within``, and a lower bound of the seconds.
+    Raise ``NoPlanError`` if there are more than ``limit`` stages.
 
     Args:
         evaluator: evaluates stages; its ``nodes`` is the initial effort per stage.
-        within: the modules, as bits.
         start: initial sets of modules, in order.
-        limit: most stages to consider.
         nodes: largest effort for one stage.
         rounds: most rounds of bounding and solving.
         better, proven: called with every better sequence and every higher bound.
-
-    Raises:
-        NoPlanError: there are more than ``limit`` stages.
     """
     columns = _Columns(evaluator, within, limit)
     best, upper, lower = list(start), total_seconds(evaluator, start), 0.0

@@ -17,16 +17,9 @@ PLACEMENT_OPTION = np.dtype([
 
 @njit(cache=True)
 def placement_options(inputs, before):
-    """Return the options of every module that may finish before ``before``, smallest area first.
-
-    Args:
-        inputs: the stage's :class:`.stage_packing.StageInputs`.
-        before: seconds (exclusive).
-
-    Returns:
-        (K, O) of :data:`PLACEMENT_OPTION`; each row ends with degree 0. An option takes whole GPUs
-        from the pool if no other module could join in time.
-    """
+    """Return the (K, O) :data:`PLACEMENT_OPTION` of every module that may finish before ``before``
+    seconds, smallest area first; each row ends with degree 0. An option takes whole GPUs from the
+    pool if no other module could join in time."""
     seconds, memory, bandwidth, entry, pool = inputs
     law, steps = pool.law, pool.steps
     modules, degrees, _ = seconds.shape

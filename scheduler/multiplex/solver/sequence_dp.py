@@ -23,19 +23,13 @@ REFINEMENT = 8
 
 
 class StateGraph:
-    """Downsets of some modules and the stages that lead from one to another.
-
-    Args:
-        within: the modules, as bits.
-        limit: most transitions.
+    """Downsets of the modules ``within`` and the stages that lead from one to another. Raises
+    ``NoPlanError`` for more than ``limit`` transitions.
 
     Attributes:
         states: (D,) downsets, by number of modules, starting with the empty one.
         source, target: (E,) indices of states, ordered by source.
         stage: (E,) modules of the transition.
-
-    Raises:
-        NoPlanError: there are more than ``limit`` transitions.
     """
 
     def __init__(self, evaluator: StageEvaluator, within: int, limit: int) -> None:
@@ -137,19 +131,15 @@ def best_sequence(
     searches: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
     """Return the best stages found for the modules ``within``, and a lower bound of the seconds.
+    Raise ``NoPlanError`` if there are more than ``transitions`` transitions.
 
     Args:
         evaluator: evaluates stages; its ``nodes`` is the initial effort per stage.
-        within: the modules, as bits.
         start: initial sets of modules, in order.
-        transitions: most transitions between states.
         nodes: largest effort for one stage; stages that are not exact then count with their bound,
             and the result may be unproven.
         searches: stop after this many searches within stages; the result may be unproven.
         better, proven: called with every better sequence and every higher bound.
-
-    Raises:
-        NoPlanError: there are more than ``transitions`` transitions.
     """
     graph = StateGraph(evaluator, within, transitions)
     upper, best = total_seconds(evaluator, start), list(start)

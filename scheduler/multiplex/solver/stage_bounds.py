@@ -145,13 +145,11 @@ def _first_fits(stages, tables, last, mask, bits_, pool, mixes, grid):
 
 
 class StageBounds:
-    """Lower bounds of stages' seconds.
-
-    To finish in time t, module m needs at least the smallest part of the pool over its options that
-    finish in t. A stage whose modules need more than the whole pool takes longer than t. Parts are
-    mixes of quota and of tolerable bandwidth of neighbours (:func:`shared_weight`); the best bound
-    over several mixes counts. Options that tolerate no neighbour take whole GPUs.
-    """
+    """Lower bounds of stages' seconds. To finish in time t, module m needs at least the smallest
+    part of the pool over its options that finish in t. A stage whose modules need more than the
+    whole pool takes longer than t. Parts are mixes of quota and of tolerable bandwidth of
+    neighbours (:func:`shared_weight`); the best bound over several mixes counts. Options that
+    tolerate no neighbour take whole GPUs."""
 
     def __init__(self, problem: MappingProblem) -> None:
         self.problem = problem

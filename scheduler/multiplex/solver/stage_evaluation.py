@@ -116,8 +116,7 @@ class StageEvaluator:
 
     def probe(self, stage: int, below: float) -> StageResult:
         """Return what is known after a single search for placements that take less than ``below``
-        seconds: ``seconds`` is below if there are any, ``bound`` is at least that if there are
-        none."""
+        seconds: ``seconds`` is below if there are any, else ``bound`` is at least ``below``."""
         best = self.best_known(stage)
         if best.seconds < below or best.bound >= below:
             return best

@@ -108,13 +108,8 @@ class StagePacking:
     def of(
         cls, modules: Sequence[str], placements: Sequence[Placement], gpus: int
     ) -> StagePacking:
-        """Return the packing of placements.
-
-        Args:
-            modules: names, in the order of the packing.
-            placements: one of each module.
-            gpus: number of GPUs, including unused ones.
-        """
+        """Return the packing of placements, one of each module in ``modules``, on ``gpus`` GPUs
+        including unused ones."""
         at = {name: i for i, name in enumerate(modules)}
         chosen = np.zeros((len(modules), 2), np.int64)
         content = [0] * gpus

@@ -81,13 +81,7 @@ def class_seconds(inputs, packed):
 def pack_either(inputs, before, node_limit):
     """Run :func:`raymm.scheduler.multiplex.solver.packing.pack` for all modules, on fuller GPUs
     first, and if that gives up on emptier GPUs first. Return its results, with seconds instead of
-    nodes.
-
-    Args:
-        inputs: the stage's :class:`.stage_packing.StageInputs`.
-        before: seconds (exclusive).
-        node_limit: limit of each search.
-    """
+    nodes."""
     modules = inputs.seconds.shape[0]
     nobody, weights = nothing_placed(modules, inputs.pool.gpus), np.ones(modules)
     result, _, packed = pack(inputs, before, False, weights, nobody, node_limit)
@@ -106,10 +100,8 @@ def least_seconds(inputs, grid, bound, effort):
     optimality is proven or a search gives up.
 
     Args:
-        inputs: the stage's :class:`.stage_packing.StageInputs`.
         grid: (V,) seconds, ascending.
         bound: a known lower bound.
-        effort: a :class:`SearchEffort`.
 
     Returns:
         Seconds (infinite if nothing was found), bound (infinite if no placements exist), number of
@@ -167,11 +159,6 @@ def repack(inputs, packed, effort, seed):
     of its neighbours and some others are taken out and placed again by the exact search, so that
     all modules are faster than the slowest was. The search ends after ``effort.replacements`` such
     tries without improvement.
-
-    Args:
-        inputs: the stage's :class:`.stage_packing.StageInputs`.
-        packed: initial :class:`.stage_packing.Packed` of all modules.
-        effort: a :class:`Repacking`.
     """
     np.random.seed(seed)
     modules = len(packed.chosen)

@@ -94,11 +94,7 @@ def nothing_done(step):
 @part
 def next_task(step, rules, progress, stage, kind):
     """Return the next microbatch of a kind of task of a stage, or -1, and the time when it is
-    ready.
-
-    ``step`` is :class:`.arrays.StepArrays`, ``rules`` :class:`.arrays.RuleArrays`, and ``kind`` one
-    of ``FORWARD``, ``RECOMPUTE``, ``BACKWARD`` and ``WEIGHT``.
-    """
+    ready. ``kind`` is one of ``FORWARD``, ``RECOMPUTE``, ``BACKWARD`` and ``WEIGHT``."""
     first = step.stages[stage, BACKWARDS]
     backwards = step.stages[stage + 1, BACKWARDS] - first
     forwards = step.stages[stage + 1, FORWARDS] - step.stages[stage, FORWARDS]
@@ -199,12 +195,10 @@ def _may_run_ahead(step, rules, progress, stage, microbatch):
 
 @part
 def has_room(step, rules, progress, stage, kind, microbatch):
-    """Return True if a task leaves its rank enough memory for the tasks that must come first.
-
-    A rank can always finish its microbatches oldest first (within a microbatch, stages nearer to
-    the loss first) if each of them fits once all before it are finished. A task may start if this
-    invariant stays true. Otherwise a rank could fill its memory with early tasks and deadlock.
-    """
+    """Return True if a task leaves its rank enough memory for the tasks that must come first. A
+    rank can always finish its microbatches oldest first (within a microbatch, stages nearer to the
+    loss first) if each of them fits once all before it are finished. A task may start if this
+    invariant stays true. Otherwise a rank could fill its memory with early tasks and deadlock."""
     if len(rules.limits) == 0 or kind == BACKWARD or kind == WEIGHT:
         return True
     if kind == FORWARD and not step.uses[stage, microbatch] & NEEDS:

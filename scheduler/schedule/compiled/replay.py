@@ -34,12 +34,8 @@ OUTPUT, GRADIENT = range(2)  # directions of messages
 
 
 class TransferArrays(NamedTuple):
-    """Time of messages, by direction (:data:`OUTPUT`, :data:`GRADIENT`) and edge.
-
-    Attributes:
-        seconds: (2, E) float64, time that a message occupies its link.
-        latency: (2, E) float64, further time until the message arrives.
-    """
+    """Time of messages, by direction (:data:`OUTPUT`, :data:`GRADIENT`) and edge: (2, E) float64
+    seconds that a message occupies its link, and latency until it arrives."""
 
     seconds: np.ndarray
     latency: np.ndarray
@@ -74,12 +70,10 @@ def replay(step, log, starts, early, seconds, transfers, bound, posted):
     wait.
 
     Args:
-        step: :class:`.arrays.StepArrays`.
         log: (tasks, 4) stage, microbatch, operation and group, rank by rank.
         starts: (R + 1,) offsets of the ranks' tasks.
         early: True if a recomputation does not wait for its gradient.
         seconds: (S, 7) by operation.
-        transfers: :class:`TransferArrays`.
         bound: most messages of an edge in flight.
         posted: receives posted ahead, as in :func:`~raymm.scheduler.schedule.simulate.simulate`.
     """
@@ -282,13 +276,8 @@ def _wake(rank, runnable, queued):
 
 @entry
 def activation_peaks(step, log, starts, inputs, activations, remade):
-    """Return the (R,) int64 peak bytes of activations of each rank.
-
-    Args:
-        step, log, starts: as in :func:`replay`.
-        inputs, activations, remade: (S,) int64 bytes of stages, as in
-            :mod:`raymm.scheduler.schedule.stage_costs`.
-    """
+    """Return the (R,) int64 peak bytes of activations of each rank, with ``log`` and ``starts`` as
+    in :func:`replay`. The sizes of stages are (S,) int64 bytes."""
     ranks = len(starts) - 1
     peaks = np.zeros(ranks, np.int64)
     held = np.full(step.uses.shape, -1, np.int64)

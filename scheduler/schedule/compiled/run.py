@@ -59,13 +59,9 @@ ANY, WHOLE, QUOTA = range(3)  # where a task may run: anywhere, on the whole dev
 
 @entry
 def run_schedule(step, rules):
-    """Schedule all tasks of a step.
-
-    Returns:
-        (tasks, 4) int64, stage, microbatch, operation and group of every task in the order in which
-        tasks begin; the end of the last task; and (S,) the number of forwards and backwards of each
-        stage that never began.
-    """
+    """Schedule all tasks of a step. Return (tasks, 4) int64, stage, microbatch, operation and group
+    of every task in the order in which tasks begin; the end of the last task; and (S,) the number
+    of forwards and backwards of each stage that never began."""
     ranks = len(step.rank_starts) - 1
     progress = nothing_done(step)
     free_at = np.zeros(ranks)
