@@ -254,6 +254,6 @@ class ModelSection(Section):
         if self.train.get("language_model") == "frozen":
             raise ValueError(
                 "new_tokens is given, but train.language_model is 'frozen', so they would not be "
-                "trained; accepted: 'full', or adapters, next to which the new rows are trained"
+                "trained; accepted: 'full', or adapters (the new rows are trained next to them)"
             )
         return self

@@ -58,7 +58,7 @@ def use_new_tokens(config: TrainConfig) -> range:
     if is_bucket(config.run.storage_path):
         raise ConfigError(
             f"{_FIELD} is given, but run.storage_path is {config.run.storage_path!r}; accepted: a "
-            "folder that all nodes share, from which ranks read the model with new tokens"
+            "folder that all nodes share, where ranks read the model with new tokens"
         )
     place = Output.folder("run.storage_path", config.run.storage_path, FOLDER)
     target = place.target.absolute()
