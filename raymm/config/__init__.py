@@ -1,1 +1,1 @@
-"""Sections of a configuration, and what is built from them."""
+"""Sections of a configuration, and construction of models and plans from them."""

@@ -1,4 +1,4 @@
-"""From configuration sections to a model description and parallel specs."""
+"""Construction of a model description and a plan from configuration sections."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from raymm.scheduler.search.options import LAYERS
 
 
 def build_model(config: TrainConfig) -> MultimodalModule | WholeModel:
-    """The model a configuration describes. Holds no weights but the projectors'.
+    """Return the model of a configuration. It holds no weights except the projectors'.
 
     Raises:
-        ModelError, ConfigError, DataError: naming what does not exist or fit.
+        ModelError, ConfigError, DataError: names what does not exist or fit.
     """
     if config.model.path is not None:
         return build_whole_model(config)
@@ -91,7 +91,7 @@ def build_model(config: TrainConfig) -> MultimodalModule | WholeModel:
 
 @contextmanager
 def _errors_name(field: str) -> Iterator[None]:
-    """Errors about a module's source do not know which module of the configuration it is."""
+    """Prefix errors about a module's source with the module's field."""
     try:
         yield
     except ValueError as error:
@@ -121,12 +121,12 @@ def _callback(field: str, target: str | None) -> Callable[..., Any] | None:
 
 
 def build_merge(config: TrainConfig) -> MergePolicy:
-    """The merge policy a configuration names.
+    """Return the merge policy of a configuration.
 
     Raises:
-        ConfigError: if a placeholder is not a single token of the tokenizer, or is for no
+        ConfigError: a placeholder is not a single token of the tokenizer, or is for an unknown
             encoder.
-        DataError: if there is no tokenizer.
+        DataError: the tokenizer does not exist.
     """
     merge = config.model.merge
     if merge == "prepend":
@@ -160,12 +160,12 @@ def build_merge(config: TrainConfig) -> MergePolicy:
 
 
 def build_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
-    """The plan a configuration asks for by layouts or by its ``parallel.plan`` file, which may be a
-    multiplexed mapping; None if raymm is to plan.
+    """Return the plan of the configuration's layouts or its ``parallel.plan`` file, which may be a
+    multiplexed mapping. None if raymm makes the plan.
 
     Raises:
-        PlanError: if it cannot run.
-        ConfigError: if a named file does not exist or is for another model.
+        PlanError: the plan cannot run.
+        ConfigError: the file does not exist or is for another model.
     """
     section = config.parallel
     if section.style is not None and (section.plan is not None or section.has_layouts):
@@ -189,11 +189,8 @@ def build_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Pla
 
 
 def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
-    """The layouts that a configuration gives, if it does.
-
-    Raises:
-        PlanError: they cannot be; names the module.
-    """
+    """Return the layouts of a configuration; None without. Raises PlanError, which names the
+    module, if a layout is not possible."""
     section = config.parallel
     specs = MultimodalParallelSpec(
         {name: _spec(f"encoders.{name}", layout) for name, layout in section.encoders.items()},
@@ -252,9 +249,5 @@ def _spec(where: str, layout: LayoutSection) -> ParallelSpec:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically.
-
-    Raises:
-        RunFileError: it cannot be written.
-    """
+    """Write JSON atomically. Raises RunFileError if the file cannot be written."""
     write_whole(path, json.dumps(value, indent=2))

@@ -1,4 +1,4 @@
-"""The ``cache:`` section: what of a run is computed once."""
+"""The ``cache:`` section: results that a run computes once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ MOST_GIB = 2**20
 
 
 class CacheSection(Section):
-    """What of a run is computed once.
+    """Results that a run computes once.
 
     Attributes:
-        features: where what frozen encoders, or the frozen layers before their first trained one,
-            make of items is kept, by the items' content, the encoder's weights, the code of its
-            classes, callbacks and processor with all user modules that it imports, precision and
-            ``tp``: ``"disk"``, from run to
-            run; ``"host"``, in the memory of the hosts (``/dev/shm``) while the run lasts. From
-            when all of a step's items are known, nobody decodes them, and the encoder's
-            instructions are not in the step's program. Processors and callbacks must always make
-            the same of an item. Of a whole model, what its frozen towers make of what its processor
-            makes of an item: the processor runs every time. ``"none"``: encoders compute every item
-            by itself, as where features are kept, and nothing is.
-        folder: for ``"disk"``, one that all nodes can reach; by default ``features`` below
+        features: where the features of frozen encoders, or of the frozen layers before an encoder's
+            first trained one, are cached: ``"disk"``, across runs; ``"host"``, in host memory
+            (``/dev/shm``) while the run lasts; ``"none"``, nowhere, but encoders still process
+            every item separately, as with a cache. The key of a feature consists of the item's
+            content, the encoder's weights, the code of its classes, callbacks and processor with
+            all user modules that these import, the precision and ``tp``. Once all items of a step
+            are cached, they are not decoded, and the step's program does not run the encoder.
+            Processors and callbacks must be deterministic. For a whole model, the features of its
+            frozen towers are cached; its processor runs every time.
+        folder: folder for ``"disk"`` that all nodes can reach; by default ``features`` in
             ``~/.cache/raymm``.
-        version: text that counts in the name of the folder. Change it together with files that user
-            code reads. Needed with ``"disk"`` where changes of the code could not be noticed.
-        room_gib: that all features in the folder may take. What is beyond is computed every time.
+        version: text that is part of the folder's name. Change it together with files that user
+            code reads. Required with ``"disk"`` if changes of the code cannot be detected.
+        room_gib: maximum size of all features in the folder. Features beyond it are computed every
+            time.
     """
 
     features: Literal["disk", "host", "none"] = "disk"

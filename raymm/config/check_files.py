@@ -1,4 +1,4 @@
-"""Files and folders that a configuration names, checked before anything slow is imported."""
+"""Check of the files and folders of a configuration, before slow imports."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from raymm.errors import ConfigError
 
 
 def check_files(config: TrainConfig, with_data: bool = False) -> None:
-    """Check that files exist, and pin ids of models on the hub to their commits, in place, so that
-    all processes of a run read the same files.
-
-    Args:
-        config: of a command.
-        with_data: the command reads rows: check the files of ``data``, too.
+    """Check that files exist, and pin hub ids of models to commits, in place, so that all processes
+    of a run read the same files. ``with_data`` includes the files of ``data``.
 
     Raises:
-        ConfigError: naming the field, what it names, and what is accepted.
+        ConfigError: names the field, its value, and what is accepted.
     """
     for field, section in _modules(config.model):
         if section.path is not None:

@@ -1,4 +1,4 @@
-"""The ``run.evaluate:`` section: what a model writes of held-out samples, and how good that is."""
+"""The ``run.evaluate:`` section: generation for held-out samples, and metrics of it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _metric(name: str) -> str:
 
 
 class GenerateSection(Section):
-    """How texts are written: greedily.
+    """Greedy generation of texts.
 
     Attributes:
-        max_tokens: of a text, at most.
-        under_way: texts at once, by default eight for each stage of the language model (sixteen if
-            it has one).
-        skip_special_tokens: leave the tokenizer's special tokens out of texts and answers, as
-            ``decode`` of transformers does; set it to false where they are part of an answer, as
-            those around boxes are.
+        max_tokens: maximum number of tokens per text.
+        under_way: number of texts that are generated at once; by default eight for each stage of
+            the language model (sixteen if it has one).
+        skip_special_tokens: omit the tokenizer's special tokens from texts and answers, as
+            ``decode`` of transformers does. Set it to false if they are part of an answer, such as
+            those around boxes.
     """
 
     max_tokens: Count = 64
@@ -41,24 +41,23 @@ class GenerateSection(Section):
 
 
 class EvaluateSection(Section):
-    """What is asked of a model while it trains, on the same ranks.
+    """Evaluation of a model during training, on the same ranks.
 
     Attributes:
-        every: steps from one evaluation to the next; the first is before all steps, the last after
-            all.
-        generate: how texts are written.
-        metrics: of what the model writes against the last answer of every sample:
-            ``"exact_match"``, ``"anls"`` (average normalised Levenshtein similarity, 0 below 0.5),
-            ``"wer"`` (word errors over words), of which all but the last are better the higher
-            they are; ``"perplexity"`` of the right answers; or ``"pkg.mod:fn"``, a function of
-            text and answer to a number, which are averaged. Of pairs of answers, the chosen one is
-            the right one, and instead of perplexity there is the mean over pairs of the
-            ``"preference_loss"``, ``"rewards/accuracies"``, ``"rewards/margins"``,
-            ``"rewards/chosen"`` or ``"rewards/rejected"``.
-        samples: held-out samples, the first ones; None for all.
-        best: the metric by which the best checkpoint is kept, too, and named in ``best.json``.
-        lower_is_better: whether the best has the smallest; None: as of raymm's own metrics.
-        patience: evaluations without a better one after which the run ends; None: it does not.
+        every: steps between evaluations; the first is before all steps, the last after all.
+        generate: how texts are generated.
+        metrics: metrics of the generated text against the last answer of every sample:
+            ``"exact_match"``, ``"anls"`` (average normalised Levenshtein similarity, 0 below 0.5)
+            and ``"wer"`` (word errors over words, lower is better); ``"perplexity"`` of the right
+            answers; or ``"pkg.mod:fn"``, a function of text and answer to a number, which is
+            averaged. For pairs of answers, the chosen one is the right one, and instead of
+            perplexity there is the mean over pairs of the ``"preference_loss"``,
+            ``"rewards/accuracies"``, ``"rewards/margins"``, ``"rewards/chosen"`` or
+            ``"rewards/rejected"``.
+        samples: number of held-out samples, from the first; None for all.
+        best: metric of the best checkpoint, which is kept in addition and named in ``best.json``.
+        lower_is_better: True if a lower value is better; by default known for raymm's own metrics.
+        patience: evaluations without improvement after which the run ends; None for no limit.
     """
 
     every: Count
@@ -83,7 +82,7 @@ class EvaluateSection(Section):
 
     @property
     def smallest(self) -> bool:
-        """Whether the best has the smallest number."""
+        """True if the best checkpoint has the lowest value."""
         if self.lower_is_better is not None:
             return self.lower_is_better
         return self.best in LOWER_IS_BETTER

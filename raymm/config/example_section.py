@@ -1,4 +1,4 @@
-"""Inputs that an encoder can be tried with, as a configuration gives them."""
+"""Example inputs of an encoder in a configuration, which the encoder is probed with."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_NUMBERS = 10**8
 
 
 class ExampleSection(Section):
-    """One tensor: exactly one of ``shape``, ``values``.
+    """One tensor: exactly one of ``shape`` and ``values``.
 
     Attributes:
-        shape: numbers of this shape are drawn: normally distributed, or ones of a dtype that is not
+        shape: shape of a random tensor: normally distributed, or ones if the dtype is not
             floating-point.
-        values: the numbers themselves, nested lists.
-        dtype: of the tensor.
+        values: the values, as nested lists.
+        dtype: dtype of the tensor.
     """
 
     shape: Tuple[Count] | None = None
@@ -43,7 +43,7 @@ class ExampleSection(Section):
         return self
 
     def tensor(self) -> torch.Tensor:
-        """The tensor; the same every time."""
+        """Return the tensor, which is the same every time."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -61,7 +61,7 @@ class ExampleSection(Section):
 def example_tensors(
     examples: Mapping[str, ExampleSection] | None,
 ) -> dict[str, torch.Tensor] | None:
-    """The tensors by name; None if none are given."""
+    """Return the tensors by name; None if there are none."""
     if not examples:
         return None
     return {name: section.tensor() for name, section in examples.items()}

@@ -1,4 +1,4 @@
-"""Hugging Face configs of configuration values, whose keys must be the class' own."""
+"""Hugging Face configs from configuration values, with a check of unknown keys."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from transformers import PretrainedConfig
 
 from raymm.errors import ConfigError
 
-# How alike a key and a known one are for the one to be taken for the other, from 0 to 1.
+# Minimum similarity, from 0 to 1, of a known key that is suggested for an unknown one.
 _ALIKE = 0.7
 
 
 def model_config(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The config that values with a ``model_type`` describe.
+    """Return the config of values with a ``model_type``.
 
     Raises:
-        ConfigError: no such type, a key that the config class does not know (transformers would
-            keep it and never look at it), or a value that the class refuses.
+        ConfigError: unknown type, a key that the config class does not have (transformers would
+            store and ignore it), or a value that the class refuses.
     """
     values = dict(values)
     kind = values.pop("model_type", None)
@@ -48,7 +48,7 @@ def _check_keys(
 ) -> None:
     accepted = _known_keys(type(config)) | set(default)
     for key, value in values.items():
-        # What a class knows, it takes in, or stores under a name that it has anyway.
+        # A class consumes the keys that it knows, or stores them under an existing name.
         if (
             key in accepted or key not in vars(config) or key.startswith("_")
             or _code_reads(type(config), key)
@@ -73,24 +73,24 @@ def _like(key: Any, accepted: Iterable[str]) -> str:
 
 @cache
 def _default(kind: type[PretrainedConfig]) -> Mapping[str, Any]:
-    """What a config of this class says without being told anything, configs within it too."""
+    """Return the default values of a config class, with those of nested configs."""
     try:
         values = kind().to_dict()
-    except Exception:  # some cannot be made of nothing
+    except Exception:  # some classes need arguments
         return {}
     return {key: value for key, value in values.items() if not key.startswith("_")}
 
 
 @cache
 def _known_keys(kind: type[PretrainedConfig]) -> frozenset[str]:
-    """Fields, their other names, and properties."""
+    """Return fields, their aliases, and properties."""
     names = {field.name for field in fields(kind)} | set(kind.attribute_map)
     properties = {n for n in dir(kind) if isinstance(getattr(kind, n, None), property)}
     return frozenset(n for n in names | properties if not n.startswith("_"))
 
 
 def _code_reads(kind: type[PretrainedConfig], key: str) -> bool:
-    """Whether the code of the class' family reads a key that the class does not declare."""
+    """Return True if the code of the model family reads a key that the class does not declare."""
     pattern = re.compile(
         rf"config\.{re.escape(key)}\b|(getattr|kwargs\.(get|pop))\([^()\n]*[\"']{re.escape(key)}[\"']"
     )

@@ -1,4 +1,4 @@
-"""The configuration of the model."""
+"""The ``model:`` section."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raymm.actors.weights.hub_folder import is_hub_id, split_id
 from raymm.config.example_section import ExampleSection
 from raymm.files.section import MOST_COUNT, Count, Section, Text, Tuple
 
-# Of ``new_tokens``: those of the processor that have no rows.
+# Value of ``new_tokens`` for the processor's tokens that have no rows.
 FROM_PROCESSOR = "from_processor"
 
 
@@ -35,10 +35,10 @@ class LoraSection(Section):
 
 
 class AdaptersSection(Section):
-    """What is trained of a module in place of its weights.
+    """Adapters that are trained in place of a module's weights.
 
     Attributes:
-        lora: low-rank adapters of its linear layers.
+        lora: low-rank adapters of the module's linear layers.
     """
 
     lora: LoraSection
@@ -48,21 +48,18 @@ Train = Literal["frozen", "full"] | AdaptersSection
 
 
 def adapters_of(train: Train) -> LoraConfig | None:
-    """The adapters that a mode asks for."""
+    """Return the adapters of a training mode; None without."""
     return train.lora.build() if isinstance(train, AdaptersSection) else None
 
 
 def frozen_flag(train: Train) -> bool | None:
-    """Whether a mode freezes a whole module; None where adapters say what is trained."""
+    """Return True if a training mode freezes the whole module; None with adapters."""
     return None if isinstance(train, AdaptersSection) else train == "frozen"
 
 
 def path_with_revision(path: str | None, revision: str | None) -> str | None:
-    """Return ``ORG/NAME@REVISION`` for the id of a model on the hub, other paths as they are.
-
-    Raises:
-        ValueError: a revision of what is no id.
-    """
+    """Return ``ORG/NAME@REVISION`` for a hub id, and other paths unchanged. Raises ValueError if a
+    revision is given for another path."""
     if path is None or revision is None:
         return path
     name, said = split_id(path) if is_hub_id(path) else (path, None)
@@ -75,21 +72,21 @@ def path_with_revision(path: str | None, revision: str | None) -> str | None:
 
 
 class SourceSection(Section):
-    """Where a module comes from: exactly one of ``path``, ``config``, ``factory``.
+    """Source of a module: exactly one of ``path``, ``config`` and ``factory``.
 
     Attributes:
-        path: folder that ``save_pretrained`` wrote, or the id of a model on the hub, ``ORG/NAME``.
+        path: folder that ``save_pretrained`` wrote, or the hub id of a model, ``ORG/NAME``.
         revision: branch, tag or commit of a model on the hub; by default the main branch.
-        config: Hugging Face config values with their ``model_type``; random weights.
+        config: Hugging Face config values with their ``model_type``, for random weights.
         factory: ``"package.module:function"`` that returns a plain ``nn.Module``.
-        kwargs: the factory's arguments.
-        weights: safetensors file with the factory module's state dict.
+        kwargs: arguments of the factory.
+        weights: safetensors file with the state dict of the factory's module.
         model_class: transformers class name, or its path within transformers, where config or
-            folder do not say which.
+            folder do not have it.
         missing_weights: ``"fresh"`` draws weights that the folder lacks, or has in other shapes,
-            from ``run.seed``, as for the head of a new task; without it, such a folder is refused.
-        train: ``"full"``; ``"frozen"``, the module's weights stay as they are; or adapters,
-            ``{lora: {r: 8}}``, under which they do.
+            from ``run.seed``, as for the head of a new task. Otherwise such a folder is refused.
+        train: ``"full"``; ``"frozen"``; or adapters, ``{lora: {r: 8}}``, under which the weights
+            stay frozen.
     """
 
     path: Text | None = None
@@ -124,13 +121,13 @@ class EncoderSection(SourceSection):
     Attributes:
         projector: ``"linear"``, or ``"mlp"`` (linear, GELU, linear); None for an encoder whose
             output is as wide as the language model.
-        projector_train: as ``train``, of the projector.
-        hidden_size: width of what the projector gets, where the encoder's config does not say.
+        projector_train: ``train`` of the projector.
+        hidden_size: width of the projector's input, where the encoder's config does not have it.
         preprocess: callback ``f(inputs) -> inputs`` before the encoder.
         postprocess_module: callback ``f(inputs, output) -> output`` after the encoder.
         postprocess_projector: callback ``f(inputs, output) -> output`` after the projector.
-        example_inputs: what a batch has for the encoder, by name, where it cannot be guessed from
-            the encoder's config: ``{pixel_values: {shape: [1, 3, 224, 224], dtype: float32}}``.
+        example_inputs: inputs of the encoder in a batch by name, where they cannot be guessed from
+            its config: ``{pixel_values: {shape: [1, 3, 224, 224], dtype: float32}}``.
     """
 
     projector: Literal["linear", "mlp"] | None = "mlp"
@@ -146,11 +143,11 @@ class DpoSection(Section):
     """Direct preference optimisation: see :class:`raymm.kernels.preference.PreferenceLoss`.
 
     Attributes:
-        beta: how much it costs to be another than the reference.
-        label_smoothing: probability that a pair is the wrong way round.
-        reference: ``"base"``: what trains must be adapters, and the model without them is the
-            reference; ``"initial"``: it is the model that the run begins with, whatever trains,
-            which is asked of all rows before the first step.
+        beta: strength of the penalty for a difference from the reference.
+        label_smoothing: probability that the answers of a pair are swapped.
+        reference: ``"base"``: only adapters may be trained, and the model without them is the
+            reference; ``"initial"``: the model at the start of the run is the reference, evaluated
+            on all rows before the first step.
         disable_dropout: train without the dropout of layers and adapters, as TRL does by default.
     """
 
@@ -164,46 +161,46 @@ class LossSection(Section):
     """A loss in place of the cross entropy of tokens.
 
     Attributes:
-        dpo: of rows with a ``prompt``, a ``chosen`` and a ``rejected`` answer.
+        dpo: loss for rows with a ``prompt``, a ``chosen`` and a ``rejected`` answer.
     """
 
     dpo: DpoSection
 
 
 class ModelSection(Section):
-    """The model: a whole one by ``path``, or by its parts.
+    """The model: a whole one by ``path``, or its parts.
 
     Attributes:
-        path: folder of a whole model, as it is published, or its id on the hub, ``ORG/NAME``: its
-            towers are found in it, and it is exported as one folder again. Its processor makes the
-            data (``data.processor``, by default of the same folder).
+        path: folder of a published model, or its hub id, ``ORG/NAME``. Its towers are found
+            automatically, and it is exported as one folder again. Its processor prepares the data
+            (``data.processor``, by default in the same folder).
         revision: branch, tag or commit of a model on the hub; by default the main branch.
-        train: of a whole model by part (``language_model``, ``projector``, and its towers, such as
-            ``vision``), ``"full"`` (what is not named), ``"frozen"``, or adapters, as of a part:
+        train: training mode of a whole model by part (``language_model``, ``projector``, and its
+            towers, such as ``vision``): ``"full"`` (default), ``"frozen"``, or adapters,
             ``{language_model: {lora: {r: 8}}}``.
-        new_tokens: of a whole model, texts that become tokens with rows of their own in the
-            embedding and the output head, which begin as the mean of the others; or
-            ``"from_processor"``, which gives rows to the tokens of the processor that have none.
-            The run trains the folder ``model`` in ``run.storage_path``, which is written once.
-            Next to adapters of the language model, only the new rows are trained.
+        new_tokens: texts that become tokens of a whole model, with new rows in the embedding and
+            the output head that start as the mean of the others; or ``"from_processor"``, which
+            adds rows for the processor's tokens that have none. The run trains the folder ``model``
+            in ``run.storage_path``, which is written once. Next to adapters of the language model,
+            only the new rows are trained.
         language_model: the language model.
         encoders: by modality name, as in ``data.modalities``.
-        merge: ``"prepend"``, or a placeholder token per encoder
-            (``{vision: "<image>"}``), or the import path of a merge policy.
-        mask: which tokens of the merged sequence see which: ``"causal"``, ``"multimodal"``
-            (text is causal, an encoder's tokens see one another), ``"multimodal_isolated"``
-            (an item's tokens see their item), ``"causal_with_own_image"`` (causal, and an
-            item's tokens see all of it), or the import path of a mask policy; default: the
-            language model's own mask.
-        packing: run a microbatch's samples as one sequence without padding, each a document by
-            itself.
-        trust_remote_code: run Python files that folders of models, tokenizers and processors
-            bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
-        router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
-            routers if its config has ``output_router_logits``; without it, that is added over all
-            tokens of a step, which takes a forward more per step (see own-model). ``"ignore"``
+        merge: ``"prepend"``, a placeholder token per encoder (``{vision: "<image>"}``), or the
+            import path of a merge policy.
+        mask: visibility between tokens of the merged sequence: ``"causal"``; ``"multimodal"`` (text
+            is causal, an encoder's tokens see one another); ``"multimodal_isolated"`` (an item's
+            tokens see their item); ``"causal_with_own_image"`` (causal, and an item's tokens see
+            all of it); or the import path of a mask policy. By default the language model's own
+            mask.
+        packing: run a microbatch's samples as one sequence without padding, each a separate
+            document.
+        trust_remote_code: run Python files in the folders of models, tokenizers and processors
+            (``auto_map``), in every process; otherwise a folder that needs them is refused.
+        router_loss: ``"ignore"`` omits the auxiliary router loss of a mixture of experts that its
+            config requests (``output_router_logits``). By default that loss is added over all
+            tokens of a step, which takes one more forward per step (see own-model). ``"ignore"``
             also accepts a language model whose class computes another loss, which is not used.
-        loss: another than the cross entropy of tokens.
+        loss: loss in place of the cross entropy of tokens.
     """
 
     path: Text | None = None

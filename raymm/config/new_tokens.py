@@ -1,4 +1,4 @@
-"""New tokens of a whole model: a folder of the run with rows for them."""
+"""New tokens of a whole model: a folder in the run's storage with rows for them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,18 @@ from raymm.data.conversations.processor import ModelProcessor
 from raymm.errors import ConfigError, ModelError
 from raymm.files.output import Output
 
-# Of a run's folder: the model with new tokens, and in it what it was made of.
+# Folder of the model with new tokens in the run's folder, and the file in it with its sources.
 FOLDER, RECORD = "model", "new_tokens.json"
 _FIELD = "model.new_tokens"
-# What of a model's folder is neither weights nor written again.
+# Files of a model's folder that are copied unchanged.
 _COPIED = ("generation_config.json", "*.py")
-# Rows that are summed at a time.
+# Number of rows that are summed at once.
 _CHUNK = 4096
 
 
 def use_new_tokens(config: TrainConfig) -> range:
-    """Change a configuration, in place, to the run's folder of the model with new tokens. The
-    folder is written if it is missing.
-
-    Args:
-        config: with ``model.path``.
+    """Replace ``model.path`` by the run's folder with new tokens, in place, and write it if
+    missing.
 
     Returns:
         Ids of the new tokens; empty if none are requested.
@@ -50,7 +47,7 @@ def use_new_tokens(config: TrainConfig) -> range:
     Raises:
         ConfigError: the model or the processor cannot have such tokens, or the run's folder has
             another model.
-        DataError, ModelError: a processor or model that cannot be read.
+        DataError, ModelError: a processor or model cannot be read.
     """
     section, data = config.model, config.data
     if section.new_tokens is None:
@@ -88,11 +85,8 @@ def _listed(tokens: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Return what a folder was made of.
-
-    Raises:
-        ConfigError: it was not written by :func:`use_new_tokens`.
-    """
+    """Return the sources of a folder. Raises ConfigError if :func:`use_new_tokens` did not write
+    it."""
     try:
         return json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
@@ -103,10 +97,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _check_same(folder: Path, record: dict[str, Any]) -> None:
-    """
-    Raises:
-        ConfigError: a folder was made of other things.
-    """
+    """Raise a ConfigError if a folder has other sources."""
     before = _record(folder)
     for name, value in record.items():
         if before.get(name) != value:
@@ -159,11 +150,8 @@ def _write(config: TrainConfig, target: Path, record: dict[str, Any]) -> None:
 
 
 def _rows_of(skeleton: nn.Module) -> int:
-    """Return how many ids a model has embeddings and logits for.
-
-    Raises:
-        ConfigError: they are not as many.
-    """
+    """Return the number of ids that a model has embeddings for. Raises ConfigError if the number of
+    logits differs."""
     rows = len(input_embeddings(skeleton).weight)
     head = method_of(skeleton, "get_output_embeddings")()
     predicted = rows if head is None else len(head.weight)
@@ -176,15 +164,10 @@ def _rows_of(skeleton: nn.Module) -> int:
 
 
 def _add(tokenizer: Any, request: str | tuple[str, ...], old: int) -> range:
-    """Add tokens to a tokenizer, and return the ids that get new rows.
+    """Add tokens to a tokenizer in place, and return the ids that get new rows.
 
-    Args:
-        tokenizer: changed in place.
-        request: of the configuration.
-        old: ids that the model has rows for.
-
-    Raises:
-        ConfigError: tokens that it has already, or that are not requested.
+    ``old`` is the number of ids that the model has rows for. Raises ConfigError for tokens that
+    already exist or are not requested.
     """
     before = tokenizer.get_vocab()
     without = sorted((i, token) for token, i in before.items() if i >= old)
@@ -223,18 +206,8 @@ def _write_weights(
     folder: Path, config: PretrainedConfig, skeleton: nn.Module, out: Path, old_ids: set[int],
     rows: range,
 ) -> None:
-    """Write a folder's weights with new rows. Files without the embedding and the head are linked.
-
-    Args:
-        folder: of the model.
-        config, skeleton: of the model.
-        out: folder that is written into.
-        old_ids: ids of the processor's tokens without the new ones.
-        rows: ids of the new ones.
-
-    Raises:
-        ConfigError: the folder has the embedding under another name.
-    """
+    """Write a folder's weights with new rows, and link files without the embedding and the head.
+    Raises ConfigError if the folder has the embedding under another name."""
     old = len(input_embeddings(skeleton).weight)
     files = weight_files(folder, config)
     headers = {file: header_tensors(file) for file in files}
@@ -278,7 +251,7 @@ def _write_weights(
 def _link(file: Path, to: Path) -> None:
     try:
         os.link(file.resolve(), to)
-    except OSError:  # another file system
+    except OSError:  # the target is on another file system
         shutil.copyfile(file, to)
 
 
@@ -294,10 +267,7 @@ def _grown(tensor: torch.Tensor, old_ids: set[int], rows: range) -> torch.Tensor
 
 
 def _grown_config(config: PretrainedConfig, old: int, new: int) -> PretrainedConfig:
-    """
-    Raises:
-        ConfigError: the configuration does not say how many ids the model has.
-    """
+    """Return the config with a new vocabulary size. Raises ConfigError if its old one differs."""
     grown = copy.deepcopy(config)
     text = grown.get_text_config()
     if getattr(text, "vocab_size", None) != old:
@@ -313,11 +283,7 @@ def _grown_config(config: PretrainedConfig, old: int, new: int) -> PretrainedCon
 
 
 def _check_read(folder: Path, trust: bool, old: int, rows: range) -> None:
-    """Check that a folder is what transformers and the processor read.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise a ConfigError if transformers and the processor do not read a folder as expected."""
     try:
         source = PretrainedSource(str(folder), trust_remote_code=trust)
         source.check()

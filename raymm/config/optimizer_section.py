@@ -1,4 +1,4 @@
-"""The configuration of what updates the model."""
+"""The ``optimizer:`` section."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from raymm.files.section import Count, NonNegative, Section, Text, Tuple
 
 
 class UpdateSection(Section):
-    """Fields in which a module's updates differ from those of the whole model.
+    """Optimizer settings of a module that differ from those of the whole model.
 
     Attributes:
-        warmup_steps: first steps, over which the learning rate rises linearly from 0, as in
+        warmup_steps: first steps, in which the learning rate rises linearly from 0, as in
             ``transformers.get_scheduler``: step ``n``, from 0, has ``n / warmup_steps`` of ``lr``.
-        total_steps: where the schedule ends; by default ``run.steps``.
-        min_lr_ratio: of ``lr``, where the schedule ends.
+        total_steps: end of the schedule; by default ``run.steps``.
+        min_lr_ratio: fraction of ``lr`` at the end of the schedule.
     """
 
     name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
@@ -35,13 +35,13 @@ class UpdateSection(Section):
 
 
 class EmaSection(Section):
-    """An exponential moving average of what trains, kept like an optimizer's state; ``raymm export
-    --ema`` writes it.
+    """Exponential moving average of the trained weights, stored like optimizer state; ``raymm
+    export --ema`` writes it.
 
     Attributes:
-        decay: what stays of the average at an update of it; the rest is of the weights.
-        every: steps from one update to the next.
-        evaluate: held-out losses and texts in the loop are the average's.
+        decay: weight of the old average at an update.
+        every: steps between updates.
+        evaluate: compute held-out losses and texts with the average.
     """
 
     decay: float = 0.999
@@ -50,7 +50,7 @@ class EmaSection(Section):
 
 
 class OptimizerSection(UpdateSection):
-    """What updates the model: see
+    """Optimizer of the model: see
     :class:`raymm.actors.optimizer.optimizer_config.OptimizerConfig`."""
 
     max_grad_norm: float | None = 1.0
@@ -64,7 +64,7 @@ class OptimizerSection(UpdateSection):
 
     def build(self, steps: int) -> OptimizerConfig:
         values = self.model_dump()
-        # A run that ends within its warm-up is a short try of a longer one.
+        # A run that ends within its warm-up is a short trial of a longer run.
         values["total_steps"] = self.total_steps or max(steps, self.warmup_steps)
         values["modules"] = {
             name: section.model_dump(exclude_unset=True) for name, section in self.modules.items()

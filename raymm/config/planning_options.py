@@ -1,5 +1,8 @@
-"""What planning can be asked. The section ``planning`` of a configuration, the command line of
-``raymm plan`` (fields that have a ``help``) and keywords of ``raymm.plan`` are made of these."""
+"""Options of planning.
+
+They are the section ``planning`` of a configuration, options of ``raymm plan`` (fields with a
+``help``), and keyword arguments of ``raymm.plan``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def _field(default: Any, text: str, shown: str = "N") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
-    """Devices, costs and limits. What a field is, its ``help`` says."""
+    """Devices, costs and limits; the ``help`` of each field describes it."""
 
     ranks: Count | None = _field(
         None, "number of devices (GPUs) to plan for (default: the cluster's)"
@@ -69,16 +72,15 @@ class PlanningOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiplexOptions:
-    """What only multiplexed planning is asked.
+    """Options of multiplexed planning.
 
     Attributes:
-        surfaces: measured ones, or their file; None: estimates.
-        interference: coefficients of Mosaic's eq. 8, or their file; ``"bandwidth"`` (default:
-            modules share the memory bandwidth,
-            :data:`raymm.costs.scaling_estimates.BANDWIDTH_SHARES`), or ``"blind"``: modules never
-            disturb each other.
-        quota_steps: of a GPU's quota; 10: tenths.
-        solver, seed, deadline_seconds: of :func:`raymm.scheduler.multiplex.solver.solve.solve`.
+        surfaces: measured surfaces or their file; None for estimates.
+        interference: coefficients of Mosaic's eq. 8 or their file; ``"bandwidth"`` (default) for
+            shared memory bandwidth (:data:`raymm.costs.scaling_estimates.BANDWIDTH_SHARES`);
+            ``"blind"`` for no interference.
+        quota_steps: resolution of quotas; 10 stands for tenths of a GPU.
+        solver, seed, deadline_seconds: see :func:`raymm.scheduler.multiplex.solver.solve.solve`.
     """
 
     surfaces: Sequence[ScalingSurface] | str | Path | None = None
@@ -100,14 +102,14 @@ class MultiplexOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PlanningOptions, SearchOptions, MultiplexOptions):
-    """All that planning can be asked.
+    """All options of planning.
 
     Attributes:
-        style: ``"pipelined"``, ``"multiplexed"``, or ``"auto"``: whichever is predicted to be
+        style: ``"pipelined"``, ``"multiplexed"``, or ``"auto"`` for the one that is predicted to be
             faster.
 
     Raises:
-        PlanError: naming the field, its value and what is accepted.
+        PlanError: names the field, its value and what is accepted.
     """
 
     style: str = field(default=PIPELINED, metadata={

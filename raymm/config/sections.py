@@ -1,4 +1,4 @@
-"""The configuration of a run, as ``raymm train CONFIG.yaml`` reads it."""
+"""Configuration of a run, as ``raymm train CONFIG.yaml`` reads it."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 MOST_THREADS = 1024
 
 
-# The least is for the class that says which: ParallelSpec.
+# ParallelSpec checks the minimum and names the degree.
 Degree = Annotated[int, Field(le=MOST_COUNT)]
 
 
 class DegreeRange(Section):
-    """Replicas that come and go with nodes.
+    """Number of replicas that varies with the available nodes.
 
     Attributes:
-        min: the run begins when there is room for so many.
-        max: an autoscaler is asked for the room of so many.
+        min: number of replicas that the run starts with at the earliest.
+        max: number of replicas that an autoscaler is requested to provide.
     """
 
     min: Degree = 1
@@ -73,20 +73,20 @@ class LayoutSection(Section):
 
 
 class ParallelSection(Section):
-    """What runs where. Without ``language_model``, ``encoders`` and ``plan``, raymm plans.
+    """Placement of modules. Without ``language_model``, ``encoders`` and ``plan``, raymm makes a
+    plan.
 
     Attributes:
-        language_model, encoders: layouts by module; what is not named gets one stage on a rank
-            of its own.
-        plan: a file that ``raymm plan`` saved, which is used instead of layouts: a pipelined plan
-            or a multiplexed mapping.
-        style: where raymm plans: ``"pipelined"`` (the default), ``"multiplexed"``, or ``"auto"``,
-            whichever is predicted to be faster.
-        schedule: ``"1f1b"`` (the default of layouts), ``"zero_bubble"`` or ``"gpipe"``; where
-            raymm plans, the only one it tries.
-        recompute: run forwards again for their backward instead of keeping activations. Where
-            raymm plans, ``"layers"`` means: every layer keeps as much as there is memory for; and
-            None: what is fastest within the memory.
+        language_model, encoders: layouts by module; other modules get one stage on a separate rank.
+        plan: file that ``raymm plan`` saved, used instead of layouts: a pipelined plan or a
+            multiplexed mapping.
+        style: style of plans that raymm makes: ``"pipelined"`` (default), ``"multiplexed"``, or
+            ``"auto"`` for the one that is predicted to be faster.
+        schedule: ``"1f1b"`` (default of layouts), ``"zero_bubble"`` or ``"gpipe"``. If set, raymm
+            only makes plans with this schedule.
+        recompute: run forwards again for the backward instead of keeping activations. For plans
+            that raymm makes, ``"layers"`` lets every layer keep as much as fits in memory, and None
+            chooses the fastest that fits.
     """
 
     language_model: LayoutSection = Field(default_factory=LayoutSection)
@@ -98,24 +98,24 @@ class ParallelSection(Section):
 
     @property
     def has_layouts(self) -> bool:
-        """Whether layouts are given, so that there is nothing to plan."""
+        """True if layouts are given, so that no plan is needed."""
         return bool(self.model_fields_set & {"language_model", "encoders"})
 
 
 class PlanningSection(section_of(PlanningOptions)):
-    """What raymm plans for, where it plans: fields of :class:`PlanningOptions`. Options of
-    ``raymm plan`` go before it."""
+    """Targets of plans that raymm makes: fields of :class:`PlanningOptions`. Options of ``raymm
+    plan`` take precedence."""
 
 
 class ResourcesSection(Section):
-    """What one rank reserves in Ray, and how many threads it computes with.
+    """Ray resources and threads of one rank.
 
     Attributes:
-        cpus: a fraction is fine.
-        gpus: by default one on ``cuda``, where no other number runs, and none on ``cpu``.
-        custom: other resources of Ray, by name.
+        cpus: may be a fraction.
+        gpus: by default 1 on ``cuda``, the only number supported there, and 0 on ``cpu``.
+        custom: other Ray resources by name.
         env: environment variables of the ranks' processes, e.g. ``{NCCL_DEBUG: INFO}``.
-        threads: of torch, within one operation.
+        threads: torch threads within one operation.
     """
 
     cpus: float = Field(default=1.0, ge=0, le=MOST_COUNT)
@@ -132,58 +132,60 @@ class ResourcesSection(Section):
         return custom
 
     def for_device(self, device: str) -> RankResources:
-        """Return what a rank reserves on ``"cpu"`` or ``"cuda"``."""
-        from raymm.actors.rank.rank_resources import RankResources  # imports Ray
+        """Return the resources of a rank on ``"cpu"`` or ``"cuda"``."""
+        from raymm.actors.rank.rank_resources import RankResources
 
         gpus = self.gpus if self.gpus is not None else float(device == "cuda")
         return RankResources(self.cpus, gpus, self.custom, self.env)
 
 
 class RunConfig(Section):
-    """How long to run, and what to write where.
+    """Length of a run, its output, and its handling of failures.
 
     Attributes:
         storage_path: folder of the run; on a cluster, one that every node can reach. Or a URL:
-            ``file:///folder``, or a bucket's, ``s3://bucket/folder`` or ``gs://bucket/folder``. A
-            run whose folder holds a checkpoint goes on from it.
-        steps: optimizer steps in all.
+            ``file:///folder``, or a bucket, ``s3://bucket/folder`` or ``gs://bucket/folder``. A run
+            whose folder has a checkpoint resumes from it.
+        steps: total number of optimizer steps.
         checkpoint_every: steps between checkpoints; the last step always writes one.
-        keep_checkpoints: how many to keep.
-        asynchronous_checkpoints: steps stop for a copy in host memory only, which is then written.
+        keep_checkpoints: number of checkpoints to keep.
+        asynchronous_checkpoints: write checkpoints in the background; steps only wait for a copy in
+            host memory.
         eval_every: steps between held-out evaluations, the first before all steps; None for none.
-        eval_steps: held-out steps per evaluation; None for all of the held-out data.
-        eval_shuffled: also report the held-out loss with items of each modality given to the wrong
-            samples: the gap to the right ones is what the model gets out of them.
+        eval_steps: held-out steps per evaluation; None for all held-out data.
+        eval_shuffled: also report the held-out loss with the items of each modality assigned to
+            wrong samples; the difference shows how much the model uses them.
         log_every: steps between printed lines.
-        seed: of random weights and dropout.
-        precision: as of :class:`raymm.runtime.options.RuntimeOptions`; with ``"auto"``, a run that
+        seed: seed of random weights and dropout.
+        precision: see :class:`raymm.runtime.options.RuntimeOptions`; with ``"auto"``, a run that
             resumes keeps the precision of its checkpoint.
-        exact_autocast, kernels: as of :class:`raymm.runtime.options.RuntimeOptions`.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
-            or, where not given, if the cluster has some or its autoscaler can bring them.
-        max_failures: times that the run goes on by itself, from its last checkpoint, after a
-            process or a node was lost; null for any number. What would happen again ends it.
-        max_preemptions: the same of nodes that were announced to end (spot instances, drains).
-        snapshot_every: steps between copies in host memory of what trains, from which the run goes
-            on in the processes that are left when others are lost; null: only from checkpoints,
-            with new processes.
-        max_recoveries: times within an hour that it does; null for any number.
-        spares: processes that wait, each with the resources of a rank, to take the place of one
-            that is lost.
-        replace_stragglers: a spare also takes the place of a rank that is slow for 20 steps on end;
+        exact_autocast, kernels: see :class:`raymm.runtime.options.RuntimeOptions`.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``) or,
+            where not given, if the cluster has GPUs or its autoscaler can add them.
+        max_failures: maximum number of automatic resumes from the last checkpoint after a process
+            or a node was lost; null for no limit. A failure that would repeat ends the run.
+        max_preemptions: the same for nodes whose end was announced (spot instances, drains).
+        snapshot_every: steps between snapshots of the training state in host memory. If processes
+            are lost, the remaining ones continue from a snapshot; null: only from checkpoints, with
+            new processes.
+        max_recoveries: maximum number of such recoveries within an hour; null for no limit.
+        spares: waiting processes, each with the resources of a rank, that replace lost ones.
+        replace_stragglers: let a spare also replace a rank that was slow for 20 consecutive steps;
             needs ``spares`` and ``snapshot_every``.
-        wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
-        max_seconds: after so many, the wait for nodes included, the run is saved and ends.
-        timeout_s: seconds a rank may wait for another, and one instruction (a forward) may take.
+        wait_for_nodes_s: seconds to wait for nodes; by default 1800 with an autoscaler, else 0.
+        max_seconds: seconds after which the run is saved and ends, including the wait for nodes.
+        timeout_s: maximum seconds that a rank waits for another, and that one instruction (such as
+            a forward) takes.
         nccl_timeout_s: seconds until NCCL's watchdog ends a rank; by default 2 * ``timeout_s``.
-        steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
-        max_skipped_steps: after so many in a row that are not finite, and so not applied, it ends.
-        log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
-        allow_changes: fields, as the error has them, that may differ from those of the checkpoint
-            that the run goes on from (:mod:`raymm.storage.resuming`).
-        callbacks: who watches the run: ``tensorboard``, ``wandb``, ``mlflow``, or ``module:Class``
-            of a :class:`raymm.Callback`; ``{name: {argument: value}}`` gives arguments.
-        evaluate: what the model is to write of held-out samples, and when.
+        steps_in_flight: steps that are submitted ahead, so that ranks never wait for the driver.
+        max_skipped_steps: consecutive steps with non-finite gradients, which are skipped, after
+            which the run ends.
+        log_samples: write ``samples.jsonl`` with the samples of every step by microbatch.
+        allow_changes: fields, as in the error message, that may differ from those of the checkpoint
+            that the run resumes from (:mod:`raymm.storage.resuming`).
+        callbacks: ``tensorboard``, ``wandb``, ``mlflow``, or ``module:Class`` of a
+            :class:`raymm.Callback`; ``{name: {argument: value}}`` passes arguments.
+        evaluate: generation for held-out samples.
     """
 
     storage_path: Annotated[Text, AfterValidator(check_location), AfterValidator(with_home)]
@@ -228,14 +230,14 @@ class RunConfig(Section):
 
 
 class TrainConfig(Section):
-    """A whole configuration file. Data of a whole model are made by the processor of its folder,
-    where they name none.
+    """A whole configuration file. The data of a whole model use the processor in its folder by
+    default.
 
     Attributes:
-        at: by step, after which it holds: by module as plans name it (``llm``, an encoder's name,
-            and that with ``_projector``), or part of a whole model as ``model.train`` names it,
-            ``"full"`` or ``"frozen"``: the run is planned anew there, from the checkpoint that it
-            writes.
+        at: by step, after which the change holds: ``"full"`` or ``"frozen"`` by module as in plans
+            (``llm``, an encoder's name, or that with ``_projector``), or by part of a whole model
+            as in ``model.train``. The run is planned again at that step, from the checkpoint that
+            it writes.
     """
 
     run: RunConfig
@@ -291,7 +293,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _placeholders_of_the_merge(self) -> TrainConfig:
-        """Data workers need to know them, to compare them with the items of a sample."""
+        """Pass the placeholders to the data workers, which compare them with the items of a
+        sample."""
         merge = self.model.merge if isinstance(self.model.merge, dict) else {}
         for name, modality in self.data.modalities.items():
             token = merge.get(name)
@@ -307,14 +310,10 @@ class TrainConfig(Section):
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a configuration file.
-
-    Args:
-        path: YAML file.
-        overrides: ``key.path=value`` strings, applied in order.
+    """Read a YAML configuration file, and apply ``key.path=value`` overrides in order.
 
     Raises:
-        ConfigError: naming the file, or every wrong field.
+        ConfigError: names the file, or every wrong field.
     """
     data = read_sections(path, overrides)
     try:
@@ -327,7 +326,7 @@ def parse_config(data: dict[str, Any]) -> TrainConfig:
     """Check configuration values.
 
     Raises:
-        ConfigError: naming every wrong field.
+        ConfigError: names every wrong field.
     """
     try:
         return TrainConfig.model_validate(expand_variables(data))

@@ -1,4 +1,4 @@
-"""Whole models of configurations: a folder, and inputs that its own processor makes of the data."""
+"""Whole models of a configuration: a folder, and example inputs from its own processor."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.runtime.whole.pipelined import whole_plan
 from raymm.scheduler.plan.plan import Plan
 
-# Samples that are tried to find one with items of a kind that can be used.
+# Samples that are tried per modality to find a usable one.
 _TRIED = 16
 
 
 def build_whole_model(config: TrainConfig) -> WholeModel:
-    """Build the model of ``model.path``. Where the data have no modalities, its towers are found
-    by made-up items, and are frozen where ``model.train`` does not name them. With
-    ``model.new_tokens``, the configuration is changed to the folder that has them.
+    """Build the model of ``model.path``.
+
+    Without data modalities, the towers are found with synthetic items, and frozen unless
+    ``model.train`` names them. With ``model.new_tokens``, the configuration is changed to the
+    folder with these tokens.
 
     Raises:
-        ConfigError: the folder, the data or ``model.train`` do not fit each other; by field.
-        DataError: data that cannot be read.
-        ProbeError: it cannot be taken apart.
+        ConfigError: the folder, the data or ``model.train`` do not fit each other; names the field.
+        DataError: the data cannot be read.
+        ProbeError: the model cannot be split into towers.
     """
     section = config.model
-    assert section.path is not None  # else it is of parts
+    assert section.path is not None  # otherwise the model has parts
     if config.data.processor is None:
         raise ConfigError("data.processor is not given; accepted: the folder of a processor")
     new_rows = use_new_tokens(config)
@@ -59,20 +61,14 @@ def build_whole_model(config: TrainConfig) -> WholeModel:
     if not config.data.modalities:
         for name in model.part_names:
             if name != LANGUAGE and name not in section.train:
-                model.set_frozen(name, True)  # no gradient would come to it
+                model.set_frozen(name, True)  # no gradient would reach it
     return model
 
 
 def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
-    """Return what the processor makes of a few of the first training samples, with items of all
-    kinds of ``data.modalities``; without these, with made-up items.
-
-    Args:
-        data: of the run.
-
-    Raises:
-        DataError: no sample with items of a kind can be used, or the data cannot be read.
-    """
+    """Return the processor's output for a few of the first training samples, with items of all
+    ``data.modalities``, or for synthetic items if there are none. Raises DataError if no sample
+    with items of a modality can be used, or the data cannot be read."""
     dataset = open_split(data, "train")
     builder = ProcessedBuilder(data.model_copy(update={"on_error": "raise"}), dataset)
     if not data.modalities:
@@ -96,13 +92,8 @@ def example_batch(data: DataConfig) -> dict[str, torch.Tensor]:
 
 
 def _text_example(builder: ProcessedBuilder) -> dict[str, torch.Tensor]:
-    """Return what the processor makes of an item of each kind that it takes. The data have none,
-    and without items the forward would not call the model's towers. If the processor takes text
-    alone: of the first usable sample.
-
-    Raises:
-        DataError: none of the first samples can be used.
-    """
+    """Return the processor's output for a synthetic item of each kind that it accepts, so that the
+    forward calls the towers. A processor of text alone gets the first usable sample."""
     if items := list(example_items(builder.processor)):
         return builder.processor(*map(list, zip(*items, strict=True)))
     failure = ""
@@ -116,11 +107,7 @@ def _text_example(builder: ProcessedBuilder) -> dict[str, torch.Tensor]:
 
 
 def whole_layouts(specs: MultimodalParallelSpec, model: WholeModel) -> Plan:
-    """The plan of layouts.
-
-    Raises:
-        PlanError: they do not fit the model.
-    """
+    """Return the plan of layouts. Raises PlanError if they do not fit the model."""
     if specs.elastic:
         raise PlanError("dp is a range; accepted for modules of a whole model: a number")
     own = {**specs.encoder_specs, LANGUAGE_MODEL: specs.language_model_spec}
