@@ -1,1 +1,1 @@
-"""A module on several processes: tensor parallelism, FSDP, shares of samples and tokens."""
+"""Modules on several processes: tensor parallelism, FSDP, and splits of samples and tokens."""

@@ -1,11 +1,8 @@
-"""Which context-parallel method an attention call uses: the one that sends the fewest bytes.
+"""Choice of the context-parallel method of an attention call: the one that sends the fewest bytes.
 
-In self-attention only methods that compute over all keys at once are asked: ``ring`` and
-``rotate`` send about as much as ``gather``, in hops that wait for one another, and a balanced
-distribution of tokens does not make every hop balanced.
-
-All processes of a group must use the same method, so nothing that differs between them is
-asked: shapes of the whole group, masks of the whole sequence, dtypes.
+Self-attention only considers methods that compute over all keys at once, because ``ring`` and
+``rotate`` send about as much in serial hops. The choice depends only on values that are equal on
+all processes: shapes of the entire group, masks of the entire sequence, and dtypes.
 """
 
 from __future__ import annotations
@@ -24,23 +21,22 @@ from raymm.kernels.mask.mask import AttentionMask
 from raymm.scheduler.context_parallel.traffic import METHODS, AttentionShape, choose_method
 
 Attend = Callable[..., torch.Tensor]
-"""``attend(query, key, value, masks, scale=, softcap=) -> output``: what
-:data:`raymm.kernels.hf.self_attention.ATTEND_ARGUMENT` takes."""
-# Layers of two kinds, microbatches of a few shapes under way.
+"""``attend(query, key, value, masks, scale=, softcap=) -> output``, the type of
+:data:`raymm.kernels.hf.self_attention.ATTEND_ARGUMENT`."""
+# Enough for two kinds of layers and microbatches of a few shapes in flight.
 _CACHED_CHOICES = 256
 NEEDED = "needed"
 _AT_ONCE = ("gather", NEEDED, "ulysses")
-# ``needed`` plans which keys go where for every mask; it must save this much of the bytes.
+# ``needed`` plans key transfers for every mask, so its bytes must be below this share of the best.
 _CLEARLY = 0.75
 
 
 def attend_over(group: ContextGroup, *, backward: bool = True) -> Attend:
-    """Attention over the processes of a group, each call by the method of :func:`choose`.
+    """Return attention over the processes of a group, with the method of :func:`choose` for each
+    call.
 
-    Args:
-        backward: whether what is sent in a backward pass counts. It must not depend on whether
-            gradients are recorded at the moment: a stage that recomputes would use one method
-            first and another one later.
+    ``backward`` counts bytes sent in a backward pass. It must not depend on whether gradients are
+    currently recorded: a recomputing stage would change the method between its forwards.
     """
 
     def attend(
@@ -71,22 +67,17 @@ def choose(
     backward: bool = True,
     methods: tuple[str, ...] | None = None,
 ) -> str:
-    """The method whose busiest process sends the fewest bytes (``needed`` if clearly so), kept
-    per layout: all layers of a microbatch ask the same.
+    """Return the method whose busiest process sends the fewest bytes (``needed`` if clearly fewer).
+
+    Choices are cached per layout, because all layers of a microbatch make the same call.
 
     Args:
-        masks: of the whole sequence, one or one each; what their rows see counts for ``needed``.
-        queries, keys: which tokens each process has.
-        heads: of queries, and of keys and values, of all that a process has.
-        head_dim: of one head.
-        element_bytes: of one element of Q, K, V.
+        masks: masks of the entire sequence, one or one per sequence.
+        queries, keys: the tokens of each process.
+        heads: number of heads of queries, and of keys and values, on one process.
         sequences: B.
-        backward: whether there is a backward pass.
-        methods: which may be chosen. Default: in self-attention those that compute over all keys
-            at once, else all.
-
-    Returns:
-        One of :data:`raymm.kernels.context_parallel.attention.METHODS`.
+        methods: candidates from :data:`raymm.kernels.context_parallel.attention.METHODS`. Default:
+            in self-attention those that compute over all keys at once, else all.
     """
     shape = AttentionShape(
         queries.sizes, keys.sizes, *heads, head_dim, activation_bytes=element_bytes,
@@ -106,7 +97,8 @@ def choose(
 def _needed_keys(
     masks: tuple[AttentionMask, ...], queries: ContextLayout, keys: ContextLayout
 ) -> list[list[int]]:
-    """[r][s]: how many keys of process ``s`` some row of process ``r`` sees, in some mask."""
+    """Return at [r][s] how many keys of process ``s`` some row of process ``r`` sees, in some mask.
+    """
     owner = np.empty(keys.length, dtype=np.int64)
     for rank, ranges in enumerate(keys.ranges):
         for start, stop in ranges:
@@ -121,7 +113,7 @@ def _needed_keys(
 
 
 def computed_in(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that attention computes in: autocast's, if that is on."""
+    """Return the dtype that attention computes in: autocast's, if enabled."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

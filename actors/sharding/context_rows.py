@@ -1,11 +1,9 @@
-"""Context parallelism of a stage: which tokens of a microbatch each process has.
+"""Context parallelism of a stage: distribution of a microbatch's tokens over processes.
 
-Processes agree without a message: all know the microbatch's masks, and the distribution is a
-function of them. Sequences are padded until every process has as many blocks. Under a mask policy
-that is not one of raymm's own, processes may have a block or two more or fewer than that
-(:mod:`raymm.scheduler.context_parallel.uneven_counts`; under raymm's own that gains nothing). What
-they send each other has room for the most that a process may have, as receives need shapes that
-depend on shapes only.
+The distribution is a function of the masks, so processes agree without messages. Sequences are
+padded so that every process has equally many blocks. Under custom mask policies, counts may differ
+by a few blocks (:mod:`raymm.scheduler.context_parallel.uneven_counts`); messages have room for the
+maximum.
 
 Legend: ``B`` samples, ``T`` tokens.
 """
@@ -30,36 +28,28 @@ from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.mask.mask import AttentionMask
 
 PAIR_RATE = 1 / 3
-"""FLOP/s of attention's kernels, forward and backward, over those of products with weights; roughly
-what the compiled kernels' instructions and FlashAttention-2's figures come to on an H100."""
-# Blocks that each process gets at least, where there are tokens enough, to balance with.
+"""FLOP/s of attention kernels, forward and backward, relative to products with weights; estimated
+from the compiled kernels' instructions and FlashAttention-2's figures on an H100."""
+# Minimum number of blocks per process for load balancing, if there are enough tokens.
 BLOCKS_PER_PROCESS = 8
 MOST_BLOCK = 128  # rows of a kernel's tile
 
 
 def block_size(length: int, processes: int) -> int:
-    """Tokens that are split together: as many as the rows of a kernel's tile, or a power of two of
-    them where that makes too few blocks.
+    """Return the number of tokens that are distributed together: a kernel tile or a power of two
+    below it.
 
-    A tile is computed for all its rows if one of them sees its keys, so work is shared out best in
-    whole tiles, and blocks that fill tiles up come next. Of odd sizes tiles would cross blocks that
-    see different keys (``benchmarks.token_time``: up to 0.14 of a step).
-
-    Args:
-        length: T, tokens of a row.
-        processes: that share them.
+    A tile is computed for all its rows if one of them sees its keys. Blocks that do not divide
+    tiles would cost up to 0.14 of a step (``benchmarks.token_time``). ``length`` is T.
     """
     most = length // (BLOCKS_PER_PROCESS * processes)
     return 1 << (min(MOST_BLOCK, max(1, most)).bit_length() - 1)
 
 
 def token_pairs(config: Any) -> int:
-    """How many pairs of a query and a key take a layer's attention as long as all else takes it
-    for one token; forward and backward. The same for all of a model's stages, as a configuration
-    is.
+    """Return the query-key pairs that cost as much as all other work of one token in a layer.
 
-    Args:
-        config: of the model, by transformers' names. Of what it does not say, what is usual.
+    Missing values of ``config`` (transformers' names) are estimated.
     """
     config = config.get_text_config()
 
@@ -80,25 +70,22 @@ def token_pairs(config: Any) -> int:
 
 
 def block_token_work(block: int, pairs: int) -> int:
-    """What a block costs beside attention, in its active key blocks; 0 for blocks that do not fill
-    a tile: of those each would be as much work as the tile that it comes to lie in, so that
-    counts which differ gain nothing.
+    """Return a block's cost outside attention, in active key blocks; 0 for blocks smaller than a
+    tile.
 
-    Args:
-        block: tokens of a block.
-        pairs: that a token costs (:func:`token_pairs`); 0 for what is not known.
+    Such a block costs as much as its tile, so uneven counts gain nothing.
     """
     return -(-pairs // block) if block == MOST_BLOCK else 0
 
 
 def padded_length(length: int, processes: int) -> int:
-    """The next length at which every process gets as many blocks."""
+    """Return the next length at which every process gets equally many blocks."""
     share = block_size(length, processes) * processes
     return -(-length // share) * share
 
 
 def pad_layout(layout: torch.Tensor, processes: int) -> torch.Tensor:
-    """A token layout (3, B, T) with padding up to :func:`padded_length`."""
+    """Pad a token layout (3, B, T) to :func:`padded_length`."""
     missing = padded_length(layout.shape[2], processes) - layout.shape[2]
     padded = F.pad(layout, (0, missing))
     if missing:
@@ -107,13 +94,8 @@ def pad_layout(layout: torch.Tensor, processes: int) -> torch.Tensor:
 
 
 def message_tokens(length: int, processes: int, pairs: int) -> int:
-    """Tokens that a process's messages to the next stage have room for.
-
-    Args:
-        length: T before padding.
-        processes: that share the tokens.
-        pairs: as of :func:`shard_tokens`.
-    """
+    """Return the token capacity of a process's messages to the next stage; see
+    :func:`shard_tokens`."""
     from raymm.scheduler.context_parallel.uneven_counts import most_blocks
 
     block, total = block_size(length, processes), padded_length(length, processes)
@@ -125,14 +107,8 @@ def message_tokens(length: int, processes: int, pairs: int) -> int:
 def resize_tokens(
     hidden: torch.Tensor, side: dict[str, Any], tokens: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A process's tokens with room for others after them, or without it.
-
-    Args:
-        hidden: (B, tokens, ...).
-        side: what goes with it; ``targets``, ``position_ids`` and, if there, ``routed_tokens`` are
-            (..., tokens).
-        tokens: how many there are to be.
-    """
+    """Pad or truncate hidden state (B, tokens, ...) and side tensors (..., tokens) to a token
+    count."""
     more = tokens - hidden.shape[1]
     if not more:
         return hidden, side
@@ -148,14 +124,13 @@ def resize_tokens(
 def shard_tokens(
     masks: Sequence[AttentionMask], length: int, exchange: Exchange, pairs: int = 0
 ) -> ContextGroup:
-    """Deal a padded microbatch's tokens out so that attention work and token count balance.
+    """Distribute a padded microbatch's tokens so that attention work and token counts are balanced.
 
     Args:
-        masks: of every row.
-        length: T before padding, which says how large blocks are.
-        exchange: the processes that get the tokens.
-        pairs: what a token costs beside attention (:func:`token_pairs`), where counts may
-            differ; 0 where all are to have equally many.
+        masks: one per row.
+        length: T before padding, which determines the block size.
+        pairs: cost of a token outside attention (:func:`token_pairs`) if counts may differ; 0 for
+            equal counts.
     """
     from raymm.scheduler.context_parallel.distribution import distribute
     from raymm.scheduler.context_parallel.workload import active_key_blocks
@@ -180,12 +155,10 @@ def shard_tokens(
 def shared_rows(
     lengths: Lengths, real: torch.Tensor | None, group: ContextGroup
 ) -> SharedRows:
-    """Documents of rows whose tokens a group shares.
+    """Return documents, by their lengths per row, whose tokens a group shares
+    (:func:`shard_tokens`).
 
-    Args:
-        lengths: per row, of its documents.
-        real: (B, T) on the host, 0 for padding that is in documents; None if there is none.
-        group: of :func:`shard_tokens`.
+    ``real`` is (B, T) on the host, 0 for padding inside documents; None without padding.
     """
     layout, exchange = group.queries, group.exchange
     positions = [layout.positions(rank) for rank in range(exchange.size)]
@@ -196,17 +169,16 @@ def shared_rows(
 def take_tokens(
     merged: dict[str, Any], positions: torch.Tensor, length: int
 ) -> dict[str, torch.Tensor]:
-    """A process's share of what a merge policy returned: its tokens' embeddings, targets and
-    position ids.
+    """Select a process's tokens from the result of a merge policy.
 
     Args:
-        merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``position_ids``
-            (..., T) and ``routed_tokens`` (B, T).
+        merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), optionally ``position_ids`` (...,
+            T) and ``routed_tokens`` (B, T).
         positions: the process's tokens, on the host; those from T on are padding.
         length: T.
 
     Raises:
-        ValueError: if there is anything else for the model that belongs to tokens.
+        ValueError: ``merged`` has other entries.
     """
     accepted = {"inputs_embeds", "targets", "position_ids", ROUTED_TOKENS}
     if unknown := sorted(name for name, value in merged.items()

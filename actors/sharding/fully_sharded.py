@@ -1,21 +1,15 @@
-"""Parameters of a stage shared out over processes, by torch's FSDP2.
+"""Parameters of a stage sharded over processes with torch's FSDP2.
 
-Each process keeps a part of every parameter along its first dimension. Parameters are gathered
-*unit* by unit (a block; a language model's embedding or head): when the unit's forward or backward
-begins, the next one's meanwhile, and let go when it ends. Gradients are summed and scattered, a
-part to each process, as soon as a unit's backward made them. So a process holds whole parameters
-and gradients of a unit or two at a time.
+Parameters are gathered per *unit*: a block, or a language model's embedding or head. A unit is
+gathered when its forward or backward starts (the next one is prefetched) and freed when it ends.
+Its gradients are reduce-scattered as soon as they are complete.
 
-What is around the units (norms, tied embeddings, patch embeddings, projectors) stays whole on every
-process. Its gradients are summed like those of copies, and one process keeps the optimizer's
-state of each parameter (ZeRO-1).
+Parameters outside units (norms, tied embeddings, patch embeddings, projectors) are replicated, and
+one process keeps the optimizer state of each (ZeRO-1). With expert parallelism, experts are not
+gathered: tokens are sent to them (:mod:`raymm.actors.experts.parallel`).
 
-Of a mixture of experts that is expert parallel, experts are not gathered: each process keeps the
-same part of them, and tokens come to it (:mod:`raymm.actors.experts.parallel`).
-
-The stage is FSDP's root with ``run`` as its forward, since the module's own forward may end in the
-middle (:class:`raymm.errors.ForwardLeft`); hooks that replace the hidden state come
-before FSDP's.
+FSDP's root is the stage with ``run`` as its forward, because the module's own forward may end early
+(:class:`raymm.errors.ForwardLeft`). Hooks that replace the hidden state run before FSDP's.
 """
 
 from __future__ import annotations
@@ -46,14 +40,12 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 @dataclass(frozen=True)
 class FullyShardedPlan:
-    """Which parameters of a module are shared out. Names are the module's.
+    """Selection of the parameters of a module that are sharded; names are relative to the module.
 
     Attributes:
-        shards: over how many processes.
-        lengths: per sharded parameter, how long it is along its first dimension.
-        units: dotted names of the modules whose parameters are gathered together.
-        experts: dotted names of modules within them whose parameters are not gathered: tokens go
-            to their experts.
+        lengths: length of each sharded parameter along its first dimension.
+        units: names of the modules whose parameters are gathered together.
+        experts: names of modules inside units that are not gathered; tokens are sent to them.
     """
 
     shards: int
@@ -62,7 +54,7 @@ class FullyShardedPlan:
     experts: tuple[str, ...] = ()
 
     def shard(self, parameter: str, place: int) -> ParameterShard | None:
-        """What a process holds of a parameter, maybe nothing; None: all of it."""
+        """Return a process's shard, possibly empty; None if it holds the full parameter."""
         length = self.lengths.get(parameter)
         if length is None:
             return None
@@ -71,16 +63,15 @@ class FullyShardedPlan:
         return ParameterShard(0, ((start, stop),))
 
     def sharers(self, parameter: str, place: int) -> tuple[int, ...]:
-        """The processes whose gradients of this process's shard must be summed."""
+        """Return the processes over which gradients of this process's shard are summed."""
         return (place,) if parameter in self.lengths else tuple(range(self.shards))
 
     def is_replica(self, parameter: str, place: int) -> bool:
-        """Whether a process before this one holds the very same."""
+        """Return True if an earlier process holds the same."""
         return parameter not in self.lengths and place > 0
 
     def edges(self, parameter: str) -> tuple[int, ...] | None:
-        """Return where the ranges of all processes begin and end, ascending up to the parameter's
-        length; None if every process holds all of it."""
+        """Return the ascending bounds of all processes' ranges; None for a replicated parameter."""
         length = self.lengths.get(parameter)
         if length is None:
             return None
@@ -89,13 +80,10 @@ class FullyShardedPlan:
 
 
 def fully_sharded_plan(module: nn.Module, units: Sequence[str], shards: int) -> FullyShardedPlan:
-    """The plan of a whole module.
+    """Return the plan of a complete module or its skeleton, with the parameters of ``units``
+    sharded.
 
-    Args:
-        module: the whole module, or its skeleton.
-        units: dotted names of its modules whose parameters are shared out. Parameters that other
-            units or the rest of the module use too stay whole, and so do single numbers.
-        shards: processes that share it.
+    Scalars, and parameters that other units or the rest of the module use, too, are replicated.
     """
     users: dict[int, set[str]] = {}
     parameters = list(module.named_parameters(remove_duplicate=False))
@@ -116,7 +104,7 @@ def fully_sharded_plan(module: nn.Module, units: Sequence[str], shards: int) -> 
 
 
 def language_units(module: nn.Module, blocks: str) -> list[str]:
-    """A language model's blocks, embedding and head."""
+    """Return the names of a language model's blocks, embedding and head."""
     ends = [input_embeddings(module), method_of(module, "get_output_embeddings")()]
     return [
         *block_units(module, blocks),
@@ -125,7 +113,7 @@ def language_units(module: nn.Module, blocks: str) -> list[str]:
 
 
 def block_units(module: nn.Module, blocks: str) -> list[str]:
-    """The names of a list of blocks' entries."""
+    """Return the names of the entries of a list of blocks."""
     return [f"{blocks}.{number}" for number in range(len(block_list(module, blocks)))]
 
 
@@ -137,19 +125,16 @@ def shard_parameters(
     device: torch.device,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
-    """Give away all but this process's part of a stage's parameters.
+    """Reduce a stage's parameters to this process's shard.
 
-    From then on ``stage.run`` must be called by all processes of the group together.
+    From then on, all processes of the group must call ``stage.run`` together.
 
     Args:
-        stage: what has ``run``.
         module: the stage's part of the planned module, if it has any.
-        plan: of the whole module; the stage may be a part of it.
-        group: the processes that share the parameters.
-        device: where the shards are to be.
-        compute_dtype: of units that compute matrix products (not an embedding): gathered in it, so
-            that no forward keeps another copy for its backward, while shards and sums of gradients
-            are fp32. None: units are gathered as they are, and autocast casts what it would.
+        plan: plan of the complete module.
+        compute_dtype: dtype in which units with matrix products (not an embedding) are gathered;
+            shards and reductions are fp32. None: units are gathered unchanged, and autocast casts
+            as usual.
     """
     mesh = DeviceMesh.from_group(group, device.type)
     low = compute_dtype is not None
@@ -160,8 +145,8 @@ def shard_parameters(
     units = [] if module is None else [
         module.get_submodule(unit) for unit in plan.units if unit in own_units
     ]
-    # The stage is the root, so that each unit gathers the next one's parameters ahead. The module
-    # cannot be: its forward may end in the middle.
+    # The stage is the root, so that units prefetch the next one's parameters. The module cannot be
+    # the root, because its forward may end early.
     if compute_dtype is not None:
         for unit in units:
             _norms_in_fp32(unit)
@@ -172,10 +157,10 @@ def shard_parameters(
             child, mesh=mesh, reshard_after_forward=True, ignored_params=whole,
             mp_policy=_policy(child, compute_dtype if child is not stage else None),
         )
-        # Sums, not means; gloo knows no reduction with a factor.
+        # Sums, not means; gloo does not support a reduction with a factor.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        # After hooks that replace the hidden state: backward is over when its gradient is there.
+        # Run after hooks that replace the hidden state: its gradient marks the end of the backward.
         for hook in set(hooks) - before:
             hooks.move_to_end(hook)
     register_fsdp_forward_method(stage, "run")
@@ -184,8 +169,8 @@ def shard_parameters(
 def _share_experts(
     module: nn.Module, plan: FullyShardedPlan, group: dist.ProcessGroup, low: bool
 ) -> set[nn.Parameter]:
-    """Give away all but this process's experts, which compute in autocast's dtype if ``low``;
-    returns their parameters."""
+    """Keep only this process's experts, used in autocast's dtype if ``low``; return their
+    parameters."""
     present = dict(module.named_modules())
     of_layers = [present[name] for name in plan.experts if name in present]
     for of_layer in of_layers:
@@ -194,7 +179,8 @@ def _share_experts(
 
 
 def _policy(unit: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Not of inputs: the residual stream stays what autocast makes it."""
+    """Return a policy that does not cast inputs: autocast determines the residual stream's dtype.
+    """
     if compute_dtype is None or not any(isinstance(m, CAST_BY_AUTOCAST) for m in unit.modules()):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(
@@ -203,8 +189,8 @@ def _policy(unit: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisio
 
 
 def _norms_in_fp32(unit: nn.Module) -> None:
-    """Autocast on CUDA computes torch's norms in fp32; on a CPU they refuse weights of another
-    dtype than their input's."""
+    """Let torch's norms use fp32 weights, as autocast does on CUDA; the CPU rejects mixed dtypes.
+    """
     def show(norm: nn.Module, _: object) -> None:
         for name, parameter in norm._parameters.items():
             if parameter is not None:
@@ -221,5 +207,5 @@ def _norms_in_fp32(unit: nn.Module) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor; shares its memory."""
+    """Return this process's shard of a tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,6 +1,4 @@
-"""The attention method that sends the fewest bytes, chosen when a layer attends: what
-``kernels.hf.shared_batch.CrossAttention`` takes for a method, as the choice is the scheduler's.
-"""
+"""Attention method for ``kernels.hf.shared_batch.CrossAttention`` that sends the fewest bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +14,10 @@ from raymm.scheduler.context_parallel.traffic import METHODS
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """``method=LeastBytes()``: keys and values or queries move, whichever is less.
+    """Method choice, equal on all processes: send queries, or keys and values, whichever is fewer
+    bytes.
 
-    Layouts and masks are the same on every process, so all choose alike.
-
-    Attributes:
-        backward: whether the bytes of a backward pass count.
-        methods: which may be chosen.
+    ``backward`` counts the bytes of a backward pass; ``methods`` are the candidates.
     """
 
     backward: bool = True
@@ -36,13 +31,10 @@ class LeastBytes:
         key: torch.Tensor,
         recompute: bool = False,
     ) -> str:
-        """The method for one call.
+        """Return the method for query (B, Hq, Tq, D) and key (B, Hk, Tk, D), given their shape and
+        dtype.
 
-        Args:
-            query: (B, Hq, Tq, D), of which only shape and dtype are read.
-            key: (B, Hk, Tk, D).
-            recompute: whether queries, keys and values are made again in the backward pass,
-                which rules ulysses out.
+        ``recompute``, for queries, keys and values in the backward pass, excludes ulysses.
 
         Raises:
             PlanError: none of the methods can be used.

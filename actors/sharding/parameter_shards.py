@@ -1,8 +1,4 @@
-"""Which shard of each parameter of a module a process holds.
-
-Per parameter: the dimension and ranges of it that a process has, whose gradients of these must be
-summed, and whether an earlier process has the very same. What no plan names is whole everywhere.
-"""
+"""Ownership of parameter shards; parameters that no plan names are replicated."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class ShardPlan(Protocol):
-    """Who has what of a module's parameters: a ``TensorPlan`` or a ``FullyShardedPlan``. Processes
-    are numbered by their place among those that share the parameters."""
+    """Interface of ``TensorPlan`` and ``FullyShardedPlan``; ``place`` is a process's rank among
+    sharers."""
 
     def shard(self, parameter: str, place: int, /) -> ParameterShard | None: ...
 
@@ -32,13 +28,9 @@ class ShardPlan(Protocol):
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """Part of a parameter that a process holds.
+    """Part of a parameter that a process holds: ``ranges`` [start, stop) along ``dim``, in order.
 
-    Attributes:
-        shape: of the whole parameter.
-        dim: dimension that is sharded.
-        ranges: [start, stop) of each stretch of it that the process holds, in order.
-        edges: where a stretch of any process begins or ends.
+    ``shape`` is that of the full parameter, and ``edges`` bounds the ranges of all processes.
     """
 
     shape: tuple[int, ...]
@@ -48,49 +40,42 @@ class ParameterPart:
 
     @property
     def folded(self) -> tuple[int, int, int]:
-        """Elements before the sharded dimension, along it and behind it."""
+        """Number of elements before, along and after the sharded dimension."""
         shape, dim = self.shape, self.dim
         return prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])
 
     @classmethod
     def from_whole(cls, shape: Sequence[int]) -> ParameterPart:
-        """Part of a process that holds the whole parameter."""
+        """Return the part of a process that holds the full parameter."""
         shape = tuple(shape) or (1,)
         return cls(shape, 0, ((0, shape[0]),))
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The shards of a module and what goes with it (an encoder and its projector).
+    """Shards of a stage's modules (an encoder and its projector); modules without plan are
+    replicated.
 
     Attributes:
-        plans: by attribute of the stage (``"module"``, ``"projector"``), which is what names of
-            parameters begin with; what has no plan is whole on every process.
-        shards: over how many processes that share a microbatch the parameters are shared out;
-            1 if over those that share its work on every token (tensor parallelism).
+        plans: by attribute of the stage (``"module"``, ``"projector"``), the first part of names.
+        shards: number of FSDP shards over processes that share a microbatch; 1 for tensor
+            parallelism.
     """
 
     plans: Mapping[str, ShardPlan] = field(default_factory=dict)
     shards: int = 1
 
     def place(self, tp: int, data: int) -> int:
-        """Which of the processes that share parameters one is, from its place among those of
-        tensor parallelism and among those that share a microbatch."""
+        """Return a process's rank among sharers, given its tensor-parallel and its data rank."""
         return data if self.shards > 1 else tp
 
     def shard(self, name: str, place: int) -> ParameterShard | None:
-        """What a process holds of a parameter; None if all of it."""
+        """Return a process's shard of a parameter; None if it holds the full parameter."""
         plan, rest = self._find(name)
         return None if plan is None else plan.shard(rest, place)
 
     def part(self, name: str, place: int, local: Sequence[int]) -> ParameterPart:
-        """Return the part of a parameter that a process holds.
-
-        Args:
-            name: the parameter's.
-            place: which of the processes that share the module's parameters.
-            local: shape of what it holds.
-        """
+        """Return the part of a parameter that a process holds, given the local shape."""
         plan, rest = self._find(name)
         shard = None if plan is None else plan.shard(rest, place)
         edges = None if plan is None else plan.edges(rest)
@@ -100,22 +85,15 @@ class ShardSpec:
         return ParameterPart(shape, shard.dim, tuple(shard.ranges), edges)
 
     def length(self, name: str) -> int | None:
-        """Return the length of the dimension of a parameter that is sharded; None if none is.
-
-        Args:
-            name: the parameter's.
-        """
+        """Return the length of a parameter's sharded dimension; None for a replicated parameter."""
         plan, rest = self._find(name)
         edges = None if plan is None else plan.edges(rest)
         return None if edges is None else edges[-1]
 
     def splits_blocks(self, name: str, elements: int, block: int) -> bool:
-        """Return True if a shard of a parameter may end within a block of consecutive elements.
+        """Return True if a shard may end within a block of ``block`` consecutive elements.
 
-        Args:
-            name: the parameter's.
-            elements: of the whole parameter.
-            block: elements of a block.
+        ``elements`` is the size of the full parameter.
         """
         plan, rest = self._find(name)
         edges = None if plan is None else plan.edges(rest)
@@ -126,14 +104,14 @@ class ShardSpec:
         return any(edge * inner % block for edge in edges)
 
     def sharers(self, name: str, place: int) -> tuple[int, ...]:
-        """The processes whose gradients add up to that of a process's shard."""
+        """Return the processes over which gradients of a process's shard are summed."""
         plan, rest = self._find(name)
         if plan is not None:
             return plan.sharers(rest, place)
         return tuple(range(self.shards)) if self.shards > 1 else (place,)
 
     def is_replica(self, name: str, place: int) -> bool:
-        """Whether a process before it holds the very same."""
+        """Return True if an earlier process holds the same."""
         plan, rest = self._find(name)
         return place > 0 if plan is None else plan.is_replica(rest, place)
 
@@ -144,16 +122,8 @@ class ShardSpec:
     def add(
         self, whole: torch.Tensor | None, name: str, place: int, count: int, local: torch.Tensor
     ) -> torch.Tensor:
-        """Add a process's shard, one of ``count``, to the whole parameter (None: nothing yet,
-        zeros).
-
-        Args:
-            whole: what the pieces before it have made; None before the first.
-            name: the parameter's.
-            place: which piece it is.
-            count: how many there are.
-            local: the piece.
-        """
+        """Add a process's shard, one of ``count``, to the full parameter (None: zeros) and return
+        it."""
         shard = self.shard(name, place)
         if shard is None:
             return local.clone() if whole is None else whole + local
@@ -170,5 +140,5 @@ class ShardSpec:
 
 
 def parts_of(local: torch.Tensor, shard: ParameterShard) -> tuple[torch.Tensor, ...]:
-    """A shard's tensor, range by range."""
+    """Split a shard's tensor into its ranges."""
     return local.split([stop - start for start, stop in shard.ranges], shard.dim)

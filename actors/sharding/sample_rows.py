@@ -1,9 +1,7 @@
-"""Fully sharded data parallelism of a stage: which samples of a microbatch each process has.
+"""Fully sharded data parallelism of a stage: distribution of a microbatch's samples over processes.
 
-Shares are contiguous, differ by at most one sample, and follow from the number of samples alone,
-so nothing is said about them and messages have the shapes that receives expect. All processes
-take part in every microbatch, as the layers' parameters are gathered from all: one without a
-sample of its own works on the first one, for nothing.
+Shares are contiguous, differ by at most one sample, and follow from the sample count. All processes
+run every microbatch. A process without samples runs the first one and discards the result.
 
 Legend: ``B`` rows, ``T`` tokens, ``N`` items.
 """
@@ -19,7 +17,7 @@ from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.actors.modules.message import ROUTED_TOKENS, MicrobatchContext
 from raymm.errors import ModelError
 
-# What a merge policy may return, and which of its dimensions is that of rows.
+# Allowed results of a merge policy, with their row dimension.
 _ROWS = {
     "inputs_embeds": 0, "targets": 0, "attention_mask": 0, "token_type_ids": 0,
     "cross_attention_states": 0, "cross_shown": 0, "token_layout": 1, "position_ids": -2,
@@ -28,32 +26,23 @@ _ROWS = {
 
 
 def shares(count: int, processes: int) -> list[range]:
-    """The samples of every process: in order, as many to within one."""
+    """Return the samples of every process, in order; counts differ by at most one."""
     edges = [-(-count * place // processes) for place in range(processes + 1)]
     return [range(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
 
 
 def row_shares(count: int, processes: int, together: int = 1) -> list[range]:
-    """The same of rows, of which some that follow one another stay together.
-
-    Args:
-        count: of rows, a multiple of ``together``.
-        processes: as of :func:`shares`.
-        together: how many.
-    """
+    """Return the rows of every process, in groups of ``together`` rows; ``count`` is a multiple."""
     groups = shares(count // together, processes)
     return [range(own.start * together, own.stop * together) for own in groups]
 
 
 def text_of_samples(inputs: Mapping[str, Any], context: MicrobatchContext) -> dict[str, Any]:
-    """Of a microbatch's text the rows of a stage's samples, and to which of them their items
-    belong.
+    """Select the rows of a stage's samples, and renumber the rows in ``sample_index``.
 
-    Args:
-        inputs: tensors (B, ...), and ``sample_index``: (items,) by modality.
-        context: with the samples.
+    ``inputs`` has tensors (B, ...) and ``sample_index`` with (items,) by modality.
     """
-    (rows,) = context.samples  # every sample has text
+    (rows,) = context.samples  # text has exactly one range
     own: dict[str, Any] = {
         name: value[slice(*rows)] for name, value in inputs.items() if name != "sample_index"
     }
@@ -68,20 +57,19 @@ def text_of_samples(inputs: Mapping[str, Any], context: MicrobatchContext) -> di
 def take_rows(
     merged: Mapping[str, Any], place: int, processes: int, together: int = 1
 ) -> dict[str, torch.Tensor]:
-    """A process's share of what a merge policy returned. A process without a row of its own
-    gets the first one without a label: its loss and all its gradients are zero.
+    """Select a process's rows from the result of a merge policy.
+
+    A process without rows gets the first one without labels: its loss and gradients are zero.
 
     Args:
-        merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``attention_mask``
-            (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,),
-            ``token_layout`` (3, B, T), ``cross_attention_states`` (B, V, H), ``cross_shown``
-            (B, T, items) and ``routed_tokens`` (B, T); where there is one row for all, it stays.
-        place: this process's place among them.
-        processes: how many share the rows.
-        together: rows that stay together.
+        merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), optionally ``attention_mask`` (B,
+            ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,), ``token_layout``
+            (3, B, T), ``cross_attention_states`` (B, V, H), ``cross_shown`` (B, T, items) and
+            ``routed_tokens`` (B, T). Entries with a single row for all are kept.
+        together: size of groups of rows that stay together.
 
     Raises:
-        ModelError: if there is anything else.
+        ModelError: ``merged`` has other entries.
     """
     if unknown := sorted(set(merged) - set(_ROWS)):
         raise ModelError(
@@ -93,7 +81,7 @@ def take_rows(
     taken = own or range(1)
     part = {}
     for name, value in merged.items():
-        if value.dim() == 1:  # position ids of all rows
+        if value.dim() == 1:  # position ids common to all rows
             part[name] = value
             continue
         dim = _ROWS[name] % value.dim()
@@ -112,10 +100,10 @@ def take_rows(
 
 
 def count_items(inputs: Mapping[str, Any], module: str) -> int:
-    """How many items there are.
+    """Return the number of items.
 
     Raises:
-        ModelError: if not every tensor has its items along its first dimension.
+        ModelError: a tensor does not have the items in its first dimension.
     """
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim()}
     counts = {value.shape[0] for value in tensors.values()}
@@ -130,7 +118,7 @@ def count_items(inputs: Mapping[str, Any], module: str) -> int:
 
 
 def take_items(inputs: Mapping[str, Any], own: Sequence[int]) -> dict[str, Any]:
-    """A process's items of an encoder's inputs; the first one if it has none."""
+    """Select a process's items of an encoder's inputs, or the first one if it has none."""
     own = own or range(1)
     return {
         name: value[own[0] : own[-1] + 1] if isinstance(value, torch.Tensor) and value.dim()

@@ -1,21 +1,13 @@
-"""Context parallelism of an encoder: its blocks work on a part of every item's tokens.
+"""Context parallelism of an encoder: its blocks run on a part of every item's tokens.
 
-Every process runs the unmodified forward on complete inputs. At the input of the first block the
-hidden state is cut down to the process's tokens; after the last one the tokens of all processes
-are gathered. In between only attention knows of other tokens. A pipeline stage in the middle is
-handed, and hands on, its process's tokens.
+Every process runs the unmodified forward on complete inputs. The hidden state is reduced to the
+process's tokens at the first block, and gathered after the last one. Stages in the middle receive
+and send only their process's tokens, but learn the layout from the hidden state that their own code
+creates.
 
-Gradients of parameters are right when *summed over processes*, wherever the parameters are:
-before the blocks each process has the part that comes through its tokens, in the blocks that of
-its tokens, and after them one process has all of it
-(:mod:`raymm.kernels.collectives.gather_tokens`).
-
-Every stage computes the layout anew, so nothing is said about it: also in a middle stage, what
-runs before the blocks makes a hidden state of the full shape, which is then replaced by the one
-that was received. The same goes for masks and rotary tables, which are of all tokens.
-
-Shares are contiguous and differ by at most one token. Where there are fewer tokens than processes,
-those that are left over work on copies of the last token that are thrown away.
+Parameter gradients are correct when *summed over processes*. After the blocks, one process has all
+of the gradient (:mod:`raymm.kernels.collectives.gather_tokens`). Shares are contiguous and differ
+by at most one token. Processes without tokens use copies of the last one and discard the results.
 
 Legend: ``B`` items, ``T`` tokens, ``t`` tokens of a process, ``C`` width.
 """
@@ -44,17 +36,14 @@ _CACHED_MASKS = 64
 
 
 class Peers(Protocol):
-    """What the processes of a group do together.
-
-    Attributes:
-        rank, size: this process's place in the group, and how many there are.
-    """
+    """Collective operations of the processes of a group; ``rank`` and ``size`` describe this
+    process."""
 
     rank: int
     size: int
 
     def attend(self, layout: ContextLayout) -> Attend:
-        """Attention of this process's tokens to all tokens."""
+        """Return attention of this process's tokens to all tokens."""
         ...
 
     def gather(self, local: torch.Tensor, layout: ContextLayout) -> torch.Tensor:
@@ -63,11 +52,7 @@ class Peers(Protocol):
 
 
 class ProcessPeers:
-    """:class:`Peers` that are processes of a group.
-
-    Args:
-        backward: whether the stage has a backward pass, for the choice of a method.
-    """
+    """:class:`Peers` of a process group; ``backward`` enters the choice of the attention method."""
 
     def __init__(self, exchange: Exchange, backward: bool) -> None:
         self.rank, self.size = exchange.rank, exchange.size
@@ -83,16 +68,11 @@ class ProcessPeers:
 
 
 class SharedItems:
-    """Makes blocks [lo, hi) of an encoder work on a process's tokens, from outside.
+    """Context manager around an encoder's forward that makes blocks [lo, hi) run on a process's
+    tokens.
 
-    Use as a context manager around the module's forward.
-
-    Args:
-        module: the encoder, or a part of it (:mod:`raymm.actors.modules.cut`), with the hook that
-            injects a hidden state, if any, in place already. Its attention becomes raymm's.
-        blocks: dotted name of its list of blocks.
-        lo, hi: the blocks that the module still has.
-        peers: the processes that share the tokens.
+    ``module``, with its hidden-state hook installed, gets raymm's attention and has only these
+    blocks.
     """
 
     def __init__(
@@ -109,7 +89,7 @@ class SharedItems:
         for number in range(lo, hi):
             block = every[number]
             self._attention.attach(block)
-            # Before the injection: the hidden state that it replaces has the full shape.
+            # Runs before the hidden-state hook: the original hidden state has the full shape.
             block.register_forward_pre_hook(
                 self._before_first if number == lo else self._before, prepend=True,
                 with_kwargs=True,
@@ -126,7 +106,7 @@ class SharedItems:
         self._attention.stop()
 
     def _before_first(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The first block of this stage: learn T and, in the first stage, cut the tokens."""
+        """Get T at the stage's first block and, in the first stage, reduce the tokens."""
         hidden = hidden_state(block, args, kwargs)
         if self._layout is not None:
             raise ModelError("it runs its first block more than once in a forward")
@@ -136,7 +116,8 @@ class SharedItems:
                 f"it passes its blocks a hidden state {shape}; expected (items, tokens, width)"
             )
         self._length = hidden.shape[1]
-        # Nobody is without a token: models reshape to (B, t, -1, D), which says nothing for t = 0.
+        # Every process needs a token: models reshape to (B, t, -1, D), which is ambiguous for t =
+        # 0.
         length = max(self._length, self._peers.size)
         self._layout = layout = ContextLayout.even(length, self._peers.size)
         attend = self._peers.attend(layout)
@@ -147,7 +128,7 @@ class SharedItems:
         return self._cut(block, args, kwargs, hidden_too=self._first == 0)
 
     def _set_grid(self, items: int) -> None:
-        """Cut what blocks draw by the tokens of this process."""
+        """Slice random numbers of the blocks by the tokens of this process."""
         if (draws := current_draws()) is None:
             return
         self._outside = draws.grid
@@ -160,7 +141,7 @@ class SharedItems:
         """[start, stop) of the tokens of this process."""
         assert self._layout is not None
         ((start, stop),) = self._layout.ranges[self._peers.rank]
-        if stop > self._length:  # a copy of the last token, which no token sees
+        if stop > self._length:  # copy of the last token, hidden from all others
             return self._length - 1, self._length
         return start, stop
 
@@ -173,7 +154,7 @@ class SharedItems:
         local = output[0] if isinstance(output, tuple) else output
         if not isinstance(local, torch.Tensor) or local.dim() != 3:
             raise ModelError("its last block does not return a tensor (items, tokens, width)")
-        assert self._layout is not None  # since its first block
+        assert self._layout is not None  # set at the first block
         whole = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()
         set_grid(self._outside)
@@ -193,7 +174,7 @@ class SharedItems:
 
 
 def _among_replicas(attend: Attend, length: int) -> Attend:
-    """Attention among fewer tokens than ``length``; those from there on see and show nothing."""
+    """Return attention over fewer than ``length`` tokens; the others are fully masked."""
 
     def padded(*tensors: Any, **options: Any) -> torch.Tensor:
         *qkv, masks = tensors
@@ -211,8 +192,8 @@ def _padded(mask: AttentionMask, length: int) -> AttentionMask:
 
 
 def _own_tokens(value: Any, length: int, start: int, stop: int) -> Any:
-    """A process's part of what else blocks are handed: of tables (..., T, D) (rotary embeddings)
-    and numbers (..., T) (position ids). Masks (B, 1, T, T) stay whole: attention reads them."""
+    """Select the process's part of tables (..., T, D) and numbers (..., T), but not of masks (B, 1,
+    T, T)."""
     if isinstance(value, tuple | list):
         return type(value)(_own_tokens(item, length, start, stop) for item in value)
     if isinstance(value, dict):

@@ -1,8 +1,6 @@
-"""Features and heads that a process has within a sharded module, as random numbers are cut by them.
+"""Features and heads of a process in a sharded module, for slicing random numbers.
 
-Between a column and the row that takes its outputs, tensors have the features of this process. The
-row's weight says which these are, whatever its column's outputs are (a fused projection has
-several blocks of them).
+They follow from a row's weight, because a fused column has several blocks of outputs.
 """
 
 from __future__ import annotations
@@ -26,13 +24,9 @@ from raymm.kernels.shared_draws import Cut, Features, set_features
 
 
 def cut_draws(module: nn.Module, plan: TensorPlan, rank: int, inner: Mapping[str, int]) -> None:
-    """Give hooks to the modules of a plan that say which features random numbers are cut by.
+    """Add hooks that select features for slicing the random numbers of a sharded module.
 
-    Args:
-        module: sharded, whole or pruned to a stage.
-        plan: of the whole module.
-        rank: of the process.
-        inner: by name of each row, its inputs on all processes.
+    ``inner`` has the number of inputs of each row over all processes.
     """
     names = [name for name, _ in module.named_modules() if name in plan.styles]
     order = {name: number for number, name in enumerate(names)}
@@ -52,12 +46,7 @@ def cut_draws(module: nn.Module, plan: TensorPlan, rank: int, inner: Mapping[str
 
 
 def row_widths(module: nn.Module, plan: TensorPlan) -> dict[str, int]:
-    """Return the inputs of each row of a plan, before the module is sharded.
-
-    Args:
-        module: whole or pruned to a stage.
-        plan: of the whole module.
-    """
+    """Return the number of inputs of each row of a plan, before the module is sharded."""
     present = dict(module.named_modules())
     return {
         name: widths(present[name])[0] for name, style in plan.styles.items()
@@ -73,16 +62,15 @@ def _features(plan: TensorPlan, row: str, rank: int, inner: int) -> Features:
 
 
 def _heads(plan: TensorPlan, row: str, cut: Cut) -> int | None:
-    """Return the local number of heads of the attention that a row belongs to, None if unknown or
-    if it is no attention."""
+    """Return the local number of heads of a row's attention; None if unknown or not an attention.
+    """
     inside = [where for where in plan.attributes if row.startswith(f"{where}.")]
     heads = local_query_heads(plan.attributes[max(inside, key=len)]) if inside else None
     return heads if heads is not None and cut.grouped(heads) is not None else None
 
 
 def _row_of(column: str, order: Mapping[str, int], rows: Sequence[str]) -> str | None:
-    """Return the row that takes a column's outputs: of those with the most in common with its name,
-    the next one in order."""
+    """Return the row that takes a column's outputs: the next one with the longest common prefix."""
     def rank(row: str) -> tuple[int, bool, int]:
         shared = 0
         for a, b in zip(column.split("."), row.split("."), strict=False):

@@ -1,4 +1,4 @@
-"""How many heads an attention module has, and what it keeps that depends on their number."""
+"""Head counts of attention modules, and the attributes that depend on them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,20 @@ _CONFIG_HEADS = (
 
 
 CONFIG = "config."
-"""Before a name: an attribute of the module's config, as this module sees it."""
+"""Prefix of attribute names that belong to the config, as seen by one module."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of heads of one attention module.
-
-    Attributes:
-        query, key: query heads, and KV heads.
-    """
+    """Numbers of query heads and KV heads of an attention module."""
 
     query: int
     key: int
 
 
 def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
-    """Heads of an attention unit, from what its module keeps, the config and the widths of its
-    projections; None if they do not say."""
+    """Return an attention unit's heads, from attributes, config and projection widths; None if
+    unknown."""
     container = module.get_submodule(unit.where)
     configs = [getattr(container, "config", None), *_configs(module, unit.where)]
     out = {name: widths(module.get_submodule(name))[1] for name in unit.columns}
@@ -82,15 +78,8 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
 
 
 def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> dict[str, int]:
-    """What an attention module has to keep instead when it has its share of the heads: numbers
-    of heads, and widths of all heads together; see :data:`CONFIG`.
-
-    Args:
-        module: the whole model.
-        unit: of attention.
-        heads: how many there are of queries and of keys.
-        tp: processes that share them.
-    """
+    """Return an attention's head counts and total head widths for 1/``tp`` of the heads, by
+    attribute."""
     container = module.get_submodule(unit.where)
     key = max(1, heads.key // tp)
     values = {
@@ -108,24 +97,20 @@ def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> di
         if type(vars(container).get(name)) is int and vars(container)[name] == old
     }
     config = getattr(container, "config", None)
-    if unit.fused and config is not None:  # they take their output apart by what it says
+    if unit.fused and config is not None:  # fused units split their output by the config
         in_config = {n: heads.query // tp for n in _CONFIG_HEADS} | {_KEY_COUNTS[0]: key}
         local |= {CONFIG + n: new for n, new in in_config.items() if hasattr(config, n)}
     return local
 
 
 def local_query_heads(attributes: Mapping[str, int]) -> int | None:
-    """Return the number of query heads among the numbers of :func:`local_attributes`.
-
-    Args:
-        attributes: of one attention module.
-    """
+    """Return the number of query heads in a result of :func:`local_attributes`."""
     names = (*_QUERY_COUNTS, *(CONFIG + name for name in _CONFIG_HEADS))
     return next((attributes[name] for name in names if name in attributes), None)
 
 
 def _configs(module: nn.Module, where: str) -> list[Any]:
-    """Configs of the modules around, the innermost first."""
+    """Return the configs of the surrounding modules, the innermost first."""
     path = where.split(".")
     around = [module.get_submodule(".".join(path[:n])) for n in range(len(path), -1, -1)]
     configs = [child.config for child in around if getattr(child, "config", None) is not None]

@@ -1,6 +1,6 @@
-"""Units of modules for which Hugging Face has no plan: found by the names that models use.
+"""Units of modules without Hugging Face plan, found by common names.
 
-A unit is made only if both halves are there and their widths fit; all else stays replicated.
+A unit needs both halves with matching widths; all other modules are replicated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from raymm.actors.sharding.tensor_units import (
     widths,
 )
 
-# Per kind of unit: the columns, then names that their row may have. Names are relative to the
-# module around both. A star is any one name.
+# Per kind of unit: the columns, then possible names of their row, relative to the module around
+# both. A star matches any one name.
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"),
      ("o_proj", "out_proj", "dense", "proj", "projection_layer", "c_proj", "to_out.0", "wo")),
@@ -64,12 +64,7 @@ _LOCAL_NORMS = frozenset(
 
 
 def units_of_names(module: nn.Module, taken: set[str]) -> tuple[Unit, ...]:
-    """Attention and feed-forward units of a module, as far as names tell.
-
-    Args:
-        module: any; its submodules are looked at in their order.
-        taken: names of linear layers that units have already.
-    """
+    """Return attention and feed-forward units, found by names, of layers that are not ``taken``."""
     units: list[Unit] = []
     taken = {*taken, head_name(module) or ""}
     for where, parent in module.named_modules():
@@ -87,7 +82,8 @@ def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
         row = _first(parent, rows)
         if row is None or columns is None:
             continue
-        # Values may have a width of their own, but rows take in as much as all heads give.
+        # Values may have another width than keys, but a row's inputs match the outputs of all
+        # heads.
         query, key, _ = (widths(column)[1] for column in columns)
         if widths(row[1])[0] % key == 0 and query % key == 0:
             container = ".".join(names[0].split(".")[:-1])
@@ -110,8 +106,8 @@ def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
 
 
 def _latent_unit(where: str, parent: nn.Module) -> Unit | None:
-    """Multi-head latent attention (DeepSeek-V2 §2.1): heads are made from compressed keys and
-    values, but for the rotary part of the keys, which all heads share."""
+    """Return the unit of multi-head latent attention (DeepSeek-V2 §2.1); heads share rotary keys.
+    """
     query, row = _first(parent, ("q_b_proj", "q_proj")), _first(parent, ("o_proj", "out_proj"))
     latent, key_value = _child(parent, "kv_a_proj_with_mqa"), _child(parent, "kv_b_proj")
     rotary = getattr(parent, "qk_rope_head_dim", None)
@@ -154,7 +150,6 @@ def _feed_forward(where: str, columns: Sequence[str], row: str) -> Unit:
 
 
 def _join(where: str, name: str) -> str:
-    """Both with a dot between them, where neither is empty."""
     return ".".join(part for part in (where, name) if part)
 
 
@@ -166,7 +161,7 @@ def _child(parent: nn.Module, name: str) -> nn.Module | None:
 
 
 def _linear_children(parent: nn.Module, names: Sequence[str]) -> Sequence[nn.Module] | None:
-    """All of these; None if one is missing, or no linear module."""
+    """Return all named children; None if one is missing or is not linear."""
     children = [child for name in names if is_linear(child := _child(parent, name))]
     return children if len(children) == len(names) else None
 

@@ -1,5 +1,4 @@
-"""Who holds what of a module's parameters, for tensor parallelism: a plan, made from its skeleton,
-which :mod:`raymm.actors.sharding.tensor_shard` carries out."""
+"""Tensor-parallel plan of a module, applied by :mod:`raymm.actors.sharding.tensor_shard`."""
 
 from __future__ import annotations
 
@@ -37,15 +36,15 @@ EMBEDDING, EXPERTS = "embedding", "experts"
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a module is sharded over ``tp`` processes. Plain data; names are the module's.
+    """Description of how a module is sharded over ``tp`` processes; names are relative to the
+    module.
 
     Attributes:
-        tp: number of processes.
-        styles: per sharded module what its inputs and outputs are; see ``tensor_shard``.
-        attributes: per attention module the numbers that depend on how many heads it has.
+        styles: style of each sharded module; see ``tensor_shard``.
+        attributes: per attention module, the attributes that depend on the number of heads.
         tails: per module, how many of its last outputs go to the local heads directly.
         shards: per sharded parameter, the shard of every process.
-        partial: parameters whose gradient every process has a part of, though it holds all.
+        partial: replicated parameters with a partial gradient on every process.
         head: the parameter whose rows are the logits' columns, if it is sharded.
     """
 
@@ -58,51 +57,46 @@ class TensorPlan:
     head: str | None = None
 
     def shard(self, parameter: str, rank: int) -> ParameterShard | None:
-        """What this process holds of a parameter; None: all of it."""
+        """Return a process's shard of a parameter; None if it holds the full parameter."""
         shards = self.shards.get(parameter)
         return None if shards is None else shards[rank]
 
     def sharers(self, parameter: str, rank: int) -> tuple[int, ...]:
-        """The processes whose gradients of this process's shard must be summed: just itself
-        where its own is complete. They are the same for all holders."""
+        """Return the processes over which gradients of this shard are summed; all its holders
+        agree."""
         shards = self.shards.get(parameter)
         if shards is None:
             return tuple(range(self.tp)) if parameter in self.partial else (rank,)
         return tuple(other for other in range(self.tp) if shards[other] == shards[rank])
 
     def is_replica(self, parameter: str, rank: int) -> bool:
-        """Whether a process before this one holds the very same shard."""
+        """Return True if an earlier process holds the same shard."""
         shards = self.shards.get(parameter)
         return rank > 0 if shards is None else shards[rank] in shards[:rank]
 
     def edges(self, parameter: str) -> tuple[int, ...] | None:
-        """Return where the ranges of all processes begin and end, ascending up to the parameter's
-        length; None if every process holds all of it."""
+        """Return the ascending bounds of all processes' ranges; None for a replicated parameter."""
         shards = self.shards.get(parameter)
         if shards is None:
             return None
         return tuple(sorted({edge for s in shards for own in s.ranges for edge in own}))
 
     def vocabulary(self, rank: int) -> Range | None:
-        """[start, stop) of the logits that this process makes; None: all of them."""
+        """Return [start, stop) of the logits that this process computes; None for all."""
         return None if self.head is None else self.shards[self.head][rank].ranges[0]
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan may do where a model's rules leave it open; see ``actors/probe/tensor.py``.
+    """Options of a plan that the model's rules leave open; see ``actors/probe/tensor.py``.
 
     Attributes:
-        gather: ``"attention"`` or ``"all"``: outputs of columns are put together again there,
-            so that every process computes what lies between columns and rows whole. That is
-            right whatever the model does there, and slower.
-        shard_vocabulary: shard a language model's embedding and output head.
-        fused: how columns that are several projections at once are laid out, by which they
-            need not be gathered: ``"blocks"``, one projection after another; ``"heads"``, all
-            projections of a head together; ``"feed_forward"``, blocks where there are no heads,
-            and attention is gathered.
-        partial: names of parameters, with ``*`` for numbers, of which every process has a part
-            of the gradient though it holds them whole.
+        gather: ``"attention"`` or ``"all"``: gather outputs of columns there, so that every process
+            computes all operations between columns and rows. This is always correct, and slower.
+        fused: layout of fused columns, if they need not be gathered: ``"blocks"``, one projection
+            after another; ``"heads"``, all projections of a head together; ``"feed_forward"``,
+            blocks, with attention gathered.
+        partial: names of replicated parameters with a partial gradient, with ``*`` for numbers.
     """
 
     gather: str = ""
@@ -114,17 +108,11 @@ class Choices:
 def tensor_plan(
     source: ModuleSource, tp: int, name: str, choices: Choices = Choices()
 ) -> TensorPlan:
-    """The plan of a language model, an encoder or a projector.
-
-    Args:
-        source: of the module.
-        tp: processes that share it.
-        name: of the module, for errors.
-        choices: what is to be split and what whole.
+    """Return the plan of a language model, an encoder or a projector, named ``name`` in errors.
 
     Raises:
-        PlanError: if heads or feed-forward widths cannot be split over ``tp``, or Hugging
-            Face's plan for the model has a style that is not supported.
+        PlanError: heads or feed-forward widths cannot be split over ``tp``, or Hugging Face's plan
+            for the model has an unsupported style.
     """
     return plan_module(source.skeleton(), tp, name, choices)
 
@@ -132,12 +120,10 @@ def tensor_plan(
 def plan_module(
     module: nn.Module, tp: int, name: str, choices: Choices = Choices(), *, ragged: bool = False
 ) -> TensorPlan:
-    """:func:`tensor_plan` of a module.
+    """Return the plan of a complete module or skeleton; ``ragged`` accepts uneven feed-forward
+    widths.
 
-    Args:
-        module: the whole module, or its skeleton.
-        tp, name, choices: as of :func:`tensor_plan`.
-        ragged: accept feed-forwards whose width ``tp`` does not divide.
+    See :func:`tensor_plan`.
     """
     try:
         rules = _rules(module, tp)
@@ -168,7 +154,7 @@ def _rules(module: nn.Module, tp: int) -> Rules:
 
 
 class _Planner:
-    """Collects a plan."""
+    """Builder of a plan."""
 
     def __init__(self, module: nn.Module, tp: int, name: str, ragged: bool) -> None:
         self.module, self.tp, self.name, self.ragged = module, tp, name, ragged
@@ -213,7 +199,7 @@ class _Planner:
             self._shard(row, SPLIT_ROW, shares(width, self.tp))
 
     def _add_fused(self, unit: Unit, layout: str) -> bool:
-        """A column of several projections; False if they cannot be split."""
+        """Shard a column of several projections; return False if it cannot be split."""
         (column,), (row,) = unit.columns, unit.rows
         inner = widths(self.module.get_submodule(row))[0]
         if not unit.heads:
@@ -280,7 +266,8 @@ class _Planner:
             )
 
     def _by_heads(self, width: int, count: int) -> list[Range]:
-        """Per process the features of its heads; of the one that it shares if there are fewer."""
+        """Return the features of each process's heads; with fewer heads than processes, some share
+        one."""
         size, own = width // count, max(1, count // self.tp)
         first = [rank * count // self.tp for rank in range(self.tp)]
         return [(head * size, (head + own) * size) for head in first]
@@ -291,8 +278,8 @@ class _Planner:
         return shares(width, self.tp)
 
     def _shard(self, where: str, style: str, parts: Sequence[Range | Ranges]) -> None:
-        """A linear module: columns are its outputs, rows its inputs; per process one part of
-        them, or several."""
+        """Shard a linear module: columns by outputs, rows by inputs; one part or several per
+        process."""
         ranges = [
             cast(Ranges, part) if isinstance(part[0], tuple) else (cast(Range, part),)
             for part in parts
@@ -308,8 +295,8 @@ class _Planner:
             self._shard_adapter(where, by_output, ranges)
 
     def _shard_adapter(self, where: str, by_output: bool, ranges: Sequence[Ranges]) -> None:
-        """What gives a column's outputs is split, and what takes a row's inputs; the other matrix
-        is whole everywhere, and each process sees a part of its gradient."""
+        """Shard the adapter matrix at the sharded side; the other is replicated with partial
+        gradients."""
         layer = cast(AdaptedLayer, self.module.get_submodule(where))
         try:
             self.shards |= {f"{where}.{n}": s for n, s in split(layer, by_output, ranges).items()}
@@ -318,7 +305,7 @@ class _Planner:
         self.partial.add(f"{where}.{LOW if by_output else HIGH}")
 
     def add_experts(self, experts: Experts) -> None:
-        """Every process has a part of every expert."""
+        """Shard every expert over all processes."""
         self.styles[experts.where] = EXPERTS
         for parameter, (dim, blocks) in experts.dims.items():
             shape = self.module.get_parameter(parameter).shape
@@ -333,7 +320,7 @@ class _Planner:
             )
 
     def add_by_heads(self, parameter: str) -> None:
-        """A bare parameter of an attention module with a row per head (attention sinks)."""
+        """Shard an attention's bare parameter that has a row per head (attention sinks)."""
         where = parameter.rpartition(".")[0]
         length = self.module.get_parameter(parameter).shape[0]
         heads = self.heads.get(where)
@@ -343,7 +330,7 @@ class _Planner:
         self.shards[parameter] = tuple(ParameterShard(0, (r,)) for r in ranges)
 
     def add_vocabulary(self) -> None:
-        """Embedding and output head, by rows of their weights."""
+        """Shard embedding and output head by rows of their weights."""
         head = output_head(self.module)
         if head is None:
             return
@@ -365,7 +352,7 @@ class _Planner:
             shards = {self.shards[name] for name in names if name in self.shards}
             if len(shards) > 1:
                 self.refuse(f"one parameter, {names[0]!r}, in modules with different shares", "1")
-            for shard in shards:  # also under names that no sharded module knows it by
+            for shard in shards:  # also under names outside sharded modules
                 self.shards |= dict.fromkeys(names, shard)
             if not shards and generic(names[0]) in partial:
                 self.partial |= set(names)
@@ -376,7 +363,7 @@ class _Planner:
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
-    """The names of every parameter; several where it is tied."""
+    """Return the names of every parameter; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -384,7 +371,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def shares(width: int, tp: int) -> list[Range]:
-    """[start, stop) of ``tp`` contiguous shares; the first ones are one longer if need be."""
+    """Return [start, stop) of ``tp`` contiguous shares; the first ones may be one longer."""
     base, more = divmod(width, tp)
     bounds = [rank * base + min(rank, more) for rank in range(tp + 1)]
     return list(zip(bounds, bounds[1:], strict=False))

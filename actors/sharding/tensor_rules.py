@@ -1,7 +1,7 @@
-"""Which modules of a model are sharded together, and how: Hugging Face's plans, or names.
+"""Rules that select the modules of a model to shard together.
 
-Where Hugging Face has a plan for the model it is followed. Where it has none, projections are found
-by the names that models use (:mod:`raymm.actors.sharding.tensor_names`).
+They come from Hugging Face's plan for the model, or else from common names
+(:mod:`raymm.actors.sharding.tensor_names`).
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from raymm.errors import ModelError
 
 
 def find_rules(module: nn.Module) -> Rules:
-    """Hugging Face's rules, where it has any for this module, else those of the names.
+    """Return Hugging Face's rules for a module, or rules by names.
 
     Raises:
-        ModelError: if Hugging Face's plan has a style that is not supported.
+        ModelError: Hugging Face's plan has an unsupported style.
     """
     plan = {k: v for k, v in (getattr(module, "_tp_plan", None) or {}).items() if v}
     rules = _rules_of_plan(module, plan)
     if any(unit.heads for unit in rules.units):
         return rules
-    # Some of the plans shard experts only.
+    # Some plans only shard experts.
     taken = {name for unit in rules.units for name in (*unit.columns, *unit.rows)}
     return replace(rules, units=rules.units + units_of_names(module, taken))
 
 
 def generic(name: str) -> str:
-    """A name with ``*`` for the numbers of layers and experts."""
+    """Replace the numbers of layers and experts in a name by ``*``."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
     head = head_name(module)
-    # Of a part of a model, those of its own.
+    # Only modules with parameters in this part of the model.
     modules = {n: m for n, m in module.named_modules() if any(True for _ in m.parameters())}
     styles = {n: plan[generic(n)] for n in modules if generic(n) in plan and n != head}
     bare = {
@@ -87,7 +87,7 @@ _LINEAR_STYLES = frozenset(
      "rowwise_rep"}
 )
 _PLAN_STYLES = _LINEAR_STYLES | {
-    "embedding_rowwise",  # the vocabulary is sharded by rules of our own
+    "embedding_rowwise",  # the vocabulary has separate rules
     "moe_tp_experts", "mla_kv_a_proj", "replicated_with_grad_allreduce", "replicate",
     "local_params",
 }
@@ -119,7 +119,7 @@ def _unit_of_plan(
 
 
 def _fused(module: nn.Module, columns: Sequence[str], rows: Sequence[str]) -> int:
-    """How many projections the only column of a unit is; 0 if there are others."""
+    """Return the number of projections in the only column of a unit; 0 if it is not fused."""
     if len(columns) != 1 or len(rows) != 1:
         return 0
     if leaf_name(columns[0]) in FUSED[0]:
@@ -139,7 +139,7 @@ def _expert_dims(where: str, bare: dict[str, str]) -> dict[str, tuple[int, int]]
     return dims
 
 
-# Of (experts, out, in) matrices; those that are kept the other way round swap the names.
+# (dim, blocks) of (experts, out, in) matrices; transposed ones swap the names.
 _EXPERT_STYLES = {
     "colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2),
 }

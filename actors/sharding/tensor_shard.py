@@ -1,19 +1,19 @@
-"""Carrying out a tensor plan: a module keeps its own part of the parameters and computes with it.
+"""Application of a tensor plan: a module keeps and uses only its shard of the parameters.
 
-The model's own code runs unchanged. Where a plan shards a module, its inputs and outputs pass
-the operators of :mod:`raymm.kernels.collectives.tensor_parallel`:
+The model's own code runs unchanged. Inputs and outputs of sharded modules pass through the
+operators of :mod:`raymm.kernels.collectives.tensor_parallel`:
 
 | style | before | after |
 | --- | --- | --- |
-| column | gradients of the input are summed, once for all columns side by side | |
-| gathered_column | the same | outputs are put together |
+| column | input gradients are summed, once for all sibling columns | |
+| gathered_column | as column | outputs are gathered |
 | row | | outputs are summed, then the bias is added |
-| split_row | the own part of the input is taken | as row |
-| embedding | other processes' tokens are left out | rows are summed |
+| split_row | the local part of the input is selected | as row |
+| embedding | tokens of other processes are masked | rows are summed |
 | experts | as column, for every input | as row |
 
-Outside attention and feed-forwards dropout draws the same numbers on all processes, inside them
-those of the process's heads and features (:mod:`raymm.actors.sharding.tensor_draws`).
+Outside attention and feed-forwards, dropout draws the same numbers on all processes; inside, those
+of the process's heads and features (:mod:`raymm.actors.sharding.tensor_draws`).
 """
 
 from __future__ import annotations
@@ -52,16 +52,12 @@ from raymm.kernels.collectives.tensor_parallel import (
 
 
 def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> None:
-    """Reduce a module, in place, to this process's part of the parameters.
+    """Reduce a module, in place, to this process's shard of the parameters; full ones are freed.
 
-    Args:
-        module: what the plan was made for, whole or pruned to a stage. Frozen parameters stay
-            frozen, tied ones tied; full parameters are let go of.
-        plan: which parameters are split, and how.
-        group: the processes that share the module, as many as the plan is for.
+    ``module`` may be pruned to a stage. Frozen parameters stay frozen, tied ones tied.
 
     Raises:
-        ValueError: if the group has another size than the plan.
+        ValueError: the group has another size than the plan.
     """
     if group.size != plan.tp:
         raise ValueError(f"the group has {group.size} processes, the plan {plan.tp}")
@@ -91,7 +87,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
 
 
 def _around(module: nn.Module, name: str) -> str:
-    """The innermost module around another that is called: lists are not."""
+    """Return the innermost enclosing module that is called, unlike lists."""
     around = name.rpartition(".")[0]
     while isinstance(module.get_submodule(around), nn.ModuleList | nn.ModuleDict):
         around = around.rpartition(".")[0]
@@ -99,7 +95,7 @@ def _around(module: nn.Module, name: str) -> str:
 
 
 def cut_tensor(tensor: torch.Tensor, shard: ParameterShard | None) -> torch.Tensor:
-    """A copy of the shard of a full tensor; the tensor itself if the shard is all of it."""
+    """Return a copy of the shard of a full tensor; the tensor itself without ``shard``."""
     if shard is None:
         return tensor
     parts = [tensor.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges]
@@ -107,8 +103,8 @@ def cut_tensor(tensor: torch.Tensor, shard: ParameterShard | None) -> torch.Tens
 
 
 class _LocalConfig:
-    """A config as a module with its share of the heads is to see it; all else, also what changes
-    later, is the model's."""
+    """View of a config with the local head counts; other fields are read from the model's config.
+    """
 
     def __init__(self, config: Any, values: dict[str, int]) -> None:
         self.__dict__.update(values, _config=config)
@@ -127,7 +123,7 @@ def _set_attributes(child: nn.Module, values: Mapping[str, int]) -> None:
 
 
 def _find(module: nn.Module, name: str) -> nn.Module | None:
-    """A submodule with parameters of its own; None if the stage does not have it."""
+    """Return a submodule that has parameters; None if the stage does not have it."""
     for part in filter(None, name.split(".")):
         child = module._modules.get(part)
         if child is None:
@@ -137,7 +133,7 @@ def _find(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
-    for tied in tied_names(module):  # one full parameter after another goes
+    for tied in tied_names(module):  # frees one full parameter at a time
         if (shard := plan.shard(tied[0], rank)) is None:
             continue
         whole = module.get_parameter(tied[0])
@@ -149,8 +145,8 @@ def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
 
 
 class _Entry:
-    """Where a replicated tensor enters columns that lie side by side: they share one operator,
-    so that the gradients of all are summed over the group at once."""
+    """Entry of a replicated tensor into sibling columns, which share one operator and one gradient
+    sum."""
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
@@ -158,7 +154,7 @@ class _Entry:
         self._shared: torch.Tensor | None = None
 
     def observer(self, around: nn.Module) -> None:
-        """Forget the tensor when the module around the columns is done."""
+        """Forget the tensor when the module around the columns ends."""
         around.register_forward_hook(self._forget, always_call=True)
 
     def _forget(self, *_: Any) -> None:
@@ -199,7 +195,7 @@ def _shard_gathered_column(
 
 
 class _Row(nn.Module):
-    """Mixed into a linear module: sums products over the group before the bias is added."""
+    """Mixin of a linear module that sums products over the group before the bias is added."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -211,7 +207,7 @@ class _Row(nn.Module):
             hidden = split_to_shards(hidden, self.tensor_group, self.tensor_sizes)
         weight = self.weight.T if isinstance(self, Conv1D) else self.weight
         out = reduce_from_shards(F.linear(hidden, weight), self.tensor_group)
-        # As autocast does: the bias is cast to the product's dtype.
+        # As in autocast, the bias is cast to the product's dtype.
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -224,7 +220,7 @@ class _RowConv1D(_Row, Conv1D):
 
 
 class _AdaptedRow(AdaptedLayer):
-    """Mixed into a row with an adapter: both products are summed over the group at once."""
+    """Mixin of a row with an adapter; both products are summed over the group at once."""
 
     tensor_group: TensorGroup
     tensor_sizes: tuple[int, ...] | None
@@ -281,8 +277,8 @@ def _set_widths(child: nn.Module) -> None:
 
 
 class _VocabularyShare(nn.Module):
-    """Mixed into an embedding: looks up the tokens of its own rows; the others' come from the
-    sum over the group. Whatever the embedding does besides must be elementwise."""
+    """Mixin of an (otherwise elementwise) embedding with some rows; a sum over the group adds the
+    others."""
 
     tensor_group: TensorGroup
     tensor_range: Range

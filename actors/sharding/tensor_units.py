@@ -1,7 +1,6 @@
-"""Modules that are sharded together, as data, and what can be sharded at all.
+"""Descriptions of modules that are sharded together.
 
-A *unit* is what only makes sense together: columns, whose outputs lie side by side, and the
-rows that take them in (Megatron-LM §3).
+A *unit* has columns, with their outputs split, and the rows that consume them (Megatron-LM §3).
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ Ranges = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The part of a parameter that a process holds.
+    """Part of a parameter that a process holds: ranges [start, stop) along ``dim``, in order.
 
-    Attributes:
-        dim: along which dim it is cut.
-        ranges: [start, stop) of what is held, in the order in which it lies in the shard;
-            several where a parameter holds several matrices (a fused gate and up).
+    A parameter with several matrices (fused gate and up) has several ranges.
     """
 
     dim: int
@@ -43,28 +39,26 @@ class ParameterShard:
 
     @property
     def length(self) -> int:
-        """How long the shard is along its dim."""
+        """Length of the shard along its dim."""
         return sum(stop - start for start, stop in self.ranges)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that are sharded together.
+    """Modules that are sharded together: ``columns`` by outputs, ``rows`` by inputs.
 
     Attributes:
-        where: name of the module that holds head counts, for attention; else of the one around
-            the unit.
-        heads: whether the shares are heads.
-        columns: names of modules whose output is split.
-        rows: names of modules whose input is.
-        gathered: whether outputs of columns are put together again, and inputs of rows split,
-            so that what lies between is computed whole by every process.
-        partial: names of modules between columns and rows whose parameters get, on every
-            process, the gradient of its own heads only.
-        tails: per module that feeds columns past other columns (the rotary part of
-            multi-head latent attention), how many of its last outputs go to heads directly.
-        fused: how many projections one column is (gate and up: 2; query, key and value: 3).
-            Such a unit is gathered unless one knows how they are laid out.
+        where: name of the module with the head counts, for attention; else of the module around the
+            unit.
+        heads: True if shards consist of heads.
+        gathered: True to gather outputs of columns and split inputs of rows, so that every process
+            computes all operations in between.
+        partial: names of modules between columns and rows whose gradients are those of the local
+            heads.
+        tails: per module that bypasses columns (the rotary part of multi-head latent attention),
+            how many of its last outputs go to heads directly.
+        fused: number of projections in one column (gate and up: 2; query, key and value: 3). Such a
+            unit is gathered unless their layout is known.
     """
 
     where: str
@@ -79,12 +73,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module whose 3-D parameters are matrices of all experts, as Hugging Face keeps them.
+    """Module whose 3-D parameters are matrices of all experts, as in Hugging Face models.
 
-    Attributes:
-        where: name of the module.
-        dims: per parameter name (dim, blocks): what dim is split, and how many blocks of
-            equal length lie along it (gate and up: 2).
+    ``dims`` has (split dim, number of blocks along it) by parameter name (gate and up: 2 blocks).
     """
 
     where: str
@@ -93,7 +84,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is sharded. ``parameters``: bare ones that are split by heads along dim 0."""
+    """Modules to shard; ``parameters`` are bare ones that are split by heads along dim 0."""
 
     units: tuple[Unit, ...] = ()
     experts: tuple[Experts, ...] = ()
@@ -101,15 +92,14 @@ class Rules:
 
 
 def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether a module is one whose matrix product can be sharded: exactly ``nn.Linear`` or
-    Hugging Face's ``Conv1D``, or one of these with an adapter, as another subclass may do something
-    else; with a weight that the part of a model has."""
+    """Return True for exactly ``nn.Linear`` or ``Conv1D``, or these with an adapter, and a real
+    weight."""
     kinds = type(module) in (nn.Linear, Conv1D) or isinstance(module, AdaptedLayer)
     return kinds and "weight" in cast(nn.Module, module)._parameters
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear module."""
+    """Return (inputs, outputs) of a linear module."""
     if isinstance(module, AdaptedLayer):
         return module.widths[1], module.widths[0]
     rows, columns = cast(nn.Linear | Conv1D, module).weight.shape
@@ -119,15 +109,13 @@ def widths(module: nn.Module) -> tuple[int, int]:
 def split(
     layer: AdaptedLayer, by_output: bool, ranges: Sequence[Ranges]
 ) -> dict[str, tuple[ParameterShard, ...]]:
-    """Which shards of a layer's adapter and quantised weight processes have, by name.
+    """Return the shards of a layer's adapter and quantised weight, by name, from ranges per
+    process.
 
-    Args:
-        layer: with an adapter.
-        by_output: whether its outputs are split, else its inputs.
-        ranges: of them, per process.
+    ``by_output`` is True if the ranges split the layer's outputs, False for its inputs.
 
     Raises:
-        ValueError: a process would have a part of the inputs that share a scale.
+        ValueError: the split separates inputs that share a scale.
     """
     def shards(dim: int, size: int = 1) -> tuple[ParameterShard, ...]:
         if any(edge % size for own in ranges for part in own for edge in part):
@@ -146,17 +134,17 @@ def split(
 
 
 def leaf_name(name: str) -> str:
-    """What follows the last dot of a name."""
+    """Return the part of a name after the last dot."""
     return name.rpartition(".")[2]
 
 
 def parent_name(name: str) -> str:
-    """What is before the last dot of a name; empty without one."""
+    """Return the part of a name before the last dot, or an empty string."""
     return name.rpartition(".")[0]
 
 
 def head_name(module: nn.Module) -> str | None:
-    """Name of the module that makes logits."""
+    """Return the name of the module that computes logits."""
     get = getattr(module, "get_output_embeddings", None)
     try:
         head = get() if get else None
@@ -167,16 +155,16 @@ def head_name(module: nn.Module) -> str | None:
 
 
 def output_head(module: nn.Module) -> str | None:
-    """Name of the linear module that makes a language model's logits; None if there is none."""
+    """Return the name of the linear module that computes logits; None if there is none."""
     name = head_name(module)
     return name if name is not None and is_linear(module.get_submodule(name)) else None
 
 
 def is_query(name: str) -> bool:
-    """Whether a column's name says that it makes queries."""
+    """Return True if a column's name is that of a query projection."""
     return leaf_name(name) in QUERY_LEAVES
 
 
 def is_key_or_value(name: str) -> bool:
-    """Whether a column's name says that it makes keys or values."""
+    """Return True if a column's name is that of a key or value projection."""
     return leaf_name(name) in KEY_VALUE_LEAVES

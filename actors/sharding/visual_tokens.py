@@ -1,6 +1,7 @@
-"""Cross attention where processes share a microbatch's tokens, or a mask says what tokens see: each
-has its part of the visual tokens, once for all layers, and every layer moves queries or keys and
-values, whichever is fewer bytes (LV-XAttn §3.2).
+"""Cross attention with context parallelism or masks (LV-XAttn §3.2).
+
+Each process has a part of the visual tokens. Every layer sends queries, or keys and values,
+whichever is fewer bytes.
 
 Legend: ``B`` samples, ``T`` text tokens with padding, ``I`` items of a row, ``V`` visual tokens.
 """
@@ -24,18 +25,13 @@ from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.mask.cross_masks import cross_masks
 
 SHOWN, LENGTH = "cross_shown", "visual_length"
-"""Side tensors: what text tokens are shown, of all processes, and V."""
+"""Side tensors: the items that text tokens of all processes see, and V."""
 
 
 def own_visual_tokens(
     ports: Mapping[str, torch.Tensor], exchange: Exchange | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A process's part of the visual tokens, and V.
-
-    Args:
-        ports: tensors (B, V, H), complete on every process.
-        exchange: the processes that share them; None for one alone.
-    """
+    """Return a process's part of the visual tokens (B, V, H), and V; all without ``exchange``."""
     (length,) = {tensor.shape[1] for tensor in ports.values()}
     total = torch.tensor(length, device="cpu")
     if exchange is None:
@@ -45,7 +41,7 @@ def own_visual_tokens(
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if len(own):
             return tensor.index_select(1, to_device(own, tensor.device))
-        # Models cannot run on none. Multiplied: so a backward comes by here as it does elsewhere.
+        # Models need at least one token; the product keeps this process in the backward.
         return tensor[:, :1] * 0
 
     return {name: part(tensor) for name, tensor in ports.items()}, total
@@ -54,13 +50,10 @@ def own_visual_tokens(
 def cross_arguments(
     side: Mapping[str, torch.Tensor], text: ContextGroup | None, config: Any, device: torch.device
 ) -> dict[str, Any]:
-    """What cross-attention layers are told, as keyword arguments of the model.
+    """Return the keyword arguments for cross-attention layers.
 
-    Args:
-        side: with :data:`SHOWN` (B, up to T, I) and :data:`LENGTH`.
-        text: who has which text tokens; None for one process alone.
-        config: of the model.
-        device: of the stage.
+    ``side`` has :data:`SHOWN` (B, up to T, I) and :data:`LENGTH`. ``text`` is None for a single
+    process.
     """
     shown, length = on_host(side[SHOWN]), int(on_host(side[LENGTH]))
     if text is None:
@@ -79,18 +72,13 @@ def cross_arguments(
 
 
 def recomputes(config: Any, text_tokens: int, visual_tokens: int) -> bool:
-    """Whether a cross-attention layer makes its keys and values again in the backward, of the
-    visual tokens that all layers keep one copy of (LV-XAttn §3.3): where these would be most of
-    what it keeps. The same on all processes.
+    """Return True if cross-attention layers should recompute keys and values (LV-XAttn §3.3).
 
-    Args:
-        config: of the model, by transformers' names.
-        text_tokens: T of a row.
-        visual_tokens: V of a row.
+    This pays off if they would dominate the saved activations. Token counts are per row.
     """
     config = config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
     keys = (getattr(config, "num_key_value_heads", None) or heads) * (hidden // heads)
     inner = getattr(config, "intermediate_size", 4 * hidden)
-    # Of a text token: two norms' inputs and outputs, queries, attention's output; the MLP's inner.
+    # Per text token: two norms' inputs and outputs, queries, attention's output; the MLP's inner.
     return visual_tokens * 2 * keys > text_tokens * (6 * hidden + 3 * inner)

@@ -1,1 +1,1 @@
-"""Whole models on several processes: whose tokens, rows and items are whose."""
+"""Hugging Face VLMs on several processes: distribution of tokens, rows and items."""

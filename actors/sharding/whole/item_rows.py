@@ -1,5 +1,4 @@
-"""Items of different sizes in one flat tensor: rows of all items, one after another, and for each
-item how many are its own; and which of them each of several processes has.
+"""Items of different sizes, whose rows are concatenated in one tensor, and their distribution.
 
 Legend: ``N`` items, ``R`` rows of items (patches, frames).
 """
@@ -20,19 +19,13 @@ Entries = Mapping[str, torch.Tensor]
 
 
 def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Tensor]:
-    """Per tensor, how many of its rows are of each item: one, or what the sizes of an item (a row
-    of integers, such as a grid of patches, or one number) multiply to.
+    """Return each item's row count (N,) int64, per tensor (N, ...) or (R, ...).
 
-    Args:
-        name: of whose items, for errors.
-        entries: tensors (N, ...) or (R, ...).
-        items: N.
-
-    Returns:
-        By name, (N,) int64.
+    It is one, or the product of an item's sizes (a row of integers, such as a grid of patches, or a
+    number).
 
     Raises:
-        ModelError: rows that do not add up.
+        ModelError: the rows do not add up.
     """
     sizes = {
         key: value.reshape(items, -1).prod(dim=1) for key, value in entries.items()
@@ -57,15 +50,10 @@ def rows_per_item(name: str, entries: Entries, items: int) -> dict[str, torch.Te
 
 
 def take_items(name: str, entries: Entries, own: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Some items, whole, with all of their rows.
-
-    Args:
-        name: of whose items, for errors.
-        entries: tensors (N, ...) or (R, ...).
-        own: (N,) bool, which.
+    """Select items by an (N,) bool mask, with all of their rows.
 
     Raises:
-        ModelError: rows that do not add up.
+        ModelError: the rows do not add up.
     """
     rows = rows_per_item(name, entries, len(own))
     return {
@@ -77,17 +65,15 @@ def take_items(name: str, entries: Entries, own: torch.Tensor) -> dict[str, torc
 def items_of_share(
     name: str, entries: Entries, place: int, processes: int, zeros_left_out: bool = False
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """A process's items, the first one if it has none; and how many are really its own.
+    """Return a process's items, or the first one if it has none, and the number of its items.
 
     Args:
-        name: of whose items, for errors.
         entries: tensors (N, ...) or (R, ...).
-        place: of the process among those that share them.
-        processes: how many do.
-        zeros_left_out: whether items of nothing but zeros are padding, of which nothing comes.
+        place: rank of the process among ``processes``.
+        zeros_left_out: True if all-zero items are padding, which gives no features.
 
     Raises:
-        ModelError: rows that do not add up.
+        ModelError: the rows do not add up.
     """
     count = min(map(len, entries.values()))
     items = _not_zero(entries, count) if zeros_left_out else list(range(count))
@@ -98,13 +84,10 @@ def items_of_share(
 def each_item(
     name: str, entries: Entries, zeros_left_out: bool = False
 ) -> list[dict[str, torch.Tensor]]:
-    """Every item by itself, but padding.
-
-    Args:
-        name, entries, zeros_left_out: as of :func:`items_of_share`.
+    """Return every item separately, without padding; see :func:`items_of_share`.
 
     Raises:
-        ModelError: rows that do not add up.
+        ModelError: the rows do not add up.
     """
     count = min(map(len, entries.values()))
     items = _not_zero(entries, count) if zeros_left_out else range(count)
@@ -121,7 +104,7 @@ def _taken(name: str, entries: Entries, items: Sequence[int]) -> dict[str, torch
 
 
 def _not_zero(entries: Entries, count: int) -> list[int]:
-    """Items with a float that is not zero; all if there are none."""
+    """Return items with a non-zero float; all items if there are none."""
     shown = torch.zeros(count, dtype=torch.bool)
     for value in entries.values():
         if value.is_floating_point() and len(value) == count:
@@ -130,13 +113,9 @@ def _not_zero(entries: Entries, count: int) -> list[int]:
 
 
 def gather_parts(parts: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
-    """What processes have each, along the first dimension, of all of them. How much that is, they
-    tell one another before. Backward as of
-    :func:`raymm.kernels.collectives.gather_items.gather_items`.
+    """Gather tensors of all processes along dimension 0, after an exchange of their lengths.
 
-    Args:
-        parts: of this process, as many as the others have; the first is where all are to be.
-        exchange: the processes.
+    The backward is that of :func:`raymm.kernels.collectives.gather_items.gather_items`.
     """
     device = parts[0].device
     lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64).to(device)

@@ -1,8 +1,7 @@
-"""Where a whole model's text model begins: it is called with a process's tokens only.
+"""Entry of a Hugging Face VLM's text model, which is called with a process's tokens only.
 
-The model's own forward runs on the whole batch up to there, on every process alike, so that
-features find their places, and positions are those of all tokens. What is called with the
-share's tokens is the innermost module around the blocks whose forward runs them.
+Before it, all processes run the model's own forward on the entire batch, to place features and
+count positions. The text model is the innermost module whose forward runs the blocks.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ from raymm.kernels.shared_draws import Grid, set_grid
 
 _POSITIONS = "position_ids"
 Together = Callable[[Lengths, torch.Tensor | None], SharedRows]
-"""Of documents by their lengths, and (B, T) on the host, 0 for padding, if there is any."""
+"""Maps document lengths and, with padding, (B, T) on the host (0 for padding) to shared rows."""
 
 
 class TextEntry:
-    """The call of a text model, of whose tokens a process has a share.
+    """Hooks on a text model that reduce its arguments to a process's tokens.
 
     Args:
-        module: a whole model, or a stage's part of it.
-        blocks: dotted name of its list of blocks.
-        mixers: classes of layers in them that are called with documents as rows.
-        rotary: of the module's rotary embeddings; they depend on the tokens of all.
+        mixers: classes of layers in the blocks that need one document per row.
+        rotary: state of the rotary embeddings, which depend on all tokens.
     """
 
     def __init__(
@@ -72,19 +69,19 @@ class TextEntry:
         self, share: TokenShare | None, real: torch.Tensor | None = None, attend: Any = None,
         together: Together | None = None, grid: Grid | None = None,
     ) -> Iterator[None]:  # fmt: skip
-        """For one forward of the model.
+        """Context manager around one forward of the model.
 
         Args:
-            share: which tokens; None for all.
-            real: (B, T) on the host, 0 for padding; None if there is none.
-            attend: what attention calls in place of its own, where processes share tokens.
-            together: there, what hands layers that mix tokens by other means those of all.
-            grid: rows and tokens of the share, as random numbers are cut by them.
+            share: the process's tokens; None for all.
+            real: (B, T) on the host, 0 for padding; None without padding.
+            attend: attention function, if processes split tokens.
+            together: function that gives other mixing layers the tokens of all processes.
+            grid: rows and tokens of the share, for slicing random numbers.
         """
         self._share, self._real, self._attend, self._entered = share, real, attend, False
         self._together, self._grid = together, grid
         try:
-            # Rows put together are told apart by masks.
+            # Masks separate packed rows.
             with no_packed_rows(True) if share is not None else nullcontext():
                 yield
         finally:
@@ -121,7 +118,7 @@ class TextEntry:
                 f"{(*share.shape, 'width')}"
             )
         if share.is_of_tokens and arguments.get(_POSITIONS) is None:
-            # What it would count by itself, it would count among the share's.
+            # The model would otherwise count positions within the share.
             positions = torch.arange(share.shape[1], device=start.device)
             arguments[_POSITIONS] = positions.expand(share.shape)
         if self._rotary:

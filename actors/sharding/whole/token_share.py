@@ -1,8 +1,6 @@
-"""Some of a batch's tokens, of what a text model is called with.
+"""Selection of a process's tokens from the arguments of a text model, in various shapes.
 
-A whole model's own forward puts its features among the embedded tokens, and calls its text model
-with what is of tokens, in whatever shapes. A share takes of each such argument what is of its own
-tokens; a probe compares what comes out with the same tokens of all.
+A probe compares the results with the same tokens of the complete model.
 
 Legend: ``B`` rows, ``T`` tokens of a row, ``b``, ``t`` those of a share, ``M`` marked tokens.
 """
@@ -26,16 +24,15 @@ from raymm.kernels.mask.mask import AttentionMask
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which tokens a process has. Without ``packed``, some columns of some rows; with it, rows
-    are put together as one.
+    """Tokens of a process: some columns of some rows, or, with ``packed``, tokens of rows packed
+    into one.
 
     Attributes:
-        shape: (B, T) of all.
-        rows: of the rows; None for all.
-        columns: (t,) int64 on the host, of each row the tokens; None for all.
-        packed: (p,) int64 on the host, counted row by row: which tokens lie in the one row.
-        documents: (P,) int64, as ``packed``, those of all processes that share the one row's
-            tokens.
+        shape: (B, T) of the batch.
+        rows: None for all.
+        columns: (t,) int64 on the host, the tokens of each row; None for all.
+        packed: (p,) int64 on the host, tokens in the packed row, as row-major indices.
+        documents: (P,) int64, as ``packed``, for all processes that split the packed row.
     """
 
     shape: tuple[int, int]
@@ -46,15 +43,13 @@ class TokenShare:
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether its tokens attend to others than those that the text model is called with, or
-        not to all of these."""
+        """True if the tokens attend to another set of tokens than the text model's inputs."""
         return self.columns is not None or self.packed is not None
 
     def all_tokens(self, real: torch.Tensor | None) -> AllTokens | None:
-        """What attention's masks are of; None where they are of the share's own tokens.
+        """Return the tokens that attention masks cover; None if they are the share's own.
 
-        Args:
-            real: (B, T) on the host, 0 for padding; None if there is none.
+        ``real`` is (B, T) on the host, 0 for padding; None without padding.
         """
         rows, length = self.shape
         if self.documents is not None:
@@ -65,11 +60,11 @@ class TokenShare:
         if real is not None:
             real = real.bool()[own.start : own.stop]
             if not bool((real[:, 1:] & ~real[:, :-1]).any()):
-                real = None  # on the right: nobody sees it
+                real = None  # padding on the right is never seen
         return AllTokens(len(own), length, real)
 
     def lengths(self) -> tuple[int, ...] | None:
-        """Of the documents of the one row; None where rows are not put together."""
+        """Return the lengths of the packed row's documents; None without packing."""
         if self.documents is None:
             return None
         rows, length = self.shape
@@ -77,13 +72,10 @@ class TokenShare:
         return tuple(count for count in counts if count)
 
     def of_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What a text model is called with of these tokens.
-
-        Args:
-            arguments: by name, what it is called with of all of them.
+        """Select the tokens from the arguments of a text model.
 
         Raises:
-            ModelError: something of which tokens cannot be taken.
+            ModelError: tokens of an argument cannot be selected.
         """
         marks = [value for value in arguments.values() if self._is_mark(value)]
         return {name: self._of(name, value, marks) for name, value in arguments.items()}
@@ -115,7 +107,7 @@ class TokenShare:
         return self._of_rest(name, value)
 
     def _of_mask(self, mask: ModelMask) -> ModelMask:
-        """Of the rows; which of their tokens the process has, attention knows."""
+        """Select the mask's rows; attention itself knows the process's tokens."""
         rows, documents = self.rows, self.documents
         if rows is None and documents is None:
             return mask
@@ -130,7 +122,7 @@ class TokenShare:
         return replace(mask, build=build)
 
     def _token_dims(self, value: torch.Tensor) -> tuple[int, int] | None:
-        """The dimensions of rows and of tokens, among which are none but of length one."""
+        """Return the row and token dimensions; only dimensions of length one may lie between."""
         rows, length = self.shape
         for first in range(value.dim() - 1):
             if value.shape[first] not in (1, rows):
@@ -161,14 +153,14 @@ class TokenShare:
         return flat.index_select(first, to_device(self.packed, value.device)).unsqueeze(first)
 
     def _of_marked(self, value: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
-        """(M, ...), of the tokens that a mask (B, T) marks, in order."""
+        """Select from (M, ...), which has the tokens marked by a (B, T) mask, in order."""
         numbers = mark.flatten().cumsum(0).sub(1).view(self.shape)
         own = self.of_tokens(mark)
         return value.index_select(0, self.of_tokens(numbers)[own])
 
     def _of_rest(self, name: str, value: torch.Tensor) -> torch.Tensor:
         rows, length = self.shape
-        if tuple(value.shape) == (length,):  # the same for all rows
+        if tuple(value.shape) == (length,):  # common to all rows
             if self.columns is not None:
                 return value[to_device(self.columns, value.device)]
             if self.packed is not None:
@@ -188,12 +180,9 @@ class TokenShare:
 def packed_tokens(
     shape: tuple[int, int], real: torch.Tensor | None, rows: range | None = None
 ) -> torch.Tensor:
-    """Tokens that are no padding, counted row by row: (P,) int64.
+    """Return row-major indices, (P,) int64, of tokens of (B, T) that are not padding.
 
-    Args:
-        shape: (B, T).
-        real: (B, T) on the host, 0 for padding; None if there is none.
-        rows: of which there are to be any; None for all.
+    ``real`` is (B, T) on the host, 0 for padding. ``rows`` restricts the rows.
     """
     marked = torch.ones(shape, dtype=torch.bool) if real is None else real.bool()
     if rows is not None:
@@ -204,16 +193,12 @@ def packed_tokens(
 
 
 def zigzag(length: int, processes: int) -> ContextLayout:
-    """Which of a row's tokens each process has: two stretches, one from the front and one from the
-    back, so that under a causal mask all have as much to do. It follows from the length alone,
-    as messages need shapes that depend on shapes only.
+    """Return each process's tokens: a range from the front and one from the back of a row.
 
-    Args:
-        length: T, a token for each process at least.
-        processes: n.
+    This balances causal masks and depends on the length only, so receivers know shapes.
 
     Raises:
-        ModelError: there are fewer tokens.
+        ModelError: there are fewer tokens than processes.
     """
     if length < processes:
         raise ModelError(
