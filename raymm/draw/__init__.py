@@ -1,4 +1,4 @@
-"""Pictures: schedules, loss curves and plans as PNG or SVG. No display is needed."""
+"""Pictures of schedules, loss curves and plans as PNG or SVG. No display is needed."""
 
 from raymm.draw.graph import draw_plan
 from raymm.draw.loss import draw_loss

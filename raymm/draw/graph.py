@@ -1,4 +1,4 @@
-"""The picture of a plan: modules cut into stages, where each runs, what is trained."""
+"""Picture of a plan: stages, their ranks and edges, and trained layers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
 # Inches; font sizes in points.
 CELL_HEIGHT, CELL_MAX = 0.15, 0.2
 PORT = 0.3  # between the edges at one side of a box
-PAD = 0.08  # how near an arrow may come to a box that is not its own
+PAD = 0.08  # distance of an arrow from other boxes
 BENDS = (0.0, 0.15, -0.15, 0.3, -0.3, 0.45, -0.45, 0.6, -0.6, 0.8, -0.8)
-STUB = 0.46  # of an arrow that is cut between bands
+STUB = 0.46  # length of an arrow that is cut between bands
 ACTIVATION, GRADIENT, SHARED = "#555555", "#B3261E", "#111111"
 TRAINED, FROZEN = 0.15, 0.82  # tints of a layer's cell
 COST_NOTE = (
@@ -48,28 +48,22 @@ COST_NOTE = (
 
 
 def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
-    """Draw a plan's stages and the data flow between them.
+    """Draw a plan's stages and the data flow between them, and return the path.
 
-    A box is a stage: its layers, its rank (dark where several stages share the rank) and how
-    that is several processes, what its backward computes, whether it recomputes and, if the plan
-    has a profile, what it costs each of those processes per microbatch. The strip in it has a
-    cell per layer, dark if the layer is trained, pale if it is frozen; a projector's cell is
-    outlined. Grey arrows are activations; a red arrow beside one is the gradient that travels
-    back along it (when the microbatch has every modality). Stages stand as far from the right
-    as they are deep, so the loss is at the right, and replicas of a module below each other. A plan
-    too deep for the page goes on in a band below; arrows from one to the next are cut and say
-    what they lead to.
+    A box is a stage with its layers, its rank (dark if several stages share it), the parallel
+    degrees of the rank, the work of its backward, and, if the plan has a profile, its cost per
+    process and microbatch. The strip in it has a cell per layer, dark if the layer is trained and
+    pale if it is frozen; the cell of a projector is outlined. Grey arrows are activations, and red
+    arrows next to them gradients. The loss is at the right, and replicas of a module are below each
+    other. A plan that is too deep for the page continues in a band below; arrows between bands are
+    cut and labelled with their other end.
 
     Args:
-        plan: the plan.
         path: file to write, ``.png`` or ``.svg``.
         title: heading; by default ranks, microbatches and schedule.
 
-    Returns:
-        The path written.
-
     Raises:
-        ValueError: on another file suffix.
+        ValueError: another file suffix.
     """
     target = picture_path(path)
     needs = needs_backward(plan)
@@ -161,8 +155,9 @@ def _edges(axes: Axes, plan: Plan, sheet: PlanSheet, needs: set[StageId]) -> Non
 
 
 def _ports(plan: Plan, sheet: PlanSheet) -> tuple[dict[Edge, float], dict[Edge, float]]:
-    """Where each edge leaves and enters its boxes: inches above the middle of their sides,
-    in the order of the boxes at the other end, so that edges of one box do not cross."""
+    """Return where each edge leaves and enters its boxes, in inches above the middle of their
+    sides. The order is that of the boxes at the other end, so that edges of one box do not
+    cross."""
     leave: dict[Edge, float] = {}
     enter: dict[Edge, float] = {}
     for stage in plan.stages:
@@ -176,8 +171,8 @@ def _ports(plan: Plan, sheet: PlanSheet) -> tuple[dict[Edge, float], dict[Edge, 
 
 
 def _bend(start: Point, stop: Point, sheet: PlanSheet, ends: Edge) -> float:
-    """How far an arrow must bend (matplotlib's arc3 radius) to stay out of the other boxes
-    and on the page; 0 if nothing helps."""
+    """Return the bend of an arrow (the radius of matplotlib's arc3) that avoids the other boxes and
+    stays on the page; 0 if there is none."""
     width, height = sheet.box
     corners = [corner for name, corner in sheet.place.items() if name not in ends]
     (x0, y0), (x1, y1) = start, stop
@@ -200,8 +195,7 @@ def _bend(start: Point, stop: Point, sheet: PlanSheet, ends: Edge) -> float:
 
 def _edge(axes: Axes, start: Point, stop: Point, bend: float, gradient: bool) -> None:
     run, rise = stop[0] - start[0], stop[1] - start[1]
-    # Activations and gradients lie beside each other, as far apart on a steep edge as on
-    # a flat one.
+    # The arrows of activations and gradients have the same distance on steep and flat edges.
     shift = min(0.06 * math.hypot(run, rise) / max(run, 0.1), 0.13) if gradient else 0.0
 
     def arrow(begin: Point, end: Point, colour: str, dy: float, rad: float) -> None:
@@ -219,7 +213,7 @@ def _edge(axes: Axes, start: Point, stop: Point, bend: float, gradient: bool) ->
 
 
 def _legend(axes: Axes, plan: Plan, needs: set[StageId], x: float, y: float) -> None:
-    """What occurs in the plan."""
+    """Draw the legend for what occurs in the plan."""
     grey: RGB = (0.35, 0.35, 0.35)
     trained = {flag for node in plan.graph.nodes for flag in node.trainable}
     handles: list[Patch | Line2D] = []

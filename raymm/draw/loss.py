@@ -1,4 +1,4 @@
-"""The loss curve: training loss, and what each modality is worth on held-out samples."""
+"""Loss curve: training loss, held-out loss, and the contribution of each modality."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHUFFLED = "heldout_loss_shuffled_"
 
 TRAIN_COLOUR = "#8A8A8A"
 HELDOUT_COLOUR = "#111111"
-SMOOTH_PART = 0.05  # the smoothed curve averages over this part of the run
+SMOOTH_PART = 0.05  # fraction of the run that the smoothed curve averages over
 
 # Inches; font sizes in points.
 LEFT, PLOT_WIDTH, LABEL_GAP = 0.75, 7.6, 0.14
 LOSS_HEIGHT, GAP_HEIGHT, TITLE, BETWEEN, BOTTOM = 3.6, 1.7, 0.45, 0.42, 0.55
 LABEL_SIZE = 9
-LINE = 0.19  # inches between labels at the right
+LINE = 0.19  # height of a label at the right, in inches
 
 
 def draw_loss(
@@ -34,26 +34,23 @@ def draw_loss(
     *,
     title: str | None = None,
 ) -> Path:
-    """Draw the loss over steps, in nats per label token.
+    """Draw the loss over steps, in nats per label token, and return the path.
 
-    The training loss is thin, with a smoothed line over it. Held-out loss is drawn with
-    each sample's own inputs and, per modality, with that input exchanged between samples;
-    a second panel shows the gap between the two, which is what the model has learnt from
-    the modality. The curves' last values and gaps are written at the right.
+    The training loss is thin, with a smoothed line over it. Held-out loss is drawn with each
+    sample's own inputs and, per modality, with these inputs exchanged between samples. A second
+    panel shows the gap between the two, which is what the model has learnt from the modality. Last
+    values are written at the right.
 
     Args:
         history: rows with ``"step"`` and any of ``"loss"``, ``"heldout_loss"`` and
-            ``"heldout_loss_shuffled_<modality>"``; what is missing, None or not finite
-            is left out, other keys are ignored.
+            ``"heldout_loss_shuffled_<modality>"``. Values that are missing, None or not finite are
+            left out, and other keys are ignored.
         path: file to write, ``.png`` or ``.svg``.
         title: heading of the picture.
 
-    Returns:
-        The path written.
-
     Raises:
-        ValueError: on another file suffix.
-        KeyError: if a row has no ``"step"``.
+        ValueError: another file suffix.
+        KeyError: a row has no ``"step"``.
     """
     target = picture_path(path)
     curves, gaps = _curves(history)
@@ -94,7 +91,7 @@ def draw_loss(
 
 
 class _Label(NamedTuple):
-    """What stands at the right of a curve, at the height of its last value."""
+    """Label at the right of a curve, at the height of its last value."""
 
     value: float
     text: str
@@ -102,12 +99,13 @@ class _Label(NamedTuple):
 
 
 class _Curve(NamedTuple):
-    """(step, value) points with a name; ``raw`` is what they smooth, drawn thinly below them."""
+    """A named curve of (step, value) points; ``raw`` has the unsmoothed points, drawn thinly
+    below."""
 
     name: str
     points: list[tuple[float, float]]
     colour: Any
-    style: dict[str, Any]  # keywords of matplotlib's plot
+    style: dict[str, Any]  # keyword arguments of matplotlib's plot
     digits: str = ".3f"
     raw: tuple[tuple[float, float], ...] = ()
 
@@ -123,7 +121,7 @@ class _Curve(NamedTuple):
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> tuple[list[_Curve], list[_Curve]]:
-    """The curves of losses, and each modality's of the gap; none that is empty."""
+    """Return the loss curves, and each modality's gap curve, without empty ones."""
     train = _series(history, "loss")
     heldout = _series(history, HELDOUT)
     modalities = sorted({
@@ -145,7 +143,7 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> tuple[list[_Curve], list[_C
 
 
 def _series(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """(step, value) where a row has a finite one."""
+    """Return (step, value) for rows with a finite value."""
     points = []
     for row in history:
         value = row.get(key)
@@ -162,7 +160,7 @@ def _gap(
 
 
 def _smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Exponential average without the usual bias towards the first value."""
+    """Return an exponential average without the bias towards the first value."""
     keep = 1.0 - 1.0 / max(1.0, SMOOTH_PART * len(points))
     total, weight, smooth = 0.0, 0.0, []
     for step, value in points:
@@ -175,7 +173,8 @@ def _smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _finish(
     axes: Axes, steps: Sequence[float], labels: Sequence[_Label], height: float, name: str
 ) -> None:
-    """Limits, ticks and grid of a panel of so many inches, and its labels at the right."""
+    """Set limits, ticks and grid of a panel with the given height in inches, and draw its
+    labels."""
     if steps:
         low, high = min(steps), max(steps)
         room = 0.02 * (high - low) or 0.5
@@ -197,8 +196,8 @@ def _finish(
 
 
 def _spread(ends: list[float], height: float) -> list[float]:
-    """The places nearest to the curves' ends, in their order, at least a line apart and,
-    as far as there is room, within the height; all in inches."""
+    """Return positions near the curves' ends, in their order, at least one line apart and, if there
+    is room, within the height; all in inches."""
     order = sorted(range(len(ends)), key=ends.__getitem__)
     placed = [0.0] * len(ends)
     floor = 0.0

@@ -1,4 +1,4 @@
-"""The picture of a multiplexed mapping: a lane per GPU, bars as high as the modules' quotas."""
+"""Picture of a multiplexed mapping: a row per GPU, with bars as high as the modules' quotas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 
 # Sizes in inches, font sizes in points.
 BAND, BAND_LEAST, BANDS_HEIGHT = 0.85, 0.16, 24.0
-GAP = 0.12  # of a lane, between lanes
+GAP = 0.12  # fraction of a row between rows
 BODY = 9.0
 HEAD, STAGES, AXIS, LEGEND_ROW, LINE = 0.42, 0.26, 0.50, 0.24, 0.20
 LABEL, SMALL = 8.5, 7.5
@@ -35,24 +35,20 @@ def draw_mapping(
     title: str | None = None,
     note: str = "",
 ) -> Path:
-    """Draw when each module has which share of which GPU.
+    """Draw each module's share of each GPU over time, and return the path.
 
-    Time goes to the right; a bar is a module's forward and backward together, as wide as what
-    it takes beside the others and as high as its quota. What is grey is not used. Stages are
-    divided by lines. Below the title stands the predicted time.
+    Time goes to the right. A bar is a module's forward and backward, as wide as its time next to
+    the other modules and as high as its quota. Grey areas are idle. Lines separate stages, and the
+    predicted time is below the title.
 
     Args:
-        problem: whose model says how long modules take.
-        mapping: of its modules.
+        problem: provides the times of modules.
         path: file to write, ``.png`` or ``.svg``.
         title: heading; by default the mapping's method.
-        note: stands beside the predicted time.
-
-    Returns:
-        The path written.
+        note: text after the predicted time.
 
     Raises:
-        ValueError: on another file suffix.
+        ValueError: another file suffix.
     """
     target = picture_path(path)
     hues = module_hues(problem.names)
@@ -92,7 +88,7 @@ def draw_mapping(
 
 
 def _summary(mapping: StageMapping, note: str, ruler) -> list[str]:
-    """Lines no wider than the picture."""
+    """Return lines no wider than the picture."""
     parts = [f"predicted {time_text(mapping.seconds)}" + (f" ({note})" if note else "")]
     if mapping.bound:
         parts.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")
@@ -129,7 +125,6 @@ def _frame(
         if index:
             axes.axvline(start / second, color=TEXT, linewidth=1.0, linestyle=(0, (4, 3)),
                          zorder=3)
-        # A label where there is room for one.
         share = stage.seconds / mapping.seconds * BODY
         if share > 0.55 or (share > 0.12 and index < 100):
             axes.annotate(

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: bars and pictures, as HTML that needs nothing else."""
+"""HTML views of a run for notebooks, with bars and embedded pictures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _BAR_PX = 240
 
 
 def bars_html(summary: str, shares: Mapping[str, float], modules: Mapping[str, str]) -> str:
-    """A line of text, and a bar per name.
+    """Return a line of text, and a bar per name.
 
     Args:
-        summary: the text.
-        shares: of the whole, from 0 to 1, by name.
-        modules: the module of each name, which gives its colour.
+        shares: from 0 to 1, by name.
+        modules: module by name, which determines the colour.
     """
     hues = module_hues(modules.values())
     rows = "".join(
@@ -35,13 +34,7 @@ def bars_html(summary: str, shares: Mapping[str, float], modules: Mapping[str, s
 
 
 def progress_html(done: int, total: int | None, text: str) -> str:
-    """A bar of what is done, and a line of text.
-
-    Args:
-        done: so many of them.
-        total: None as long as that is not known.
-        text: beside the bar.
-    """
+    """Return a progress bar next to a line of text. ``total`` is None while it is unknown."""
     share = min(done / total, 1.0) if total else 0.0
     count = f"{done}/{total}" if total else str(done)
     return (
@@ -53,11 +46,7 @@ def progress_html(done: int, total: int | None, text: str) -> str:
 
 
 def figures_html(pictures: Mapping[str, Path]) -> str:
-    """PNG files, which become part of the notebook.
-
-    Args:
-        pictures: by what they are; those that are not there are left out.
-    """
+    """Return PNG files by caption as embedded pictures; missing files are left out."""
     return "".join(
         f'<figure><img style="max-width:100%" alt="{escape(name)}" src="data:image/png;base64,'
         f'{base64.b64encode(path.read_bytes()).decode()}"/></figure>'
@@ -66,10 +55,5 @@ def figures_html(pictures: Mapping[str, Path]) -> str:
 
 
 def pictures_html(summary: str, pictures: Mapping[str, Path]) -> str:
-    """A line of text, and PNG files below it.
-
-    Args:
-        summary: the text.
-        pictures: as of :func:`figures_html`.
-    """
+    """Return a line of text, and PNG files by caption below it."""
     return f"<pre>{escape(summary)}</pre>{figures_html(pictures)}"

@@ -11,11 +11,11 @@ from raymm.scheduler.program.program import Op
 
 RGB = tuple[float, float, float]
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers, without yellow (too
-# light for text on it) and black; then three more for graphs with many modules.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish, without black and yellow
+# (too light for text on it), and three more for graphs with many modules.
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
         "#7A5195", "#8C613C", "#7F9C1A")
-# What most models have keeps its colour also in pictures that show only some modules.
+# Common modules have fixed colours, also in pictures that show only some modules.
 USUAL = {"llm": HUES[0], "vision": HUES[2], "audio": HUES[1], "video": HUES[3]}
 WAIT = "#D4D4D4"
 COLLECTIVE = "#6B6B6B"
@@ -25,7 +25,7 @@ FAINT = "#777777"
 
 
 def module_hues(modules: Iterable[str]) -> dict[str, RGB]:
-    """A base colour per module, which depends on the names and not on their order."""
+    """Return a base colour per module, which depends on the names and not on their order."""
     names = sorted(set(modules))
     hues = {name: USUAL[name] for name in names if name in USUAL}
     free = [hue for hue in HUES if hue not in hues.values()] or list(HUES)
@@ -35,23 +35,23 @@ def module_hues(modules: Iterable[str]) -> dict[str, RGB]:
 
 
 def tint(colour: RGB, amount: float) -> RGB:
-    """The colour mixed with white: 0 leaves it, 1 makes it white."""
+    """Return the colour mixed with white: 0 keeps it, 1 makes it white."""
     return tuple(c + (1.0 - c) * amount for c in colour)  # type: ignore[return-value]
 
 
 def shade(colour: RGB, amount: float) -> RGB:
-    """The colour mixed with black: 0 leaves it, 1 makes it black."""
+    """Return the colour mixed with black: 0 keeps it, 1 makes it black."""
     return tuple(c * (1.0 - amount) for c in colour)  # type: ignore[return-value]
 
 
 def ink_on(colour: RGB) -> str:
-    """Black or white, whichever is easier to read on the colour."""
+    """Return dark or white ink, whichever is easier to read on the colour."""
     red, green, blue = colour
     return TEXT if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
 
 
 class Look(NamedTuple):
-    """How a compute op is drawn: fill and edge of its box, and what the legend calls it."""
+    """Appearance of a compute op: fill, edge and hatch of its box, and its name in the legend."""
 
     fill: RGB
     edge: RGB
@@ -72,9 +72,12 @@ _NAMES = {
 
 
 def op_looks(hue: RGB) -> dict[Op, Look]:
-    """Every compute op in a module's hue, from light to dark in the order of a microbatch's
-    life. Lightness alone tells them apart, so that colour-blind readers and grey prints lose
-    nothing; what is forward work done twice has stripes."""
+    """Return the look of every compute op in a module's hue, from light to dark in the order of a
+    microbatch.
+
+    Ops differ in lightness, so that colour-blind readers and grey prints can distinguish them.
+    Recomputation is striped.
+    """
     fills = {
         Op.FORWARD_NO_GRAD: tint(hue, 0.89),
         Op.FORWARD_CHECKPOINTED: tint(hue, 0.70),

@@ -1,7 +1,7 @@
-"""Where the boxes of a plan's picture stand, and what is written in them.
+"""Positions and texts of the boxes in the picture of a plan.
 
-Stages stand as far from the right as they are deep, in bands where the page is too narrow; replicas
-of a module stand below each other.
+The loss is at the right. Plans that are too deep for the page continue in bands, and replicas of a
+module are below each other.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ Point = tuple[float, float]
 
 # Inches; font sizes in points.
 BOX_WIDTH, BOX_HEIGHT = 1.62, 1.06
-COST_LINE = 0.17  # two of these make a box higher if costs are known
+COST_LINE = 0.17  # a box with costs is higher by two of these
 GAP_X, GAP_Y = 0.55, 0.5
-FAN, MAX_FAN = 0.1, 0.3  # wider gaps for steeper arrows, per edge into one stage beyond two
-BAND_GAP = 0.62  # between bands of a plan that is too deep for one
-MAX_WIDTH, MIN_WIDTH = 17.0, 7.2  # of a picture; the whole legend takes the least
+FAN, MAX_FAN = 0.1, 0.3  # extra gap for steep arrows, per edge into one stage beyond two
+BAND_GAP = 0.62  # between bands
+MAX_WIDTH, MIN_WIDTH = 17.0, 7.2  # of a picture; the legend needs the minimum
 MARGIN, HEAD, LEGEND, NOTE_LINE = 0.3, 0.6, 0.42, 0.16
 
 
 class PlanSheet(NamedTuple):
-    """Where everything stands, in inches from the page's lower left corner."""
+    """Positions in inches from the page's lower left corner."""
 
     width: float
     height: float
     box: tuple[float, float]  # width and height of all boxes
     bottom: float  # of the lowest box
-    place: dict[StageId, Point]  # per stage, the lower left corner of its box
-    band: dict[StageId, int]  # per stage, its band, counted from the top
+    place: dict[StageId, Point]  # lower left corner of each stage's box
+    band: dict[StageId, int]  # band of each stage, from the top
 
 
 def heading(plan: Plan) -> str:
-    """``"4 ranks, 8 microbatches, 1f1b"``: what is written above a plan by default."""
+    """Return the default heading of a plan, such as ``"4 ranks, 8 microbatches, 1f1b"``."""
     devices = f"{plan.num_processes} devices, " if plan.num_processes > plan.num_ranks else ""
     return (
         f"{_count(plan.num_ranks, 'rank', 's')}, {devices}"
@@ -50,12 +50,11 @@ def heading(plan: Plan) -> str:
 def lay_out(
     plan: Plan, needs: set[StageId], costs: Mapping[StageId, StageCost], note: Sequence[str]
 ) -> PlanSheet:
-    """Find a place for every stage.
+    """Find a position for every stage.
 
     Args:
-        plan: the plan.
-        needs: stages that run a backward.
-        costs: per stage, of one microbatch; empty if the plan has no profile.
+        needs: stages with a backward.
+        costs: costs of one microbatch by stage; empty if the plan has no profile.
         note: lines below the legend.
     """
     ruler = new_figure(1, 1)
@@ -78,7 +77,7 @@ def lay_out(
     most = max(int((MAX_WIDTH - 2 * MARGIN + gap) / (wide + gap)), 2)
     bands = -(-deepest // most)
     columns = -(-deepest // bands)
-    # Cut arrows need room beside the outer boxes.
+    # Cut arrows need room next to the outer boxes.
     side = MARGIN + (GAP_X if bands > 1 else 0.0)
     rows = _rows(plan)
     column = {s.id: deepest - plan.depth[s.id] for s in plan.stages}
@@ -106,8 +105,8 @@ def lay_out(
 
 
 def _rows(plan: Plan) -> dict[tuple[str, int], float]:
-    """A row per replica of a module: one for each source, the mean of its producers for any
-    other, and the nearest free row where two would lie on each other."""
+    """Return a row per replica of a module: one for each source, the mean row of the producers for
+    others, and the nearest free row if two would overlap."""
     rows: dict[tuple[str, int], float] = {}
     spans: dict[tuple[str, int], tuple[int, int]] = {}
     sources = 0
@@ -137,7 +136,7 @@ def _rows(plan: Plan) -> dict[tuple[str, int], float]:
 
 
 def needs_backward(plan: Plan) -> set[StageId]:
-    """Stages with something trainable in them or before them."""
+    """Return the stages with a trainable layer in them or before them."""
     needs: set[StageId] = set()
     for stage in plan.topological_stages:
         before = [src for src, dst in plan.stage_edges if dst == stage.id]
@@ -156,13 +155,13 @@ def _work(plan: Plan, stage: Stage, needs: set[StageId]) -> str:
 
 
 def place_text(stage: Stage) -> str:
-    """Its rank, and if that is several processes, how: ``"rank 3 = tp 4 × cp 2"``."""
+    """Return the rank of a stage, with the degrees of its processes: ``"rank 3 = tp 4 × cp 2"``."""
     several = rank_text(stage.degrees).replace(", ", " × ")
     return f"rank {stage.rank}" + (f" = {several}" if several else "")
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
-    """Its layers by number, the last of them included, and its projector."""
+    """Return the layers of a stage by number, with the last one included, and its projector."""
     lo, hi = stage.layers
     node = plan.graph.node(stage.module)
     blocks = min(hi, node.num_blocks)
@@ -177,19 +176,13 @@ def layers_text(plan: Plan, stage: Stage) -> str:
 
 
 def recomputes(stage: Stage, needs: set[StageId]) -> bool:
-    """Whether a stage recomputes: one without backward has nothing to recompute for."""
+    """Return True if a stage recomputes, which requires a backward."""
     return stage.recompute and stage.id in needs
 
 
 def small_print(plan: Plan, stage: Stage, needs: set[StageId], cost: StageCost | None) -> list[str]:
-    """The lines below a box's heading: what its backward does and, with costs, time and memory.
-
-    Args:
-        plan: the plan.
-        stage: whose box it is.
-        needs: stages that run a backward.
-        cost: of one microbatch; None for the first line alone.
-    """
+    """Return the lines below a box's heading: the work of its backward and, unless ``cost`` is
+    None, time and memory of one microbatch."""
     lines = [_work(plan, stage, needs)]
     if cost is None:
         return lines

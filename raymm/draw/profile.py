@@ -1,4 +1,4 @@
-"""What layers cost: a bar per layer, made of F, B_d and B_w, grouped by module."""
+"""Picture of layer costs: a bar per layer with F, B_d and B_w, grouped by module."""
 
 from __future__ import annotations
 
@@ -25,19 +25,15 @@ def draw_profile(
     projectors: Sequence[str] = (),
     title: str | None = None,
 ) -> Path:
-    """Draw a profile's times, in milliseconds, on one scale for all modules.
+    """Draw a profile's times in milliseconds, on one scale for all modules, and return the path.
 
     Args:
-        profile: what to draw.
         path: file to write, ``.png`` or ``.svg``.
-        projectors: modules whose last layer is the projector; it is labelled ``P``.
+        projectors: modules whose last layer is a projector, which is labelled ``P``.
         title: heading of the picture.
 
-    Returns:
-        The path written.
-
     Raises:
-        ValueError: on another file suffix.
+        ValueError: another file suffix.
     """
     target = picture_path(path)
     names = list(profile.modules)
@@ -96,13 +92,13 @@ def draw_profile(
 
 
 def _widths(counts: Mapping[str, int]) -> dict[str, float]:
-    """Inches of each module's plot; many layers get thinner bars."""
+    """Return the width of each module's plot in inches; many layers get thinner bars."""
     bar = min(BAR, WIDEST / max(1, sum(counts.values())))
     return {name: max(NARROWEST, bar * count) for name, count in counts.items()}
 
 
 def _legend(figure, total: float, height: float, hue) -> None:
-    """The three tints, explained in words under the heading."""
+    """Explain the three tints below the heading."""
     x, y = LEFT, 0.52
     words = {"F": "forward", "B_d": "gradient of the input", "B_w": "gradient of the weights"}
     for _, label, amount in PARTS:

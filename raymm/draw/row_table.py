@@ -1,4 +1,4 @@
-"""Rows of named texts as a table: for a console and for a notebook."""
+"""Tables of named texts for a console and for a notebook."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def row_table(
     left: Collection[str],
     sections: Collection[int] = (),
 ) -> Table:
-    """For a rich console.
+    """Return a table for a rich console.
 
     Args:
         rows: at least one; all with the same columns, in order.
-        title, caption: above and below.
-        left: columns of words; the others are of numbers.
-        sections: rows above which there is a line.
+        title, caption: texts above and below.
+        left: columns of words, aligned left; the others have numbers.
+        sections: rows with a line above.
     """
     table = Table(
         title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
@@ -38,7 +38,7 @@ def row_table(
 
 
 def html_table(rows: Sequence[Mapping[str, str]], explanation: str) -> str:
-    """For a notebook, with a text below it."""
+    """Return a table for a notebook, with a text below."""
     head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
@@ -51,5 +51,5 @@ def html_table(rows: Sequence[Mapping[str, str]], explanation: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds, or milliseconds below one."""
+    """Return seconds as text, in milliseconds below one second."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

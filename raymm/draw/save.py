@@ -1,4 +1,4 @@
-"""Writing a figure to a file, whole or not at all."""
+"""Atomic writing of figures to files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ DPI = 130  # pixels per inch of a PNG: small text stays sharp
 
 
 def picture_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a picture, checked before any work is done.
-
-    Raises:
-        ValueError: if the name ends neither in ``.png`` nor in ``.svg``.
-    """
+    """Return the path of a picture, before any work is done. Raises ValueError unless the name ends
+    in ``.png`` or ``.svg``."""
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise ValueError(f"picture {str(target)!r}: the name must end in {' or '.join(SUFFIXES)}")
@@ -29,20 +26,21 @@ def picture_path(path: str | os.PathLike[str]) -> Path:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches that belongs to no pyplot state and no display."""
+    """Return an empty figure, sized in inches, without pyplot state and display."""
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure under a temporary name and rename it, so no half picture is ever seen.
+    """Write a figure under a temporary name and rename the file, so that no reader sees a partial
+    picture.
 
-    Missing folders are made. The same figure gives the same bytes of PNG.
+    Missing folders are created. The same figure results in the same bytes of PNG.
 
     Raises:
-        ValueError: if the name ends neither in ``.png`` nor in ``.svg``.
-        OSError: if the folder cannot be written; nothing is left behind.
+        ValueError: the name ends neither in ``.png`` nor in ``.svg``.
+        OSError: the folder cannot be written; no file is left.
     """
     target = picture_path(path)
     kind = target.suffix.lower()[1:]
@@ -57,7 +55,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
                 figure.savefig(stream, format=kind, dpi=DPI, metadata={"Date": None})
             else:
                 _save_png(figure, stream)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a picture is to be looked at
+        os.chmod(temporary, 0o644)  # mkstemp creates private files
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -65,8 +63,8 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def _save_png(figure: Figure, stream: BinaryIO) -> None:
-    """With a palette of 256 colours, at a third of the size: flat colours keep their value,
-    only shades at the edges of letters share one."""
+    """Write a figure with a palette of 256 colours, at a third of the size. Flat colours are exact;
+    only the shades at the edges of letters are merged."""
     whole = io.BytesIO()
     figure.savefig(whole, format="png", dpi=DPI)
     with Image.open(whole) as image:
@@ -77,12 +75,11 @@ def _save_png(figure: Figure, stream: BinaryIO) -> None:
 
 
 def text_width(figure: Figure, text: str, size: float) -> float:
-    """Inches a text takes, its widest line if it has several.
+    """Return the width of a text in inches, of its widest line if there are several.
 
     Args:
-        figure: any figure that is not drawn yet; the text is put into it and taken out again.
-        text: what to measure.
-        size: of the font, in points.
+        figure: any figure that is not drawn yet; the text is added and removed again.
+        size: font size in points.
     """
     artist = figure.text(0, 0, text, fontsize=size)
     box = artist.get_window_extent(cast(FigureCanvasAgg, figure.canvas).get_renderer())

@@ -1,4 +1,4 @@
-"""The picture of a step: what every rank did when; several timelines share one time axis."""
+"""Picture of a step: the work of every rank over time. Several timelines share one time axis."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from raymm.scheduler.program.timeline import Timeline
 ROW = 0.30
 ROW_MANY = 0.24  # per row when a panel has more than MANY_ROWS
 MANY_ROWS = 10
-ROW_LEAST, MAX_ROWS_HEIGHT = 0.10, 32.0  # rows shrink to keep all of them this high
+ROW_LEAST, MAX_ROWS_HEIGHT = 0.10, 32.0  # rows shrink to this total height
 TITLE = 0.42  # above each panel
 AXIS = 0.52  # below the last panel: tick labels and axis label
 HEAD = 0.40  # the picture's title
 LEGEND_ROW = 0.22
 BUBBLES = 0.85  # right of the panels
 MIN_WIDTH, MAX_WIDTH = 8.0, 20.0  # of the panels, without the margins
-BOX = 0.17  # how wide the median compute box should at least be
+BOX = 0.17  # minimum width of the median compute box
 LABEL_SIZE, CAPTION_SIZE = 8.5, 10.0
 LEGEND_SIZE = 8
-LEGEND_BESIDE = 0.55  # inches of an entry beside its text
-LABEL_STAGES = 3  # more stages on a rank than this are counted, not named
+LEGEND_BESIDE = 0.55  # width of an entry without its text, in inches
+LABEL_STAGES = 3  # further stages of a rank are counted, not named
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
@@ -59,30 +59,27 @@ def draw_timelines(
     rank_names: Mapping[int, str] | None = None,
     title: str | None = None,
 ) -> Path:
-    """Draw timelines of one step on one time axis, a panel each, a row per rank.
+    """Draw timelines of one step on one time axis, with a panel each and a row per rank, and return
+    the path.
 
-    Boxes have their module's hue, the darker the later in a microbatch's life: forward,
-    recompute (striped), backward of inputs, backward of weights; forwards under ``no_grad``
-    are pale with an outline. Where a rank has several stages of one module (chunks of an
-    interleaved schedule, or replicas), boxes of later stages stand lower. Boxes of modules that
-    run side by side stand one below the other, each as high as its quota. Thin grey lines
-    are waits for a message. At the right of each row stands the rank's bubble, in the panel's
-    title the iteration time and, from the second panel on, what it gains against the first,
-    whose end is a dashed line. Every timeline is moved to begin at 0, so that a late start
-    does not look like a slow step.
+    Boxes have their module's hue, and are darker the later they are in a microbatch: forward,
+    recompute (striped), backward of inputs, backward of weights. Forwards under ``no_grad`` are
+    pale with an outline. If a rank has several stages of one module (chunks of an interleaved
+    schedule, or replicas), boxes of later stages are lower. Boxes of modules that run side by side
+    are below each other, each as high as its quota. Thin grey lines are waits for a message. The
+    rank's bubble is at the right of each row. The panel's title has the iteration time and, from
+    the second panel on, the gain against the first, whose end is a dashed line. All timelines start
+    at 0, so that a late start does not look like a slow step.
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]`` or
             ``[("1f1b", a), ("zero_bubble", b)]``.
         path: file to write, ``.png`` or ``.svg``.
-        rank_names: row labels; by default each rank with the stages it ran.
+        rank_names: row labels; by default each rank with its stages.
         title: heading of the picture.
 
-    Returns:
-        The path written.
-
     Raises:
-        ValueError: without a timeline, or on another file suffix.
+        ValueError: no timeline, or another file suffix.
     """
     target = picture_path(path)
     if not timelines:
@@ -132,7 +129,7 @@ def draw_timelines(
 
 
 def _row_height(rows: Sequence[int]) -> float:
-    """Inches of a row, of panels with so many rows each."""
+    """Return the height of a row in inches, for panels with the given numbers of rows."""
     row = ROW if max(rows) <= MANY_ROWS else ROW_MANY
     return max(min(row, MAX_ROWS_HEIGHT / sum(rows)), ROW_LEAST)
 
@@ -169,7 +166,8 @@ def _scale(timelines: Sequence[tuple[str, Timeline]], body: float) -> TimeScale:
 
 
 def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
-    """Inches of the panels: enough for the median box to be seen, within limits."""
+    """Return the width of the panels in inches, within limits, so that the median box is
+    visible."""
     spans = (s for _, t in timelines for s in t.compute())
     lengths = sorted(s.end - s.start for s in spans if s.end > s.start)
     if not lengths:
@@ -179,7 +177,7 @@ def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
 
 
 def _captions(timelines: Sequence[tuple[str, Timeline]]) -> list[str]:
-    """What stands above each panel."""
+    """Return the text above each panel."""
     (first_label, first), scale = timelines[0], _scale(timelines, 1.0)
     captions = []
     for index, (label, timeline) in enumerate(timelines):
@@ -194,7 +192,7 @@ def _captions(timelines: Sequence[tuple[str, Timeline]]) -> list[str]:
 
 
 def _looks(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Mapping[Op, Look]]:
-    """Of every module that they have, per operation."""
+    """Return the look of every op by module."""
     hues = module_hues(s.stage.module for _, t in timelines for s in t.compute())
     return {module: op_looks(hue) for module, hue in hues.items()}
 
@@ -204,7 +202,7 @@ def _legend(
     looks: Mapping[str, Mapping[Op, Look]],
     stepped: bool,
 ) -> list[list[Patch]]:
-    """Legend entries by column, as many in each; a column is a module."""
+    """Return the legend entries by column, of equal lengths, with a column per module."""
     spans = [span for _, timeline in timelines for span in timeline.spans]
     used = {(span.stage.module, span.op) for span in spans if span.op in COMPUTE}
     blank = Patch(alpha=0.0, label="")
@@ -229,8 +227,8 @@ def _legend(
 
 
 def _in_width(columns: list[list[Patch]], width: float) -> tuple[list[Patch], int]:
-    """Entries column by column, and how many columns there are, such that they are not wider than
-    so many inches: what does not fit beside the others stands below them."""
+    """Return the entries column by column, and the number of columns that fit into the width in
+    inches. Other columns follow below."""
     if not columns:
         return [], 1
     ruler = new_figure(1, 1)
@@ -243,7 +241,7 @@ def _in_width(columns: list[list[Patch]], width: float) -> tuple[list[Patch], in
 
 
 def _draw_legend(figure: Figure, handles: list[Patch], columns: int, left: float) -> None:
-    """Below the panels, ``left`` of the figure's width away from its side."""
+    """Draw the legend below the panels, at ``left`` as a fraction of the figure's width."""
     figure.legend(
         handles=handles, ncols=columns, loc="lower left", fontsize=LEGEND_SIZE, frameon=False,
         bbox_to_anchor=(left, 0.02), borderaxespad=0.0, handlelength=1.8, labelspacing=0.45,
@@ -254,7 +252,7 @@ def _draw_legend(figure: Figure, handles: list[Patch], columns: int, left: float
 def _panel(
     axes: Axes, timeline: Timeline, names: Mapping[int, str], scale: TimeScale, label_size: float
 ) -> None:
-    """Axes, row labels and bubbles; everything but the boxes."""
+    """Draw axes, row labels and bubbles; everything but the boxes."""
     count = max(timeline.num_ranks, 1)
     axes.set_xlim(0.0, scale.end)
     axes.set_ylim(count - 0.5, -0.5)  # rank 0 on top
@@ -267,7 +265,7 @@ def _panel(
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#BBBBBB")
-    place = axes.get_yaxis_transform()  # x in widths of the panel, y in rows
+    place = axes.get_yaxis_transform()  # x in panel widths, y in rows
     right = 1 + 0.62 / (scale.end * scale.inches)
     for rank in range(timeline.num_ranks):
         axes.axhline(rank, color="#F3F3F3", linewidth=0.7, zorder=0)
@@ -278,7 +276,7 @@ def _panel(
 
 
 def _above(axes: Axes) -> float:
-    """A little above the panel, in heights of it."""
+    """Return a position slightly above the panel, in panel heights."""
     figure = axes.figure
     assert isinstance(figure, Figure)
     return 1 + 0.07 / (axes.get_position().height * figure.get_size_inches()[1])
@@ -287,7 +285,8 @@ def _above(axes: Axes) -> float:
 def _mark_end(
     axes: Axes, first: tuple[str, Timeline], scale: TimeScale, caption: float
 ) -> None:
-    """A dashed line where the first timeline ends, named if the caption leaves room."""
+    """Draw a dashed line at the end of the first timeline, with its name if the caption leaves
+    room."""
     label, timeline = first
     end = timeline.makespan / scale.second
     axes.axvline(end, color=TEXT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=5, clip_on=False)

@@ -1,4 +1,4 @@
-"""The boxes of a timeline: where each stands in its rank's row, how it looks, which microbatch."""
+"""Boxes of a timeline: position in the rank's row, appearance, and number of the microbatch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Op
 from raymm.scheduler.program.timeline import Span, Timeline
 
-# In rows: a box, and how much lower each later stage of the same module on the rank stands.
+# Heights in rows: a box, and the offset of each later stage of the same module on the rank.
 BOX_ROWS, STEP_ROWS, MAX_STEP_ROWS = 0.86, 0.20, 0.40
-NUMBER_SIZES = (7.5, 6.5, 5.5, 4.8)  # the largest that fits its box is taken
-DIGIT = 0.64 / 72  # inches of a digit per point of font size
+NUMBER_SIZES = (7.5, 6.5, 5.5, 4.8)  # the largest size that fits the box is used
+DIGIT = 0.64 / 72  # width of a digit in inches per point of font size
 
 
 class TimeScale(NamedTuple):
-    """The time axis all panels share. ``end`` is in units, a unit is ``second`` seconds."""
+    """The time axis of all panels. ``end`` is in units, and a unit has ``second`` seconds."""
 
     unit: str
     second: float
@@ -34,7 +34,8 @@ class TimeScale(NamedTuple):
 
 
 class BoxPlace(NamedTuple):
-    """Where a stage's boxes lie in their row: centre above the row's, and half height."""
+    """Position of a stage's boxes in their row: the centre relative to the row's, and half the
+    height."""
 
     rise: float
     half: float
@@ -45,8 +46,8 @@ BoxPlaces = Mapping[tuple[int, StageId, float], BoxPlace]
 
 
 def places_by_order(on_rank: Mapping[int, Sequence[StageId]]) -> BoxPlaces:
-    """Where the boxes of what has a whole device (a quota of 1) stand. Stages of one module on one
-    rank stand one step lower each."""
+    """Return positions of the boxes of stages on a full device (quota 1). Later stages of one
+    module on one rank are each one step lower."""
     places = {}
     for rank, stages in on_rank.items():
         for module in {stage.module for stage in stages}:
@@ -59,8 +60,8 @@ def places_by_order(on_rank: Mapping[int, Sequence[StageId]]) -> BoxPlaces:
 
 
 def places_on_quotas(timeline: Timeline) -> BoxPlaces:
-    """Where the boxes of what runs on a quota stand: below those of modules that run at the same
-    time on larger ones, whichever began a moment earlier: alike in timelines that are compared."""
+    """Return positions of the boxes of stages on a quota: below those of concurrent modules with
+    larger quotas, whatever their order of start, so that compared timelines look the same."""
     of_rank: dict[int, list[Span]] = {}
     for span in timeline.compute():
         if span.quota < 1:
@@ -79,7 +80,7 @@ def places_on_quotas(timeline: Timeline) -> BoxPlaces:
 
 
 def _concurrent_modules(spans: Sequence[Span]) -> dict[str, list[str]]:
-    """By module, those that ever run at the same time as it, or as one that does."""
+    """Return by module those that ever run at the same time, directly or through others."""
     together: dict[str, list[str]] = {}
     end, running = 0.0, ""
     for span in sorted(spans, key=lambda s: s.start):
@@ -93,7 +94,7 @@ def _concurrent_modules(spans: Sequence[Span]) -> dict[str, list[str]]:
 
 
 def number_size(timelines: Sequence[tuple[str, Timeline]], scale: TimeScale) -> float:
-    """The largest font size of microbatch numbers at which most boxes have room."""
+    """Return the largest font size of microbatch numbers that fits most boxes."""
     spans = [span for _, timeline in timelines for span in timeline.compute()]
     for size in NUMBER_SIZES:
         if sum(_fits(span, size, scale) for span in spans) >= 0.85 * len(spans):
@@ -112,17 +113,14 @@ def draw_boxes(
     """Draw a timeline's spans into its panel: compute as boxes, waits and optimizer ops as bars.
 
     Args:
-        axes: the panel; x in units of ``scale``, y in rows.
-        timeline: moved to begin at 0.
-        looks: per module and operation.
-        places: of the boxes of everything that the timeline computes.
-        scale: the time axis.
-        digits: the largest font size of microbatch numbers, in points.
+        axes: x in units of ``scale``, y in rows.
+        places: positions of the boxes of all computation.
+        digits: largest font size of microbatch numbers, in points.
     """
     origin = min((span.start for span in timeline.spans), default=0.0)
     outline: RGB | str
-    # Polygons, fills and edges per hatch, as a collection has one. Waits lie below everything,
-    # outlined boxes above their neighbours' white borders.
+    # A collection has one hatch, so polygons, fills and edges are grouped by hatch. Waits are drawn
+    # below everything, outlined boxes above the white borders of their neighbours.
     sheets: dict[str, tuple[list, list, list]] = {}
     numbers: list[tuple[float, float, float, Span, Look]] = []
     widths: list[tuple[float, float]] = []
@@ -165,11 +163,11 @@ def _numbers(
     scale: TimeScale,
     largest: float,
 ) -> None:
-    """Microbatch numbers, where they fit."""
+    """Draw the microbatch numbers that fit."""
     plain, fills = [], []
     row = _row_inches(axes)
     for start, stop, middle, span, look in boxes:
-        # Where the common size has no room, a smaller one may.
+        # A smaller size may fit where the common size does not.
         size = next((n for n in NUMBER_SIZES if n <= largest and _fits(span, n, scale)), 0.0)
         if not size:
             continue
