@@ -1,4 +1,4 @@
-"""``raymm check``: whether checkpoints are whole, what two of them differ in, and pruning."""
+"""``raymm check``: check, compare and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.table import Table
 from raymm.actors.storage.location import check_location
 from raymm.errors import ConfigError
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # imports torch
     from raymm.storage.inspection import CheckpointReport, Comparison
 
-# Tensors that are printed of a comparison, the most different first.
+# Maximum number of printed tensors of a comparison, the most different first.
 TENSORS_SHOWN = 20
 EXIT_NOT_WHOLE = 1
 
 
 def add_check_arguments(command: argparse.ArgumentParser) -> None:
-    """Arguments of ``raymm check``."""
+    """Add the arguments of ``raymm check``."""
     command.add_argument(
         "location", help="folder or URL of a run (run.storage_path), or of one of its checkpoints"
     )
@@ -37,12 +37,12 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Print a line per checkpoint; returns 0 if all are whole and, with ``--against``, the same,
+    """Print a line per checkpoint, and return 0 if all are complete and, with ``--against``, equal,
     else 1.
 
     Raises:
-        ConfigError: options that cannot be.
-        CheckpointError: there is no checkpoint, or one that is compared is not whole.
+        ConfigError: invalid options.
+        CheckpointError: there is no checkpoint, or a compared one is incomplete.
     """
     from raymm.storage.inspection import inspect_checkpoints, prune_checkpoints
     from raymm.storage.step_folders import is_folder_name

@@ -1,4 +1,4 @@
-"""``raymm data preview``: rows of a file as training reads them, with the learned tokens marked."""
+"""``raymm data preview``: print rows as training reads them, with the learned tokens marked."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from raymm.actors.weights.hub_folder import local_folder, pinned
 from raymm.cli.start_settings import is_text_only
 from raymm.errors import ConfigError
 
-if TYPE_CHECKING:  # they import torch
+if TYPE_CHECKING:  # import torch
     from raymm.data import DataConfig, StepBuilder
     from raymm.data.readers.detect import Detected
     from raymm.data.samples.sample import Sample
 
 _LEARNED, _ITEM, _NOTE = "black on green", "cyan", "dim"
-_LEARNED_PALE = "black on #9be89b"  # where there are more than 16 colours
-# Around learned text where there are no colours.
+_LEARNED_PALE = "black on #9be89b"  # for terminals with more than 16 colours
+# Marks around learned text on terminals without colours.
 _MARKS = ("[[", "]]")
-# Equal tokens in a row that are shown as one with their number.
+# Minimum number of equal consecutive tokens that are printed as one with their number.
 _REPEATED = 4
 _ROWS, _WIDTH = 3, 100
 # No row of a preview is cut.
@@ -34,7 +34,7 @@ _MAX_LENGTH = 10**9
 
 
 class _Run(NamedTuple):
-    """Consecutive tokens of a row; ``repeats`` is above 1 for one token that is repeated."""
+    """Consecutive tokens of a row; ``repeats`` is above 1 for one repeated token."""
 
     text: str
     learned: bool
@@ -60,11 +60,11 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_preview(args: argparse.Namespace) -> int:
-    """Print the first rows of a file; returns 0, or 1 if one of them cannot be used.
+    """Print the first rows of a file, and return 0, or 1 if one of them cannot be used.
 
     Raises:
         ConfigError: no such folder or file, or media for a tokenizer alone.
-        DataError: a file that cannot be read.
+        DataError: a file cannot be read.
     """
     from raymm.data import open_split
     from raymm.data.readers.detect import detect
@@ -90,7 +90,7 @@ def run_preview(args: argparse.Namespace) -> int:
     console.print(detected.summary, markup=False, soft_wrap=True)
     console.print(_legend(console))
     dataset = open_split(config, "train")
-    from raymm.data import step_builder  # torch is imported here: the rows are read before
+    from raymm.data import step_builder  # imports torch, so only once the rows are read
 
     builder = step_builder(config, dataset)
     code = 0
@@ -111,7 +111,7 @@ def run_preview(args: argparse.Namespace) -> int:
         picture = console.export_svg(
             title=f"raymm data preview {args.data}", theme=DEFAULT_TERMINAL_THEME
         )
-        # Without fonts of a server: a picture loads nothing.
+        # The picture must not load fonts from a server.
         Path(args.svg).write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S))
     return code
 
@@ -148,7 +148,7 @@ def _learned_style(console: Console) -> str:
 def _rows(
     builder: StepBuilder, config: DataConfig, sample: Sample, console: Console
 ) -> Iterator[tuple[str, Text]]:
-    """Yield a title and the tokens of each row that a sample becomes: two of a preference."""
+    """Yield a title and the tokens of each row of a sample; a preference has two rows."""
     from raymm.data import IGNORE_INDEX
 
     microbatch = builder.build([[sample.index]]).microbatches[0]
@@ -166,7 +166,7 @@ def _rows(
 
 
 def _media_tokens(builder: Any, sample: Sample, ids: Sequence[int]) -> int:
-    """Return how many tokens of a row are of its items."""
+    """Return the number of tokens in a row that belong to media."""
     if builder.config.processor is None:
         return sum(token in builder.text.placeholder_ids.values() for token in ids)
     if not any(sample.media.values()):
@@ -191,7 +191,7 @@ def _sizes(config: DataConfig, sample: Sample) -> Iterator[str]:
 
 
 def _runs(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Iterator[_Run]:
-    """Yield runs of tokens that are all learned or all not, and repeated tokens apart."""
+    """Yield runs of tokens that are all learned or all not, with repeated tokens separate."""
     pending: list[int] = []
     flag = False
     for (token, is_learned), group in groupby(zip(ids, learned, strict=True)):
@@ -211,7 +211,7 @@ def _runs(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Iterat
 def _marked(runs: Iterator[_Run], console: Console) -> Text:
     text = Text()
     for run in runs:
-        # A line break may be learned or not, and would not be seen.
+        # A learned line break would be invisible.
         shown = run.text.replace("\n", "↵\n") if run.learned else run.text
         shown += f" x {run.repeats:,}" if run.repeats > 1 else ""
         if not run.learned:

@@ -17,7 +17,7 @@ _WIDTH = 120
 
 
 def add_doctor_arguments(command: argparse.ArgumentParser) -> None:
-    """Options of ``raymm doctor``."""
+    """Add the options of ``raymm doctor``."""
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     command.add_argument(
         "--processes", type=int, metavar="N",
@@ -29,11 +29,11 @@ def add_doctor_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> None:
-    """Connect the processes as a run would, and print what they find.
+    """Connect the processes as a run would, and print nodes and bandwidths.
 
     Raises:
-        ConfigError, ClusterError: naming what is wrong.
-        RankFailedError: a process cannot start, connect, or transfer what it should.
+        ConfigError, ClusterError: names what is wrong.
+        RankFailedError: a process fails to start, connect, or transfer data.
     """
     for name in ("processes", "megabytes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

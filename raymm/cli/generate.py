@@ -1,4 +1,4 @@
-"""``raymm generate``: what a run's model writes after prompts."""
+"""``raymm generate``: generate text from prompts with a run's model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_TOKENS = 64
 
 
 def add_generate_arguments(command: argparse.ArgumentParser) -> None:
-    """Arguments of ``raymm generate``, beside the configuration."""
+    """Add the arguments of ``raymm generate``, except the configuration."""
     add = command.add_argument
     add("--prompt", action="append", required=True, help="text of the user's turn (repeatable)")
     add(
@@ -34,14 +34,14 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Start the model of a configuration with its run's newest checkpoint, and print a text per
+    """Start the model of a configuration from the run's newest checkpoint, and print a text per
     prompt.
 
     Raises:
-        ConfigError: options that cannot be.
-        ModelError: the model cannot write text under its plan.
-        CheckpointError, ClusterError, ProbeError: as of a run that goes on.
-        SampleError: a prompt or an item that cannot be used.
+        ConfigError: invalid options.
+        ModelError: the model cannot generate text under its plan.
+        CheckpointError, ClusterError, ProbeError: as for a run that resumes.
+        SampleError: a prompt or an item cannot be used.
     """
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
@@ -71,9 +71,9 @@ def run_generate(args: argparse.Namespace) -> int:
         )
     model = build_model(config)
     phases = Phases(model, config.at, config.run.steps)
-    phases.enter_before(checkpoint)  # what trains then is what a checkpoint has
+    phases.enter_before(checkpoint)  # the checkpoint has what was trained at its step
     optimizer = config.optimizer.build(config.run.steps)
-    # A prompt is a user's turn, also of a run on pairs of answers.
+    # A prompt is a user's turn, even in a run on pairs of answers.
     data = with_vocabulary(config.data, model).model_copy(update={"preferences": False})
     builder, prompts = _prompts(data, args.prompt, items)
     with connected():
@@ -93,7 +93,7 @@ def run_generate(args: argparse.Namespace) -> int:
             rules = WritingRules.of(model, builder.tokenizer, builder.answer_ends)
             if rules.note is not None:
                 print(rules.note)
-            running = cast(WritingModule, parallel)  # of another it is refused by name
+            running = cast(WritingModule, parallel)  # generate() refuses other modules
             written_ids = generate(running, prompts, args.max_tokens, rules.ends)
             skip = args.skip_special_tokens
             for text, ids in zip(args.prompt, written_ids, strict=True):
@@ -111,12 +111,8 @@ def _nothing_beside() -> Any:
 def _items(
     options: Sequence[str], modalities: Mapping[str, ModalityDataConfig]
 ) -> dict[str, tuple[Any, ...]]:
-    """Return files by modality, which an option names as the data, their messages or the model do:
-    ``image``, ``images`` and ``vision`` are one.
-
-    Raises:
-        ConfigError: an option with another name, a name of several modalities, or no file.
-    """
+    """Return files by modality. An option may use the name in the data, their messages or the
+    model: ``image``, ``images`` and ``vision`` are equivalent."""
     items: dict[str, tuple[Any, ...]] = {}
     for item in options:
         name, _, file = item.partition("=")
@@ -133,7 +129,8 @@ def _items(
 
 
 def _names_of(kind: str, modality: ModalityDataConfig) -> set[str]:
-    """Return all names of a modality: its own, its column's and its parts', and its tower's."""
+    """Return all names of a modality: its own, those of its column and message parts, and its
+    tower's."""
     names = {kind, *part_types({kind: modality}), TOWER_OF.get(kind, kind)}
     return names | {f"{name}s" for name in names}
 
@@ -141,17 +138,13 @@ def _names_of(kind: str, modality: ModalityDataConfig) -> set[str]:
 def _prompts(
     data: Any, texts: Sequence[str], items: dict[str, tuple[Any, ...]]
 ) -> tuple[Any, list[Any]]:
-    """Return what makes samples, and a prompt of each text: a user's turn, as the data have it,
-    before an answer, which is left out.
-
-    Raises:
-        SampleError: a prompt or an item that cannot be used.
-    """
+    """Return the sample builder, and a prompt for each text: the user's turn before an answer,
+    which is left out."""
     from raymm.data import Sample
     from raymm.data.loading.processed import step_builder
     from raymm.evaluation.text_evaluation import last_answer, prompt_before
 
-    builder: Any = step_builder(data, None)  # type: ignore[arg-type]  # it reads no samples
+    builder: Any = step_builder(data, None)  # type: ignore[arg-type] # reads no samples
     prompts = []
     for number, text in enumerate(texts):
         content = text if data.processor is None else _with_places(text, items)
@@ -164,6 +157,6 @@ def _prompts(
 
 
 def _with_places(text: str, items: dict[str, tuple[Any, ...]]) -> list[dict[str, str]]:
-    """A text behind its items, unless it says where these are (``<image>``)."""
+    """Return a text after its items, except items with a placeholder (``<image>``) in the text."""
     places = [{"type": kind} for kind, own in items.items() if f"<{kind}>" not in text for _ in own]
     return [*places, {"type": "text", "text": text}]

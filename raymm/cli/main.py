@@ -32,27 +32,32 @@ COMMANDS = {
     "doctor": "check the nodes of a cluster and measure the connections between them",
 }
 
-# What a user can set right; anything else is a defect and keeps its traceback.
+# Errors that a user can fix. Anything else is a defect and keeps its traceback.
 EXIT_USER_ERROR = 2
 EXIT_RUN_FAILED = 1
-# It would fail like this again (EX_SOFTWARE of sysexits.h).
+# The run would fail in the same way again (EX_SOFTWARE of sysexits.h).
 EXIT_REPEATS = 70
-# It left a node that is about to end, or its time was over; what it has done is saved (EX_TEMPFAIL
-# of sysexits.h).
+# The run left a node that is about to end, or reached its time limit. Its work is saved
+# (EX_TEMPFAIL of sysexits.h).
 EXIT_START_AGAIN = 75
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 if the run failed (started again, it goes
-    on), 2 if what was asked for cannot run (configuration, model, data or cluster do not allow it),
-    70 if the run failed and would fail again, 75 if it left a node that is about to end and found
-    no other, or after ``run.max_seconds`` (start it again), 128 + number if a signal ended it (143
-    for SIGTERM, 130 for SIGINT), with or without a checkpoint; a run that takes its last step all
-    the same ends with 0."""
+    """Run the command line, and return the exit code.
+
+    - 0: success, also for a run that takes its last step in spite of a signal.
+    - 1: the run failed; the same command resumes it.
+    - 2: the request cannot run with this configuration, model, data or cluster.
+    - 70: the run failed and would fail again.
+    - 75: the run left a node that is about to end and found no other, or reached
+      ``run.max_seconds``; start it again.
+    - 128 + number: a signal ended the run (143 for SIGTERM, 130 for SIGINT), with or without a
+      checkpoint.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
     args = _parsed(words)
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
+        sys.path.insert(0, os.getcwd())  # for import paths in configs, as with `python -m`
     from raymm.training.stop_request import StopRequest
 
     console, stop = Console(stderr=True), StopRequest()
@@ -74,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         return EXIT_REPEATS if error.repeats else EXIT_RUN_FAILED
     except KeyboardInterrupt as end:
-        if end.args:  # of a run, which has said what was saved
+        if end.args:  # from a run, which has printed what was saved
             return 128 + signal.SIGINT
         number = stop.reason.number if stop.reason else signal.SIGINT
         return _stopped(console, signal.Signals(number))
-    except SystemExit as end:  # ray.init(), while it runs, turns SIGTERM into this
+    except SystemExit as end:  # ray.init() turns SIGTERM into this
         if end.code == signal.SIGTERM:
             return _stopped(console, signal.SIGTERM)
         if end.code == 128 + signal.SIGTERM and end.args != (end.code,):  # of a run, as above
@@ -94,11 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _notes_in_a_line() -> Iterator[None]:
-    """Warnings that are for users say nothing of lines of code."""
+    """Print warnings for users as one line, without source locations."""
     usual = warnings.formatwarning
 
     def formatted(message: Any, category: type[Warning], *where: Any, **more: Any) -> str:
-        from raymm.model.modality_module import WeightsWarning  # it imports transformers
+        from raymm.model.modality_module import WeightsWarning  # imports transformers
 
         if issubclass(category, WeightsWarning):
             return f"note: {message}\n"
@@ -117,7 +122,8 @@ def _stopped(console: Console, number: signal.Signals) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command line; an unknown option ends with the one it is like."""
+    """Return the arguments of a command line. An unknown option ends the program with a
+    suggestion."""
     parser = _parser(words[:1])
     args, unknown = parser.parse_known_args(words)
     for word in unknown:
@@ -221,7 +227,7 @@ def _train(args: argparse.Namespace) -> int:
     if start is not None and start.earlier is None:
         with single_threaded():
             start.read_rows()
-    # From here on it takes seconds: torch, transformers and Ray are imported.
+    # The following imports of torch, transformers and Ray take seconds.
     start_servers_early()
     from raymm.config.build import build_layouts, build_model, build_plan
     from raymm.planning.request import PlanRequest

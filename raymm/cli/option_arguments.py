@@ -1,4 +1,4 @@
-"""Options of a command that are fields of a dataclass: those that have a ``help``."""
+"""Command-line options for those fields of a dataclass that have a ``help``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _flag(name: str) -> str:
 
 
 def add_option_arguments(command: argparse.ArgumentParser, options: type) -> None:
-    """An option per field, as the command line writes it; not given, its value is None. What is a
-    mapping is given as ``--name KEY=N``, repeatedly, what is a sequence as ``--name A,B``."""
+    """Add an option per field, with None as the default. Mappings are given as ``--name KEY=N``,
+    repeatedly, and sequences as ``--name A,B``."""
     hints = get_type_hints(options)
     for name, field in _shown(options).items():
         how: dict[str, Any] = {}
@@ -38,23 +38,15 @@ def _leaves(hint: Any) -> tuple[Any, ...]:
 
 
 def given_options(args: argparse.Namespace, options: type) -> list[str]:
-    """Fields of the dataclass that the command line has."""
+    """Return the fields of the dataclass that the command line sets."""
     return [name for name in _shown(options) if getattr(args, name) is not None]
 
 
 def read_options(
     args: argparse.Namespace, options: type, default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the command line says, by field.
-
-    Args:
-        args: what was parsed.
-        options: the dataclass.
-        default: values of mappings that keys of the command line go before.
-
-    Raises:
-        ConfigError: a text that is none of the option's.
-    """
+    """Return the values that the command line sets, by field. Keys of mappings are merged into
+    those of ``default``. Raises ConfigError if a value is invalid."""
     hints = get_type_hints(options)
     values = {name: getattr(args, name) for name in given_options(args, options)}
     for name, value in values.items():
@@ -66,11 +58,8 @@ def read_options(
 
 
 def parse_counts(flag: str, entries: list[str]) -> dict[str, int]:
-    """``["llm=4096"]`` -> ``{"llm": 4096}``.
-
-    Raises:
-        ConfigError: if an entry is no ``module=number``.
-    """
+    """Return ``{"llm": 4096}`` for ``["llm=4096"]``. Raises ConfigError if an entry is not
+    ``module=number``."""
     counts = {}
     for entry in entries:
         name, _, number = entry.partition("=")

@@ -1,4 +1,4 @@
-"""``raymm plan``: plan a configured run, or judge the plan it has; show, draw and save it."""
+"""``raymm plan``: plan a configured run, or evaluate its plan; show, draw and save the plan."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ FILE_WIDTH = 120
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    """Options of ``raymm plan`` besides the configuration: those of :class:`PlanOptions` go before
-    its ``planning`` section."""
+    """Add the options of ``raymm plan``. Those of :class:`PlanOptions` override the ``planning``
+    section."""
     add = command.add_argument
     add_option_arguments(command, PlanOptions)
     add("--microbatches", type=int, metavar="N", help="microbatches per step (default: the data's)")
@@ -51,10 +51,10 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    """Plan or judge, print, draw and save.
+    """Make or evaluate a plan; print, draw and save it.
 
     Raises:
-        ConfigError, PlanError, ClusterError: naming what is wrong.
+        ConfigError, PlanError, ClusterError: names what is wrong.
     """
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
@@ -87,7 +87,7 @@ def run_plan(args: argparse.Namespace) -> None:
     plan = given_plan(config, model)
     _check_runs(config, model, plan)
     console = Console()
-    if not console.is_terminal:  # a file has room for every column
+    if not console.is_terminal:  # a file has no limited width
         console = Console(width=max(console.width, FILE_WIDTH))
     console.print(counts_text(model.parameter_counts()), highlight=False, soft_wrap=True)
     request = _request(args, config)
@@ -113,19 +113,14 @@ def run_plan(args: argparse.Namespace) -> None:
 def _check_runs(
     config: TrainConfig, model: MultimodalModule | WholeModel, plan: Plan | None
 ) -> None:
-    """Check what ``raymm train`` checks before it starts processes, of a plan that the
-    configuration gives also whether the model can run under it. The search itself leaves out
-    plans that cannot run.
-
-    Raises:
-        PlanError, ProbeError, ConfigError, ModelError: what ``raymm train`` would raise.
-    """
+    """Run the checks of ``raymm train`` before it starts processes, and for a given plan also the
+    check that the model can run under it. A search omits plans that cannot run."""
     from raymm.training.execution import Execution
     from raymm.training.phases import Phases
     from raymm.training.run_start import check_updates
 
     run, optimizer = config.run, config.optimizer.build(config.run.steps)
-    Phases(model, config.at, run.steps)  # raises if nothing is trained
+    Phases(model, config.at, run.steps)
     check_updates(optimizer, run, model, plan)
     if plan is not None:
         is_cpu = "cpu" in (run.device, config.planning.model_dump()["device"])
@@ -136,7 +131,7 @@ def _check_runs(
 
 
 def _with_microbatches(config: TrainConfig, microbatches: int) -> TrainConfig:
-    """Another number of microbatches, as large as before."""
+    """Return the configuration with another number of microbatches of the same size."""
     samples = config.data.batch_size // config.data.microbatches
     data = config.data.model_copy(
         update={"microbatches": microbatches, "batch_size": samples * microbatches}
@@ -153,7 +148,7 @@ def _cluster_if(needed: bool):
 
 
 def _request(args: argparse.Namespace, config: TrainConfig) -> PlanRequest:
-    """The configuration's request, with the command line's options before it."""
+    """Return the configuration's request, overridden by the command line's options."""
     from raymm.planning.request import PlanRequest
 
     request = PlanRequest.of_config(config)
@@ -164,7 +159,7 @@ def _planned(
     config: TrainConfig, model: MultimodalModule | WholeModel, plan: Plan | None,
     request: PlanRequest, console: Console,
 ) -> Planned:
-    """A plan that raymm makes, or the given one, judged."""
+    """Return a plan that raymm makes, or the evaluated given one."""
     from raymm.costs.named_devices import device_called
     from raymm.planning.inputs import Costs, PlanInputs, costs_of
     from raymm.planning.plan import Planned
@@ -204,8 +199,7 @@ def _planned(
 
 
 def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest, str | None]:
-    """The request with ranks, and a remark if they and the device are the cluster's, if there is
-    one to ask."""
+    """Return the request with ranks and, if these come from the cluster, its device and a note."""
     if request.ranks is not None:
         return request, None
     import ray
@@ -230,7 +224,7 @@ def _measured(
     count: int, config: TrainConfig, model: MultimodalModule | WholeModel, planned: Planned,
     console: Console,
 ) -> Planned:
-    """Run the best plans; the planned object with the fastest as its plan."""
+    """Run the best plans, and return the planned object with the fastest as its plan."""
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.model.whole_model import of_parts
     from raymm.profiling.measure_plans import distinct_options, measure_options

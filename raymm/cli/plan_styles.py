@@ -1,4 +1,4 @@
-"""``raymm plan --style``: multiplexed plans, and which style is faster, from the command line."""
+"""``raymm plan --style``: multiplexed plans, and the comparison of styles."""
 
 from __future__ import annotations
 
@@ -30,17 +30,14 @@ if TYPE_CHECKING:
 
 
 def _pipelined_only(args: argparse.Namespace) -> list[str]:
-    """Options that only a search for pipelines has, of those given."""
+    """Return the given options that apply only to a search for pipelines."""
     names = [*given_options(args, SearchOptions), "degrees", "measure"]
     return [name for name in names if getattr(args, name) is not None]
 
 
 def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
-    """The style that is asked for, by options or else by ``parallel.style``.
-
-    Raises:
-        ConfigError: options that contradict each other.
-    """
+    """Return the requested style: the option, or else ``parallel.style``. Raises ConfigError if
+    options contradict each other."""
     style = args.style or configured or PIPELINED
     if style == PIPELINED:
         if multiplexed_options := given_options(args, MultiplexOptions):
@@ -59,17 +56,11 @@ def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
 def with_given(
     args: argparse.Namespace, style: str, plan: Plan | None, request: PlanRequest
 ) -> PlanRequest:
-    """The request as a pipelined plan that the configuration gives has it, where the styles are
+    """Return the request with the ranks of the configuration's pipelined plan, if styles are
     compared.
 
-    Args:
-        args: the command's.
-        style: ``"pipelined"``, ``"multiplexed"`` or ``"auto"``.
-        plan: that of the configuration; None if it has none.
-        request: what was asked.
-
     Raises:
-        ConfigError, PlanError: options that contradict the plan.
+        ConfigError, PlanError: options contradict the plan.
     """
     from raymm.planning.styles import with_ranks_of
 
@@ -84,7 +75,7 @@ def with_given(
 
 
 def planned_precision(config: TrainConfig, request: PlanRequest) -> str:
-    """Return the precision of the run on the device that is planned for."""
+    """Return the precision of the run on the device that the plan is for."""
     from raymm.costs.named_devices import CPU
     from raymm.runtime.options import resolve_precision
 
@@ -95,11 +86,11 @@ def planned_precision(config: TrainConfig, request: PlanRequest) -> str:
 
 
 def given_plan(config: TrainConfig, model: MultimodalModule | WholeModel) -> Plan | None:
-    """The plan that the configuration gives by layouts or a file, if it does.
+    """Return the plan of the configuration's layouts or file; None without.
 
     Raises:
-        ConfigError: it is a mapping: what is planned already, multiplexed, is not planned again.
-        PlanError: it cannot run.
+        ConfigError: the plan is a multiplexed mapping, which is complete already.
+        PlanError: the plan cannot run.
     """
     from raymm.config.build import build_plan
     from raymm.scheduler.plan.rank_quotas import SLOTS
@@ -118,21 +109,15 @@ def run_style(
     plan: Plan | None, request: PlanRequest, *, note: str | None, output: Output, suffix: str,
     console: Console,
 ) -> None:
-    """Plan multiplexed, or both ways; print, draw and save.
+    """Plan multiplexed, or in both styles; print, draw and save.
 
     Args:
-        args: the command's.
-        config: the configuration.
-        model: of the configuration.
-        plan: a pipelined one of the configuration; None if it has none.
-        request: what was asked.
-        note: to be printed before anything else.
-        output: where plans and pictures go.
-        suffix: of pictures: ``.png`` or ``.svg``.
-        console: is printed to.
+        plan: the configuration's pipelined plan, if it has one.
+        note: printed before anything else.
+        suffix: suffix of pictures: ``.png`` or ``.svg``.
 
     Raises:
-        PlanError: naming what is wrong.
+        PlanError: names what is wrong.
     """
     from raymm.errors import PlanError
     from raymm.planning.inputs import PlanInputs
@@ -207,7 +192,7 @@ def _say_what_is_mapped(
 
 
 def _with_surfaces(args: argparse.Namespace, request: PlanRequest) -> PlanRequest:
-    """``--profile`` may be of surfaces."""
+    """Return the request with surfaces if ``--profile`` is a file of surfaces."""
     from raymm.scheduler.graph.strict_json import whole
 
     if args.quota_steps is not None:
@@ -218,8 +203,8 @@ def _with_surfaces(args: argparse.Namespace, request: PlanRequest) -> PlanReques
 
 
 def has_surfaces(path: str) -> bool:
-    """Whether a file is of scaling surfaces, not of layers. What is no such file at all is for
-    its reader to refuse."""
+    """Return True if a file has scaling surfaces instead of layers; False for an invalid file,
+    which its reader refuses."""
     from raymm.errors import PlanError
     from raymm.scheduler.graph.strict_json import json_value, read_file
 
@@ -239,7 +224,7 @@ def show(planned: Planned | PlannedMultiplexed, console: Console) -> None:
 def _save(
     plan: Plan, planned: PlannedMultiplexed, output: Output, suffix: str, console: Console
 ) -> None:
-    """A mapping as a plan, its picture, and where times are known that of the simulated step."""
+    """Save a mapping as a plan, its picture, and that of the simulated step if times are known."""
     from raymm.config.build import write_json
     from raymm.draw import draw_timelines
     from raymm.planning.plan import rank_names
@@ -263,24 +248,15 @@ def _save(
 
 
 def plan_files(suffix: str) -> tuple[str, str, str]:
-    """A plan, its picture, and that of its schedule."""
+    """Return the names of a plan's file, its picture, and the picture of its schedule."""
     return "plan.json", f"plan{suffix}", f"plan_schedule{suffix}"
 
 
 def save_pipelined(
     planned: Planned, output: Output, suffix: str, console: Console
 ) -> None:
-    """Save a pipelined plan and its pictures.
-
-    Args:
-        planned: the plan.
-        output: where it goes.
-        suffix: of pictures: ``.png`` or ``.svg``.
-        console: is told what was written.
-
-    Raises:
-        ConfigError: they cannot be written.
-    """
+    """Save a pipelined plan and its pictures (``.png`` or ``.svg``). Raises ConfigError if they
+    cannot be written."""
     from raymm.config.build import write_json
     from raymm.draw import draw_plan
 

@@ -1,4 +1,4 @@
-"""``raymm profile``: measure what the layers of a configured run cost."""
+"""``raymm profile``: measure the cost of each layer of a configured run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raymm.scheduler.costs.layer_costs import LayerCost
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph
 
-# Layers of the same shape are one row of the printed table if their times are this close.
+# Maximum relative difference in time of layers of the same shape that share a row.
 _SAME_WITHIN = 0.25
 _TIMES = ("forward", "backward_input", "backward_weight")
 _SIZES = ("activation_bytes", "parameter_bytes")
 
 
 def add_profile_arguments(command: argparse.ArgumentParser) -> None:
-    """Options of ``raymm profile`` besides the configuration."""
+    """Add the options of ``raymm profile``, except the configuration."""
     command.add_argument(
         "--out", required=True, help="JSON file to write; a picture is written next to it"
     )
@@ -50,7 +50,7 @@ def run_profile(args: argparse.Namespace) -> None:
     """Measure, save, print and draw.
 
     Raises:
-        ConfigError, DataError, PlanError, ClusterError: naming what is wrong.
+        ConfigError, DataError, PlanError, ClusterError: names what is wrong.
     """
     from raymm.config.check_files import check_files
     from raymm.config.sections import load_config
@@ -116,11 +116,8 @@ def run_profile(args: argparse.Namespace) -> None:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """``"512,1024"`` -> ``(512, 1024)``.
-
-    Raises:
-        PlanError: if an entry is no whole number.
-    """
+    """Return ``(512, 1024)`` for ``"512,1024"``. Raises PlanError if an entry is not a whole
+    number."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
         if not part.isdecimal():
@@ -131,7 +128,8 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 
 def profile_rows(table: ProfileTable, graph: ModuleGraph) -> Table:
-    """The default microbatch's costs; neighbouring layers that cost the same share a row."""
+    """Return a table of the default microbatch's costs, where equal neighbouring layers share a
+    row."""
     shown = Table(title=f"one microbatch on {table.device}, {table.dtype}")
     for name in ("module", "layers", "F ms", "B_d ms", "B_w ms", "activ. MB", "param. MB"):
         left = name in ("module", "layers")
@@ -153,7 +151,7 @@ def profile_rows(table: ProfileTable, graph: ModuleGraph) -> Table:
 
 
 def _groups(layers: tuple[LayerCost, ...], blocks: int) -> list[tuple[int, int]]:
-    """Ranges of layers that cost about the same; the projector stays alone."""
+    """Return the ranges of layers that cost about the same; a projector is separate."""
     bounds = [0]
     for index in range(1, len(layers)):
         if index == blocks or not _alike(layers[bounds[-1]], layers[index]):

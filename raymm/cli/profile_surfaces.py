@@ -16,22 +16,18 @@ from raymm.scheduler.costs.surface import surfaces_to_json
 from raymm.scheduler.schedule.memory import GIB
 
 DEFAULT_GPUS = 8
-# Names of what is written beside surfaces end so.
+# Suffixes of the files next to the surfaces.
 BESIDE_SURFACES = (".colocations.json", ".interference.json")
 
 
 def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> None:
-    """Measure, print and save: ``output``, and where modules were measured side by side also
-    ``*.colocations.json`` and the fitted ``*.interference.json``.
+    """Measure, print and save surfaces to ``output``.
 
-    Args:
-        args: the command's.
-        config: the configuration.
-        model: of the configuration.
-        output: the file of the surfaces.
+    If modules were measured side by side, ``*.colocations.json`` and the fitted
+    ``*.interference.json`` are written next to it.
 
     Raises:
-        DataError, PlanError, ClusterError: naming what is wrong.
+        DataError, PlanError, ClusterError: names what is wrong.
     """
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.runtime.cluster import connected, pick_device
@@ -72,7 +68,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
 
 
 def surfaces_table(profile: SurfaceProfile) -> Table:
-    """Milliseconds of every module by degree and quota."""
+    """Return a table of every module's milliseconds by degree and quota."""
     table = Table(
         title=f"forward and backward of {profile.conditions.batch} samples on "
         f"{profile.conditions.device}, ms",

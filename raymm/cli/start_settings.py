@@ -1,4 +1,4 @@
-"""Settings of a run without a configuration file: from its model, its rows and a few options."""
+"""Settings of a run without a configuration file, from its model, its rows and a few options."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from raymm.errors import ConfigError
 from raymm.files.config_file import parse_yaml
 from raymm.files.field_errors import closest, explain
 
-if TYPE_CHECKING:  # it imports numpy
+if TYPE_CHECKING:  # imports numpy
     from raymm.data.readers.detect import Detected
 
 EPOCHS, LR, LORA_LR, WARMUP = 3.0, 1e-5, 1e-4, 0.03
 LORA = {"r": 16, "alpha": 32.0}
-# Rows of a step, rows of a microbatch at most, and text tokens of a microbatch.
+# Rows of a step, and maximum rows and text tokens of a microbatch.
 _BATCH, _MICROBATCH, _TOKENS = 16, 8, 4096
-# Held-out rows: a fraction of all, so many at most, and none where there are few.
+# Held-out rows: fraction of all rows, maximum, and minimum number of rows for any.
 _EVAL_FRACTION, _MOST_EVAL_ROWS, _LEAST_ROWS = 0.02, 512, 200
-_EVALUATIONS = 10  # of a run
-_MULTIPLE = 64  # to which max_length is rounded up
+_EVALUATIONS = 10  # evaluations per run
+_MULTIPLE = 64  # max_length is rounded up to a multiple
 # Files that only models of text with images, video or sound have.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of ``raymm train`` next to ``--model`` and ``--data``; None where not given."""
+    """Options of ``raymm train`` with ``--model`` and ``--data``; None if not given."""
 
     lora: dict[str, Any] | None
     lr: float | None
@@ -43,9 +43,10 @@ class Options:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Options:
-        """
+        """Return the options of the command line.
+
         Raises:
-            ConfigError: naming the option, its value and what is accepted.
+            ConfigError: names the option, its value and what is accepted.
         """
         for name, value in (("lr", args.lr), ("epochs", args.epochs)):
             if value is not None and not 0 < value < float("inf"):
@@ -82,17 +83,14 @@ def _lora(words: list[str]) -> dict[str, Any]:
 def first_settings(
     model: str, source: dict[str, Any], detected: Detected, folder: Path, options: Options
 ) -> dict[str, Any]:
-    """Return the values of the configuration of a new run. Reads all rows.
+    """Return the configuration values of a new run. Reads all rows.
 
     Args:
         model: folder, or ``ORG/NAME@COMMIT``.
-        source: values of the source of the rows.
-        detected: description of the rows.
-        folder: of the run.
-        options: of the command line.
+        source: configuration values of the source of the rows.
 
     Raises:
-        ConfigError, DataError: rows that the model cannot be trained on.
+        ConfigError, DataError: the model cannot be trained on the rows.
     """
     from rich.console import Console
 
@@ -131,7 +129,7 @@ def first_settings(
             config, open_split(config, "train"),
             lambda rows, total: status.update(f"counting tokens: {rows:,} of {total:,} rows"),
         )
-    data.pop("processor", None)  # the model's
+    data.pop("processor", None)  # the default is the model's
     longest = -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE
     samples = max(1, min(_MICROBATCH, _TOKENS // longest, len(lengths)))
     microbatches = max(1, min(_BATCH, len(lengths)) // samples)
@@ -156,11 +154,11 @@ def first_settings(
 
 
 def apply_options(values: dict[str, Any], options: Options) -> None:
-    """Put options into the values of a configuration, in place."""
+    """Apply options to the values of a configuration, in place."""
     run, model, data = values["run"], values["model"], values["data"]
     if options.lora is not None:
         part = {"lora": options.lora}
-        if "train" in model:  # what is between the towers and the language model stays, too
+        if "train" in model:  # the projector stays frozen, too
             model["train"] |= {"projector": "frozen", "language_model": part}
         else:
             model["language_model"]["train"] = part
@@ -183,7 +181,7 @@ def apply_options(values: dict[str, Any], options: Options) -> None:
 
 
 def is_text_only(model: str) -> bool:
-    """Return True for a model of text, or a tokenizer alone: a folder without a processor."""
+    """Return True for a text model, or a tokenizer alone: a folder without a processor."""
     folder = Path(local_folder(model, weights=False))
     if any((folder / name).is_file() for name in _PROCESSOR_FILES):
         return False

@@ -15,12 +15,12 @@ from raymm.files.config_file import read_text
 from raymm.files.field_errors import shown
 from raymm.scheduler.graph.strict_json import json_value
 
-# A timeline is of a few steps.
+# Maximum size of a timeline, which has a few steps.
 MOST_TRACE_BYTES = 2**30
 
 
 class _Event(BaseModel):
-    """An event of Chrome's trace format, as far as it is looked at."""
+    """An event of Chrome's trace format, with the fields that are read."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -39,16 +39,13 @@ class _Trace(BaseModel):
 
 
 def add_trace_arguments(command: argparse.ArgumentParser) -> None:
-    """Arguments of ``raymm trace``."""
+    """Add the arguments of ``raymm trace``."""
     command.add_argument("run_folder", help="folder of a run (run.storage_path)")
 
 
 def run_trace(args: argparse.Namespace) -> None:
-    """Print how long ranks were busy and waited.
-
-    Raises:
-        ConfigError: there is no timeline, or what is there is none; names the file.
-    """
+    """Print the busy and waiting time of ranks. Raises ConfigError, which names the file, if the
+    timeline is missing or invalid."""
     if not Path(args.run_folder).is_dir():
         raise ConfigError(f"run_folder is {args.run_folder!r}; there is no such folder")
     file = Path(args.run_folder) / "trace.json"
@@ -62,10 +59,8 @@ def run_trace(args: argparse.Namespace) -> None:
 
 
 def read_events(file: Path) -> list[_Event]:
-    """
-    Raises:
-        ConfigError: naming the file, and the event that is wrong.
-    """
+    """Return the events of a file. Raises ConfigError, which names the file and the invalid
+    event."""
     text = read_text(file, "trace", MOST_TRACE_BYTES)
     try:
         return _Trace.model_validate(json_value(text, str(file))).traceEvents
@@ -81,7 +76,7 @@ def read_events(file: Path) -> list[_Event]:
 
 
 def trace_table(file: Path, events: list[_Event]) -> Table:
-    """A row per timeline and rank."""
+    """Return a table with a row per timeline and rank."""
     names = {e.pid: e.args.get("name", e.pid) for e in events if e.name == "process_name"}
     threads = {
         (e.pid, e.tid): e.args.get("name", e.tid) for e in events if e.name == "thread_name"

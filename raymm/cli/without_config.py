@@ -1,4 +1,4 @@
-"""``raymm train --model MODEL --data DATA``: a configuration made of a model and its rows."""
+"""``raymm train --model MODEL --data DATA``: a configuration from a model and its rows."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from raymm.errors import ConfigError
 from raymm.files.config_file import apply_override, read_sections
 from raymm.files.run_files import write_whole
 
-if TYPE_CHECKING:  # it imports numpy
+if TYPE_CHECKING:  # imports numpy
     from raymm.data.readers.detect import Detected
 
 CONFIG = "run.yaml"
-# Options without a configuration, and the setting of a configuration that each is.
+# Options without a configuration, and the corresponding settings.
 _SETTINGS = {
     "model": "model.path", "data": "data.train",
     "output": "run.storage_path", "split": "data.train", "subset": "data.train",
@@ -60,15 +60,14 @@ def add_folder_arguments(command: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class FolderStart:
-    """A run without a configuration file, with paths and options checked.
+    """A run without a configuration file, with checked paths and options.
 
     Attributes:
         model: folder, or ``ORG/NAME@COMMIT``.
-        source: values of the source of the rows.
-        folder: of the run.
-        options: of the command line.
+        source: configuration values of the source of the rows.
+        folder: folder of the run.
         overrides: ``--set`` values.
-        earlier: values of the configuration that an earlier command wrote; None for a new run.
+        earlier: configuration that an earlier command wrote; None for a new run.
     """
 
     model: str
@@ -80,10 +79,10 @@ class FolderStart:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> FolderStart | None:
-        """Check a command line without importing anything slow; None if it names a configuration.
+        """Check a command line without slow imports; None if it names a configuration.
 
         Raises:
-            ConfigError: naming the option, its value and what is accepted.
+            ConfigError: names the option, its value and what is accepted.
         """
         if args.config is not None:
             for name in _SETTINGS:
@@ -110,11 +109,8 @@ class FolderStart:
         return cls(model, source, folder, options, tuple(args.overrides), None)
 
     def read_rows(self) -> Detected:
-        """Read all rows of a new run once, print what they are, and return it.
-
-        Raises:
-            DataError: rows that cannot be used.
-        """
+        """Read all rows of a new run once, print a summary, and return the description of the rows.
+        Raises DataError if rows cannot be used."""
         return self._detected
 
     @cached_property
@@ -137,7 +133,7 @@ class FolderStart:
         """Write the configuration, print it, and return its file. Reads all rows of a new run.
 
         Raises:
-            ConfigError, DataError: settings or rows that cannot be used.
+            ConfigError, DataError: settings or rows cannot be used.
         """
         from raymm.config.sections import parse_config
 
@@ -176,10 +172,7 @@ def _run_folder(args: argparse.Namespace) -> Path:
 
 
 def _check_same_run(args: argparse.Namespace, file: Path, earlier: dict[str, Any]) -> None:
-    """
-    Raises:
-        ConfigError: the earlier command had another model or other rows; names both.
-    """
+    """Raise a ConfigError if the earlier command had another model or other rows."""
     model, data = earlier.get("model") or {}, earlier.get("data") or {}
     train = data.get("train")
     sources = train if isinstance(train, list) else [train]
